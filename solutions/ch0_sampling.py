@@ -1,0 +1,287 @@
+"""Chapter 0: tokens, log-probabilities, sampling, and the policy gradient.
+
+Builds what every later chapter stands on: scoring a completion under a model, sampling one with a
+key-value cache, and the policy gradient of REINFORCE, which a small vocabulary lets us enumerate.
+
+Simplified: one sampler for all uses, no beam search, no penalties, no chat templates.
+
+Papers: REINFORCE (Williams, 1992, doi:10.1007/BF00992696); policy gradients with function
+approximation (Sutton et al., 2000, NeurIPS 12); nucleus sampling (Holtzman et al., 2019,
+arXiv:1904.09751).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from utils.validation import require, shape_checked
+
+# --- Scoring ------------------------------------------------------------------------------------
+
+
+@shape_checked
+def get_logprobs(
+    logits: Float[Tensor, "batch seq vocab"],
+    tokens: Int[Tensor, "batch seq"],
+    prefix_len: int = 1,
+    temperature: float = 1.0,
+) -> Float[Tensor, "batch completion"]:
+    """The log-probability, in nats, of each token after the first `prefix_len`.
+
+    log p(token_t) = z[token_t] - logsumexp(z), where z = logits[t - 1] / temperature: the logits at
+    a position predict the next one. Only the logsumexp is as large as the logits, and it is reduced
+    at once: no log-softmax over the vocabulary is kept.
+
+    Raises ValueError if `prefix_len` is not in [1, seq] or `temperature` is not positive.
+    """
+    seq = tokens.shape[1]
+    require(1 <= prefix_len <= seq, f"prefix_len should be in [1, {seq}], but is {prefix_len}")
+    require(temperature > 0, f"temperature should be positive, but is {temperature}")
+    scaled = select_completion(logits, prefix_len) / temperature  # [batch completion vocab]
+    chosen = scaled.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
+    return chosen - scaled.logsumexp(-1)
+
+
+def select_completion(
+    per_position: Float[Tensor, "batch seq *rest"], prefix_len: int
+) -> Float[Tensor, "batch completion *rest"]:
+    """What a model says at each position, moved to the token it speaks about.
+
+    Entry t of the result belongs to token `prefix_len + t`, and was computed one position earlier,
+    from the tokens before it. Every shift between logits or values and tokens is made here.
+    """
+    return per_position[:, prefix_len - 1 : -1]
+
+
+@shape_checked
+def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]:
+    """The entropy of softmax(logits), in nats: H = -sum_v p_v log p_v.
+
+    A logit of -inf has p = 0 and counts 0 (the limit of p log p), in the gradient too.
+    """
+    logprobs = logits.log_softmax(-1)
+    # 0 * -inf is nan, so the impossible tokens leave before the product.
+    finite = logprobs.masked_fill(logits == -torch.inf, 0.0)
+    return -(logprobs.exp() * finite).sum(-1)
+
+
+def masked_mean(
+    values: Float[Tensor, "..."], mask: Bool[Tensor, "..."], dim: int | None = None
+) -> Float[Tensor, "..."]:
+    """The mean of `values` where `mask` is true, over everything or along `dim`; 0 where none is.
+
+    What is masked out is replaced before the sum, so that nan and inf there reach neither the
+    result nor the gradient (multiplying by the mask would not do: 0 * nan = nan).
+    """
+    require(
+        values.shape == mask.shape,
+        f"mask should have the shape of values, {list(values.shape)}, but has {list(mask.shape)}",
+    )
+    kept = values.masked_fill(~mask, 0.0)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+# --- Sampling -----------------------------------------------------------------------------------
+
+
+@shape_checked
+def sample_next_token(
+    logits: Float[Tensor, "batch vocab"],
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Int[Tensor, "batch"]:
+    """Draw one token a row from softmax(logits / temperature), after top-k, then top-p.
+
+    top-k keeps the k likeliest tokens. top-p keeps the fewest likeliest of those that remain whose
+    probabilities reach p, the token that crosses p included (Holtzman et al., section 3.1).
+    Temperature 0 takes the likeliest token; a k beyond the vocabulary and a p of 1 keep all.
+
+    Raises ValueError for a negative temperature, top_k < 1 or top_p outside (0, 1].
+    """
+    require(temperature >= 0, f"temperature should be at least 0, but is {temperature}")
+    require(top_k is None or top_k >= 1, f"top_k should be at least 1, but is {top_k}")
+    require(top_p is None or 0 < top_p <= 1, f"top_p should be in (0, 1], but is {top_p}")
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        dropped = logits.argsort(descending=True)[:, top_k:]
+        logits = logits.scatter(-1, dropped, -torch.inf)
+    if top_p is not None and top_p < 1:
+        probs, order = logits.softmax(-1).sort(descending=True)
+        before = probs.cumsum(-1) - probs  # the mass of the likelier tokens
+        dropped = torch.empty_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+@shape_checked
+def get_completion_mask(
+    completion_ids: Int[Tensor, "batch completion"], eos_token_id: int
+) -> Bool[Tensor, "batch completion"]:
+    """True on the tokens that are trained on: up to and including the first eos.
+
+    The eos is in: ending is a decision of the policy like any other. The pad id plays no part, so
+    this holds where pad and eos are one token.
+    """
+    is_eos = completion_ids == eos_token_id
+    eos_before = is_eos.cumsum(-1) - is_eos.int()
+    return eos_before == 0
+
+
+def left_pad(
+    sequences: list[list[int]], pad_token_id: int
+) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
+    """Pad on the left to one length: token ids, and a mask that is 1 on the real tokens.
+
+    The mask comes from the lengths, not from the pad id, which may be a real token as well.
+
+    Raises ValueError for an empty list.
+    """
+    require(len(sequences) > 0, "sequences should hold at least one sequence, but is empty")
+    seq = max(map(len, sequences))
+    ids = [[pad_token_id] * (seq - len(tokens)) + list(tokens) for tokens in sequences]
+    mask = [[0] * (seq - len(tokens)) + [1] * len(tokens) for tokens in sequences]
+    return torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.long)
+
+
+@dataclass
+class Samples:
+    """Prompts and what a model made of them. Prompts are left-padded to `prompt_len` columns, so
+    that every completion starts at the same one."""
+
+    input_ids: Int[Tensor, "batch seq"]  # prompt, completion, pad after the first eos
+    attention_mask: Int[Tensor, "batch seq"]  # 0 on padding, of either side
+    prompt_len: int
+    completion_mask: Bool[Tensor, "batch completion"]
+    texts: list[str]  # the completions alone, without special tokens
+
+    @property
+    def completion_ids(self) -> Int[Tensor, "batch completion"]:
+        return self.input_ids[:, self.prompt_len :]
+
+
+@torch.no_grad()
+def get_samples(
+    model: nn.Module,
+    prompts: list[str],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    prepend_bos: bool = True,
+) -> Samples:
+    """Sample one completion for each prompt, with a key-value cache, until all rows have ended.
+
+    `model` is a TransformerBridge, or anything that is called as one and has its `tokenizer` and
+    `cfg`. The bos is prepended if the tokenizer has one. Each step feeds the newest token only, but
+    the attention mask of everything so far: it says which cached positions are padding.
+
+    Raises ValueError for an empty list of prompts, a prompt without tokens, `max_new_tokens` < 1,
+    and a prompt that leaves too little of the model's context.
+    """
+    require(max_new_tokens >= 1, f"max_new_tokens should be at least 1, but is {max_new_tokens}")
+    prompt_ids, attention_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
+    eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
+    prompt_len = prompt_ids.shape[1]
+    step_ids, cache, columns = prompt_ids, None, []
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompt_ids.device)
+    for _ in range(max_new_tokens):
+        logits, cache = model(
+            step_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_type="logits_and_cache",
+        )
+        tokens = sample_next_token(logits[:, -1], temperature, top_k, top_p, generator)
+        tokens = tokens.masked_fill(ended, pad_token_id)
+        columns.append(tokens)
+        attention_mask = torch.cat([attention_mask, (~ended).long()[:, None]], dim=1)
+        ended |= tokens == eos_token_id
+        if ended.all():
+            break
+        step_ids = tokens[:, None]
+    completion_ids = torch.stack(columns, dim=1)  # [batch completion]
+    mask = get_completion_mask(completion_ids, eos_token_id)
+    texts = [
+        model.tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
+        for row, keep in zip(completion_ids, mask, strict=True)
+    ]
+    input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
+    return Samples(input_ids, attention_mask, prompt_len, mask, texts)
+
+
+def encode_prompts(
+    model: nn.Module, prompts: list[str], max_new_tokens: int, prepend_bos: bool
+) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
+    """The left-padded prompts on the model's device: ids and attention mask.
+
+    Raises ValueError for an empty list, a prompt without tokens, and one too long for the context.
+    """
+    require(not isinstance(prompts, str), "prompts should be a list of strings, but is a string")
+    require(len(prompts) > 0, "prompts should hold at least one prompt, but is empty")
+    bos_token_id = model.tokenizer.bos_token_id
+    prefix = [bos_token_id] if prepend_bos and bos_token_id is not None else []
+    encoded = model.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    sequences = [prefix + tokens for tokens in encoded]
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        require(len(sequence) > 0, f"prompts should have tokens, but one is {prompt!r}")
+        require(
+            len(sequence) + max_new_tokens <= model.cfg.n_ctx,
+            f"prompts and max_new_tokens should fit the model's context of {model.cfg.n_ctx} "
+            f"tokens, but {prompt[:40]!r} has {len(sequence)} and max_new_tokens is "
+            f"{max_new_tokens}",
+        )
+    device = next(model.parameters()).device
+    ids, mask = left_pad(sequences, get_pad_token_id(model.tokenizer))
+    return ids.to(device), mask.to(device)
+
+
+def get_pad_token_id(tokenizer) -> int:
+    """The pad token's id, or the eos's where there is none (GPT-2): both are masked out."""
+    pad_token_id = tokenizer.pad_token_id
+    return tokenizer.eos_token_id if pad_token_id is None else pad_token_id
+
+
+# --- The policy gradient ------------------------------------------------------------------------
+
+
+@shape_checked
+def calc_reinforce_objective(
+    logprobs: Float[Tensor, "batch completion"],
+    advantages: Float[Tensor, "batch completion"] | Float[Tensor, "batch"],
+    mask: Bool[Tensor, "batch completion"],
+) -> Float[Tensor, ""]:
+    """The masked mean of logprob * advantage, whose gradient is the policy gradient (maximised).
+
+    Advantages are constants, one a token, or one a completion that all its tokens share.
+    """
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand_as(logprobs)
+    # Masked before the product: 0 * nan in the backward pass would be nan.
+    weights = advantages.detach().masked_fill(~mask, 0.0)
+    return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)
+
+
+@shape_checked
+def calc_expected_policy_gradient(
+    logits: Float[Tensor, "vocab"], rewards: Float[Tensor, "vocab"], baseline: float
+) -> tuple[Float[Tensor, "vocab"], Float[Tensor, "vocab"]]:
+    """Mean and variance, over actions, of REINFORCE's one-sample gradient for the logits.
+
+    Action a gives g_a = (r_a - baseline) grad log p_a = (r_a - baseline)(onehot_a - p). With every
+    action enumerated, the mean sum_a p_a g_a and the elementwise variance are exact. The mean does
+    not depend on the baseline, because sum_a p_a grad log p_a = 0; the variance does.
+    """
+    probs = logits.softmax(-1)
+    scores = torch.eye(len(probs), dtype=probs.dtype, device=probs.device) - probs
+    gradients = (rewards.detach() - baseline)[:, None] * scores  # [action vocab]
+    mean = probs @ gradients
+    variance = probs @ (gradients - mean).square()
+    return mean, variance

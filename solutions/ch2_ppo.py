@@ -1,0 +1,780 @@
+"""Chapter 2: the PPO trainer.
+
+Builds PPO for language models: rewards on whole completions, a value head, generalised advantage
+estimation, the clipped objective in its parts, and a trainer that alternates rollouts and learning.
+
+Simplified: one process, one learning rate schedule, no adaptive KL coefficient, rewards normalised
+within each rollout instead of by running statistics.
+
+Papers: PPO (Schulman et al., 2017, arXiv:1707.06347); GAE (Schulman et al., 2015, arXiv:1506.02438);
+RLHF of language models (Ziegler et al., 2019, arXiv:1909.08593); "The N+ Implementation Details of
+RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
+"""
+
+import copy
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from solutions.ch0_sampling import (
+    Samples,
+    calc_entropy,
+    encode_prompts,
+    get_logprobs,
+    get_samples,
+    masked_mean,
+    select_completion,
+)
+from solutions.ch1_lora import TransformerWithLora
+from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS, review_prompts
+from utils.plotting import plot_history
+from utils.tracking import RunLog, format_samples, load_checkpoint, save_checkpoint
+from utils.validation import require, shape_checked
+
+# --- Rewards ------------------------------------------------------------------------------------
+
+
+def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "batch"]:
+    """How often `char` occurs in each completion."""
+    return torch.tensor([float(text.count(char)) for text in samples])
+
+
+def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
+    """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
+
+    (positive - negative) / (positive + negative) words; 0 where neither occurs.
+    """
+    rewards = []
+    for text in samples:
+        words = re.findall("[a-z]+", text.lower())
+        positive = sum(word in POSITIVE_WORDS for word in words)
+        negative = sum(word in NEGATIVE_WORDS for word in words)
+        rewards.append((positive - negative) / max(positive + negative, 1))
+    return torch.tensor(rewards)
+
+
+@shape_checked
+def normalize_reward(rewards: Float[Tensor, "batch"], eps: float = 1e-5) -> Float[Tensor, "batch"]:
+    """(rewards - mean) / (std + eps), as a new tensor; one reward, or a constant, gives zeros."""
+    rewards = rewards.detach()
+    # In floats a constant minus its mean need not be 0, and 1e-8 / eps is not small.
+    if rewards.numel() < 2 or rewards.max() == rewards.min():
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+
+# --- The value head -----------------------------------------------------------------------------
+
+
+class TransformerWithValueHeadLora(TransformerWithLora):
+    """`TransformerWithLora`, and a linear value head on the output of the final layer norm.
+
+    The head starts at zero: an untrained one predicts 0 everywhere and adds no noise to the first
+    advantages.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        device = next(self.base.parameters()).device
+        self.value_head = nn.Linear(self.cfg.d_model, 1, device=device)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward_with_value_head(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        attention_mask: Int[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Float[Tensor, "batch seq vocab"], Float[Tensor, "batch seq"]]:
+        """Logits and, at each position, the value of the state after its token was read.
+
+        The head reads `ln_final.hook_out`: what the unembedding reads, affine part included.
+        """
+        hidden: list[Float[Tensor, "batch seq d_model"]] = []
+
+        def read_hidden(x: Tensor, hook) -> None:
+            hidden.append(x)
+
+        logits = self._run([("ln_final.hook_out", read_hidden)], input_ids, attention_mask)
+        values = self.value_head(hidden[0].to(self.value_head.weight.dtype))
+        return logits, rearrange(values, "batch seq 1 -> batch seq")
+
+    def trainable_parts(self) -> dict[str, list[nn.Parameter]]:
+        return super().trainable_parts() | {"value_head": list(self.value_head.parameters())}
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        head = {f"value_head.{k}": v.data for k, v in self.value_head.named_parameters()}
+        return super().trainable_state() | head
+
+
+# --- Rewards and advantages of tokens -----------------------------------------------------------
+
+
+@shape_checked
+def compute_token_rewards(
+    scores: Float[Tensor, "batch"],
+    mask: Bool[Tensor, "batch completion"],
+    logprobs: Float[Tensor, "batch completion"] | None = None,
+    ref_logprobs: Float[Tensor, "batch completion"] | None = None,
+    kl_coef: float = 0.0,
+) -> Float[Tensor, "batch completion"]:
+    """The score on the last true position, minus kl_coef * k1 at every true position.
+
+    k1 = logprobs - ref_logprobs, a one-sample estimate of the KL (Ziegler et al., eq. 2). It is
+    detached: as a reward it is a number that the policy is paid, not a loss.
+    """
+    from_here_on = mask.flip(-1).cumsum(-1).flip(-1)  # true positions at t or later
+    is_last = mask & (from_here_on == 1)
+    rewards = torch.where(is_last, scores.detach()[:, None], 0.0)
+    if kl_coef == 0:
+        return rewards
+    require(logprobs is not None, "logprobs should be given when kl_coef is not 0, but is None")
+    require(ref_logprobs is not None, "ref_logprobs should be given when kl_coef is not 0")
+    k1 = (logprobs - ref_logprobs).detach()
+    return rewards - kl_coef * k1.masked_fill(~mask, 0.0)
+
+
+@shape_checked
+@torch.no_grad()
+def compute_advantages(
+    values: Float[Tensor, "batch completion"],
+    token_rewards: Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> Float[Tensor, "batch completion"]:
+    """Generalised advantage estimation (Schulman et al., 2015, eq. 16), backwards in time.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. V_t is the value of
+    the state before token t is emitted. After the last true token V is 0, for rows that were cut
+    short too; outside the mask A is 0. Detached. Returns are A + V.
+    """
+    values = values.masked_fill(~mask, 0.0)
+    token_rewards = token_rewards.masked_fill(~mask, 0.0)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    for t in reversed(range(values.shape[1])):
+        delta = token_rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = (delta + gamma * lam * next_advantage) * mask[:, t]
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages
+
+
+@shape_checked
+def normalize_advantages(
+    advantages: Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+    eps: float = 1e-8,
+) -> Float[Tensor, "batch completion"]:
+    """(advantages - mean) / (std + eps) over all true positions; 0 outside; a constant gives zeros.
+
+    Made once for a whole rollout: the mean and std of a small minibatch would flip signs.
+    """
+    kept = advantages.detach()[mask]
+    normalized = torch.zeros_like(advantages)
+    if kept.numel() > 1 and kept.max() > kept.min():
+        normalized[mask] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
+
+
+# --- The objective in its parts -----------------------------------------------------------------
+
+
+@shape_checked
+def calc_clipped_surrogate_objective(
+    logprobs: Float[Tensor, "batch completion"],
+    old_logprobs: Float[Tensor, "batch completion"],
+    advantages: Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+    clip_coef: float = 0.2,
+    clip_coef_high: float | None = None,
+) -> Float[Tensor, ""]:
+    """The masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A) (PPO, eq. 7).
+
+    ratio = exp(logprobs - old_logprobs). `clip_coef_high` is `clip_coef` unless given. The minimum
+    makes it a pessimistic bound: no gain from leaving the interval, the full loss from having left.
+    """
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    # Masked before exp, whose backward pass would turn a nan beyond the mask into 0 * nan.
+    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0)
+    advantages = advantages.detach().masked_fill(~mask, 0.0)
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    return masked_mean(torch.minimum(ratio * advantages, clipped * advantages), mask)
+
+
+@shape_checked
+def calc_value_function_loss(
+    values: Float[Tensor, "batch completion"],
+    old_values: Float[Tensor, "batch completion"],
+    returns: Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+    vf_coef: float = 0.5,
+    clip_coef: float | None = None,
+) -> Float[Tensor, ""]:
+    """vf_coef / 2 times the masked mean of (values - returns)^2 (minimised).
+
+    With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
+    of `old_values` (N+ details, detail 13 of the PPO part).
+    """
+    values = values.masked_fill(~mask, 0.0)
+    old_values = old_values.detach().masked_fill(~mask, 0.0)
+    returns = returns.detach().masked_fill(~mask, 0.0)
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - returns).square())
+    return vf_coef / 2 * masked_mean(errors, mask)
+
+
+@shape_checked
+def calc_entropy_bonus(
+    logits: Float[Tensor, "batch completion vocab"],
+    mask: Bool[Tensor, "batch completion"],
+    ent_coef: float,
+) -> Float[Tensor, ""]:
+    """ent_coef times the masked mean of the policy's entropy, in nats."""
+    entropies = calc_entropy(logits[mask])  # [true positions]: nothing is computed for the others
+    return ent_coef * entropies.sum() / max(entropies.numel(), 1)
+
+
+@shape_checked
+def calc_kl_penalty(
+    logits: Float[Tensor, "batch completion vocab"],
+    ref_logits: Float[Tensor, "batch completion vocab"],
+    mask: Bool[Tensor, "batch completion"],
+    kl_coef: float,
+) -> Float[Tensor, ""]:
+    """kl_coef times the masked mean of KL(policy ‖ reference), exact, in nats per token.
+
+    KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
+    """
+    logprobs = logits[mask].log_softmax(-1)  # [true positions, vocab]
+    ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
+    # A token that the policy cannot emit counts 0, but 0 * (-inf - q) would be nan.
+    logratio = torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)
+    kl = (logprobs.exp() * logratio).sum(-1)
+    return kl_coef * kl.sum() / max(kl.numel(), 1)
+
+
+# --- Arguments, optimizer and memory ------------------------------------------------------------
+
+
+@dataclass
+class RLHFArgs:
+    """What a run is made of. The defaults train the embedded model's reviews towards good moods."""
+
+    # The model
+    base_model: str | Path = "embedded"  # or a local folder, or a name on the Hugging Face hub
+    rank: int = 4
+    alpha: float = 32
+    sites: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o")
+    device: str | None = None  # the GPU if there is one
+    dtype: torch.dtype | None = None  # of the base model; float32. Adapters are float32 always
+
+    # The task
+    prompts: list[str] = field(default_factory=lambda: review_prompts()[0])
+    answers: list[str] | None = None  # one a prompt: reward_fn's second argument, row by row
+    reward_fn: Callable[..., Float[Tensor, "batch"]] = reward_fn_sentiment
+    normalize_reward: bool = True  # within each rollout
+
+    # Rollouts
+    total_phases: int = 30
+    batch_size: int = 128  # completions a rollout
+    gen_len: int = 30  # new tokens at most
+    temperature: float = 1.0
+    prepend_bos: bool = True
+
+    # Learning
+    num_minibatches: int = 4
+    batches_per_learning_phase: int = 1  # epochs over a rollout
+    base_lr: float = 1e-3  # of the adapters
+    head_lr: float = 3e-3  # of the value head
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 5  # phases
+    final_scale: float = 0.1  # of the learning rates in the end
+
+    # The objective
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip_coef: float = 0.2
+    clip_coef_high: float | None = None  # clip_coef
+    vf_coef: float = 0.5
+    vf_clip_coef: float | None = None  # no clipping of values
+    ent_coef: float = 0.001
+    kl_coef: float = 0.2
+    kl_in: str = "loss"  # exact, or "reward": k1, charged token by token
+
+    # The run
+    seed: int = 0
+    name: str | None = None  # of its folder in runs_dir; None: the trainer and the time
+    runs_dir: str | Path = "runs"
+    checkpoint_every: int = 10  # phases; 0: only in the end and when interrupted
+    samples_every: int = 1  # phases between printed tables of samples; 0: none
+    use_wandb: bool = False  # offline unless you are logged in
+    wandb_project: str = "rlhf-from-scratch"
+
+    def __post_init__(self):
+        for name in ("total_phases", "batch_size", "gen_len", "num_minibatches", "rank"):
+            _require_int_of_at_least(1, name, getattr(self, name))
+        for name in ("warmup_steps", "checkpoint_every", "samples_every"):
+            _require_int_of_at_least(0, name, getattr(self, name))
+        _require_int_of_at_least(
+            1, "batches_per_learning_phase", self.batches_per_learning_phase
+        )
+        for name in ("temperature", "max_grad_norm"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} should be positive, but is {value}")
+        for name in ("base_lr", "head_lr", "final_scale", "vf_coef", "ent_coef", "kl_coef"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name} should be at least 0, but is {value}")
+        for name in ("gamma", "lam", "clip_coef"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, f"{name} should be in [0, 1], but is {value}")
+        for name in ("clip_coef_high", "vf_clip_coef"):
+            value = getattr(self, name)
+            require(value is None or value >= 0, f"{name} should be at least 0, but is {value}")
+        require(self.kl_in in ("loss", "reward"), f"kl_in should be 'loss' or 'reward', but is {self.kl_in!r}")
+        require(callable(self.reward_fn), f"reward_fn should be a function, but is {self.reward_fn!r}")
+        require(isinstance(self.prompts, list), f"prompts should be a list of strings, but is {self.prompts!r}")
+        require(len(self.prompts) > 0, "prompts should hold at least one prompt, but is empty")
+        require(
+            self.answers is None or len(self.answers) == len(self.prompts),
+            f"answers should be one for each of the {len(self.prompts)} prompts, but there are "
+            f"{len(self.answers or [])}",
+        )
+        require(
+            self.batch_size % self.num_minibatches == 0,
+            f"batch_size should be a multiple of num_minibatches = {self.num_minibatches}, but is "
+            f"{self.batch_size}",
+        )
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+
+def _require_int_of_at_least(least: int, name: str, value: int) -> None:
+    require(
+        isinstance(value, int) and value >= least,
+        f"{name} should be an integer of at least {least}, but is {value!r}",
+    )
+
+
+def get_optimizer_and_scheduler(
+    args: RLHFArgs, model: TransformerWithLora
+) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
+    """AdamW that maximises, with one group for each part that the model has, and its schedule.
+
+    At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
+    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases.
+    """
+    lrs = {"adapters": args.base_lr, "value_head": args.head_lr}
+    groups = [{"params": part, "lr": lrs[name]} for name, part in model.trainable_parts().items()]
+    optimizer = torch.optim.AdamW(groups, eps=1e-5, weight_decay=0.0, maximize=True)
+
+    def get_scale(k: int) -> float:
+        if k < args.warmup_steps:
+            return (k + 1) / args.warmup_steps
+        decay_steps = max(args.total_phases - args.warmup_steps, 1)
+        progress = min((k - args.warmup_steps) / decay_steps, 1.0)
+        return 1.0 + progress * (args.final_scale - 1.0)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, get_scale)
+
+
+class ReplayMinibatch(SimpleNamespace):
+    """Some rows of a memory, field by field under the same names."""
+
+
+class ReplayMemory:
+    """What a rollout leaves for learning: fields of one row a completion.
+
+    `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute. A field that was not
+    computed is None. `group_size` rows that follow one another stay together.
+    """
+
+    def __init__(
+        self,
+        num_minibatches: int = 1,
+        batches_per_learning_phase: int = 1,
+        group_size: int = 1,
+        **fields: Tensor | None,
+    ):
+        self.fields = fields
+        self.__dict__.update(fields)
+        self.num_minibatches = num_minibatches
+        self.batches_per_learning_phase = batches_per_learning_phase
+        self.group_size = group_size
+        self.n_rows = len(next(rows for rows in fields.values() if rows is not None))
+        for name, rows in fields.items():
+            n_rows = self.n_rows if rows is None else len(rows)
+            require(n_rows == self.n_rows, f"{name} should have {self.n_rows} rows, but has {n_rows}")
+        require(
+            self.n_rows % (num_minibatches * group_size) == 0,
+            f"group_size times num_minibatches, {group_size} * {num_minibatches}, should divide "
+            f"the {self.n_rows} rows",
+        )
+
+    def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
+        """Every row exactly once an epoch, in a new random order each, all fields alike."""
+        device = generator.device if generator else None
+        minibatches = []
+        for _ in range(self.batches_per_learning_phase):
+            n_groups = self.n_rows // self.group_size
+            groups = torch.randperm(n_groups, generator=generator, device=device)
+            rows = torch.arange(self.n_rows, device=device).view(n_groups, self.group_size)[groups]
+            minibatches += [
+                self.get_rows(chosen) for chosen in rows.flatten().chunk(self.num_minibatches)
+            ]
+        return minibatches
+
+    def get_rows(self, chosen: Int[Tensor, "rows"]) -> ReplayMinibatch:
+        """The minibatch of these rows."""
+        return ReplayMinibatch(
+            **{
+                name: None if rows is None else rows[chosen.to(rows.device)]
+                for name, rows in self.fields.items()
+            }
+        )
+
+
+def make_replay_memory(
+    args: RLHFArgs,
+    samples: Samples,
+    scores: Float[Tensor, "batch"],
+    logprobs: Float[Tensor, "batch completion"],
+    ref_logprobs: Float[Tensor, "batch completion"] | None,
+    values: Float[Tensor, "batch completion"],
+) -> ReplayMemory:
+    """The arithmetic of a rollout: scores to token rewards, advantages, returns and a memory.
+
+    Returns are taken before the advantages are normalised: they are what the values regress on.
+    """
+    mask = samples.completion_mask
+    rewards = normalize_reward(scores) if args.normalize_reward else scores
+    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
+    token_rewards = compute_token_rewards(rewards, mask, logprobs, ref_logprobs, kl_coef)
+    advantages = compute_advantages(values, token_rewards, mask, args.gamma, args.lam)
+    return ReplayMemory(
+        num_minibatches=args.num_minibatches,
+        batches_per_learning_phase=args.batches_per_learning_phase,
+        input_ids=samples.input_ids,
+        attention_mask=samples.attention_mask,
+        mask=mask,
+        logprobs=logprobs.detach(),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
+        values=values.detach(),
+        advantages=normalize_advantages(advantages, mask),
+        returns=advantages + values.detach().masked_fill(~mask, 0.0),
+    )
+
+
+# --- The trainer --------------------------------------------------------------------------------
+
+
+class RLHFTrainer:
+    """PPO: sample completions, score them, learn from them, `args.total_phases` times.
+
+    `history` has one row of metrics a phase, as `runs/<name>/metrics.jsonl` has. `model_class` is
+    what is built when no model is given.
+    """
+
+    model_class = TransformerWithValueHeadLora
+
+    def __init__(self, args: RLHFArgs, model: TransformerWithLora | None = None):
+        self.args = args
+        if model is None:
+            with torch.random.fork_rng():
+                torch.manual_seed(args.seed)  # of the adapters
+                model = self.model_class.from_pretrained(
+                    args.base_model, args.rank, args.alpha, args.sites, args.device, args.dtype
+                )
+        self.model = model
+        encode_prompts(model, args.prompts, args.gen_len, args.prepend_bos)  # raises if one is too long
+        self.optimizer, self.scheduler = get_optimizer_and_scheduler(args, model)
+        self.device = next(model.base.parameters()).device
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        self.phase = 0
+        self.history: list[dict[str, float]] = []
+        self.metrics: dict[str, list[float]] = defaultdict(list)  # of the phase that is under way
+        self.samples_table = ""
+        kind = type(self).__name__.removesuffix("Trainer").lower()
+        self.folder = Path(args.runs_dir) / (args.name or time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
+
+    # Rollouts
+
+    def sample_and_score(self, n_prompts: int, group_size: int = 1) -> tuple[Samples, Tensor]:
+        """`group_size` completions, next to each other, for each of `n_prompts` random prompts."""
+        args = self.args
+        chosen = torch.randint(
+            len(args.prompts), (n_prompts,), generator=self.generator, device=self.device
+        )
+        rows = chosen.repeat_interleave(group_size).tolist()
+        prompts = [args.prompts[row] for row in rows]
+        with self.model.merged():
+            samples = get_samples(
+                self.model,
+                prompts,
+                args.gen_len,
+                args.temperature,
+                generator=self.generator,
+                prepend_bos=args.prepend_bos,
+            )
+        answers = [] if args.answers is None else [[args.answers[row] for row in rows]]
+        scores = args.reward_fn(samples.texts, *answers)
+        scores = _check_scores(scores, samples.texts).to(self.device)
+        self._record_samples(prompts, samples, scores)
+        return samples, scores
+
+    def _record_samples(self, prompts: list[str], samples: Samples, scores: Tensor) -> None:
+        lengths = samples.completion_mask.sum(-1).float()
+        self.metrics["reward"].append(scores.mean().item())
+        self.metrics["reward_std"].append(scores.std().item() if len(scores) > 1 else 0.0)
+        self.metrics["completion_len"].append(lengths.mean().item())
+        ranked = scores.argsort(descending=True).tolist()
+        shown = dict.fromkeys((ranked[0], ranked[len(ranked) // 2], ranked[-1]))
+        self.samples_table = format_samples(
+            [(scores[row].item(), prompts[row], samples.texts[row]) for row in shown]
+        )
+
+    def split(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        """Input ids and attention masks, one minibatch after the other.
+
+        Scoring by minibatches keeps the logits small, and the same shapes as in learning keep the
+        first ratio at exactly 1.
+        """
+        rows = self.args.minibatch_size
+        return zip(
+            samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True
+        )
+
+    def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:
+        """Log-probs of the completions under the model as it is now, at the sampling temperature."""
+        parts = [
+            get_logprobs(self.model(ids, mask), ids, samples.prompt_len, self.args.temperature)
+            for ids, mask in self.split(samples)
+        ]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def rollout_phase(self) -> ReplayMemory:
+        """Sample with the merged model, score with the hooked one.
+
+        Rounding makes the two differ slightly. The old log-probs come from the model whose ratio is
+        taken later, so the first ratio is exactly 1.
+        """
+        args = self.args
+        samples, scores = self.sample_and_score(args.batch_size)
+        logprobs, values = [], []
+        for ids, attention_mask in self.split(samples):
+            logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
+            logprobs.append(get_logprobs(logits, ids, samples.prompt_len, args.temperature))
+            values.append(select_completion(all_values, samples.prompt_len))
+        ref_logprobs = None
+        if args.kl_coef > 0:
+            with self.model.reference():
+                ref_logprobs = self.get_sample_logprobs(samples)
+        return make_replay_memory(
+            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)
+        )
+
+    # Learning
+
+    def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
+        """Surrogate - value loss + entropy bonus - KL penalty (maximised)."""
+        args, mask = self.args, minibatch.mask
+        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        logits, values = self.model.forward_with_value_head(
+            minibatch.input_ids, minibatch.attention_mask
+        )
+        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        surrogate = calc_clipped_surrogate_objective(
+            logprobs,
+            minibatch.logprobs,
+            minibatch.advantages,
+            mask,
+            args.clip_coef,
+            args.clip_coef_high,
+        )
+        value_loss = calc_value_function_loss(
+            select_completion(values, prompt_len),
+            minibatch.values,
+            minibatch.returns,
+            mask,
+            args.vf_coef,
+            args.vf_clip_coef,
+        )
+        objective = surrogate - value_loss + self.compute_entropy_bonus(minibatch, logits)
+        if args.kl_in == "loss" and args.kl_coef > 0:
+            objective = objective - self.compute_kl_penalty(minibatch, logits)
+        self.record_ratios(logprobs, minibatch)
+        self.metrics["value_loss"].append(value_loss.item())
+        return objective
+
+    def compute_entropy_bonus(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
+        """ent_coef times the entropy, which is recorded in any case."""
+        logits = self._select_scaled(minibatch, logits)
+        with torch.set_grad_enabled(self.args.ent_coef > 0 and torch.is_grad_enabled()):
+            entropy = calc_entropy_bonus(logits, minibatch.mask, ent_coef=1.0)
+        self.metrics["entropy"].append(entropy.item())
+        return self.args.ent_coef * entropy
+
+    def compute_kl_penalty(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
+        """The exact KL penalty. The reference's logits live for this minibatch only."""
+        with torch.no_grad(), self.model.reference():
+            ref_logits = self.model(minibatch.input_ids, minibatch.attention_mask)
+        penalty = calc_kl_penalty(
+            self._select_scaled(minibatch, logits),
+            self._select_scaled(minibatch, ref_logits),
+            minibatch.mask,
+            self.args.kl_coef,
+        )
+        self.metrics["kl_exact"].append(penalty.item() / self.args.kl_coef)
+        return penalty
+
+    def _select_scaled(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
+        prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
+        return select_completion(logits, prompt_len) / self.args.temperature
+
+    @torch.no_grad()
+    def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
+        """How far the policy has moved from its sampler, and from the reference where that is known."""
+        args, mask = self.args, minibatch.mask
+        logratio = logprobs - minibatch.logprobs
+        ratio = logratio.exp()
+        high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
+        outside = (ratio < 1 - args.clip_coef) | (ratio > 1 + high)
+        self.metrics["clip_frac"].append(masked_mean(outside.float(), mask).item())
+        approx_kl = masked_mean(torch.expm1(logratio) - logratio, mask)
+        self.metrics["approx_kl"].append(approx_kl.item())
+        if minibatch.ref_logprobs is not None:  # k3, from the sampled tokens alone
+            d = minibatch.ref_logprobs - logprobs
+            self.metrics["kl_k3"].append(masked_mean(torch.expm1(d) - d, mask).item())
+
+    def learning_phase(self, memory: ReplayMemory) -> None:
+        """One optimizer step for each minibatch, then one step of the schedule."""
+        for minibatch in memory.get_minibatches(self.generator):
+            self.optimizer.zero_grad()
+            objective = self.compute_rlhf_objective(minibatch)
+            objective.backward()
+            grad_norm = nn.utils.clip_grad_norm_(
+                self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
+            )
+            self.optimizer.step()
+            self.metrics["objective"].append(objective.item())
+            self.metrics["grad_norm"].append(grad_norm.item())
+        self.metrics["lr"].append(self.scheduler.get_last_lr()[0])
+        self.scheduler.step()
+
+    def train(self) -> list[dict[str, float]]:
+        """Run the phases that are left and return the history.
+
+        Interrupted, by Ctrl-C or an error, it first saves the state at the start of the phase.
+        """
+        log = RunLog(self.folder, self.history, self.args.use_wandb, self.args.wandb_project)
+        checkpoint = self.folder / "checkpoint.pt"
+        bar = tqdm(total=self.args.total_phases, initial=self.phase, desc=self.folder.name)
+        state = self.get_state()
+        try:
+            while self.phase < self.args.total_phases:
+                self._run_phase(log, bar)
+                state = self.get_state()
+                if self.args.checkpoint_every and self.phase % self.args.checkpoint_every == 0:
+                    save_checkpoint(checkpoint, state)
+        except BaseException:
+            bar.write(
+                f"Stopped in phase {state['phase'] + 1}. Go on with the same arguments:\n"
+                f"    trainer.load_checkpoint({str(checkpoint)!r}); trainer.train()"
+            )
+            raise
+        finally:
+            save_checkpoint(checkpoint, state)
+            bar.close()
+            log.close()
+        self.model.save_adapter(self.folder / "adapter.safetensors")
+        plot_history({self.folder.name: self.history}, self.folder / "metrics.png")
+        return self.history
+
+    def _run_phase(self, log: RunLog, bar: tqdm) -> None:
+        start = time.perf_counter()
+        self.metrics.clear()
+        self.learning_phase(self.rollout_phase())
+        row = {name: sum(values) / len(values) for name, values in self.metrics.items()}
+        row = {"phase": self.phase + 1} | row | {"seconds": time.perf_counter() - start}
+        self.history.append(row)
+        log.append(row)
+        self.phase += 1
+        if self.args.samples_every and (self.phase - 1) % self.args.samples_every == 0:
+            bar.write(f"phase {self.phase}, mean reward {row['reward']:.3f}\n{self.samples_table}")
+        bar.set_postfix(reward=f"{row['reward']:.3f}", entropy=f"{row['entropy']:.2f}")
+        bar.update()
+
+    # Stopping and going on
+
+    def get_state(self) -> dict:
+        """A copy of everything that the rest of the run depends on."""
+        state = {
+            "args": _describe_args(self.args),
+            "phase": self.phase,
+            "trainable": self.model.trainable_state(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "generator": self.generator.get_state(),
+            "history": self.history,
+        }
+        return copy.deepcopy(state)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint: `train()` then gives what an unbroken run would have given.
+
+        Raises ValueError if it is missing or damaged, or was made with other arguments.
+        """
+        state = load_checkpoint(Path(path))
+        own, saved = _describe_args(self.args), state["args"]
+        for name in own | saved:
+            require(
+                own.get(name) == saved.get(name),
+                f"{name} should be {saved.get(name)} as in the checkpoint, but is {own.get(name)}",
+            )
+        self.model.load_trainable_state(state["trainable"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.generator.set_state(state["generator"])
+        self.phase, self.history = state["phase"], state["history"]
+
+
+def _check_scores(scores: Tensor, texts: list[str]) -> Float[Tensor, "batch"]:
+    """The rewards as floats, or a ValueError that says what is wrong with them."""
+    scores = torch.as_tensor(scores).detach().float()
+    require(
+        scores.shape == (len(texts),),
+        f"reward_fn should return one reward for each of {len(texts)} samples, but returned shape "
+        f"{list(scores.shape)}",
+    )
+    finite = scores.isfinite()
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"reward_fn should return finite rewards, but gave {scores[row]} for {texts[row]!r}"
+        )
+    return scores
+
+
+def _describe_args(args: RLHFArgs) -> dict[str, str]:
+    """The arguments that a run's result depends on, as text that a checkpoint can hold."""
+    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "use_wandb", "wandb_project"}
+    values = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in free}
+    return {
+        name: getattr(value, "__qualname__", repr(value)) for name, value in values.items()
+    }

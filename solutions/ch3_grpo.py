@@ -1,0 +1,298 @@
+"""Chapter 3: the GRPO trainer, which drops the value head.
+
+Builds group-relative policy optimisation: several completions a prompt, and the mean of their
+rewards in place of a learned value. Against chapter 2, everything that served the values goes.
+
+Simplified: the reference is fixed (the paper's outer loop refreshes it), one reward a completion
+in the trainer (`process_advantages` shows the step-wise one).
+
+Papers: GRPO (Shao et al., 2024, arXiv:2402.03300); what its normalisations do, "Dr. GRPO" (Liu et
+al., 2025, arXiv:2503.20783); Schulman's note on approximating the KL
+(http://joschu.net/blog/kl-approx.html).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from solutions.ch0_sampling import Samples, get_logprobs, masked_mean
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
+from utils.validation import require, shape_checked
+
+# --- Advantages ---------------------------------------------------------------------------------
+
+
+@shape_checked
+def group_advantages(
+    rewards: Float[Tensor, "batch"], group_size: int, scale: str = "group", eps: float = 1e-4
+) -> Float[Tensor, "batch"]:
+    """A = (reward - mean of its group) / scale (GRPO, section 4.1.2). Detached.
+
+    scale is "group": the group's std + eps; "batch": the std of all raw rewards of the batch + eps;
+    "none": 1. A group whose rewards are all equal gives exact zeros: it has nothing to compare.
+
+    Raises ValueError if `group_size` is below 2 or does not divide the batch.
+    """
+    _check_group_size(group_size, len(rewards))
+    require(
+        scale in ("group", "batch", "none"),
+        f"scale should be 'group', 'batch' or 'none', but is {scale!r}",
+    )
+    groups = rearrange(rewards.detach(), "(group member) -> group member", member=group_size)
+    centered = groups - groups.mean(-1, keepdim=True)
+    # In floats the mean of equal numbers need not be that number.
+    is_constant = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
+    centered = centered.masked_fill(is_constant, 0.0)
+    if scale == "group":
+        centered = centered / (groups.std(-1, keepdim=True) + eps)
+    elif scale == "batch":
+        centered = centered / (groups.std() + eps)
+    return rearrange(centered, "group member -> (group member)")
+
+
+def process_advantages(
+    step_rewards: list[Float[Tensor, "steps"]],
+    step_ends: list[Int[Tensor, "steps"]],
+    group_size: int,
+    completion_len: int,
+    eps: float = 1e-4,
+) -> Float[Tensor, "batch completion"]:
+    """Advantages from rewards of single steps (GRPO, section 4.1.3). Detached.
+
+    The rewards of all steps of a group are normalised together, by their mean and std + eps. A
+    token gets the sum of the normalised rewards of the steps that end at it or later: `step_ends`
+    are 0-based positions, inclusive. After the last end it is 0.
+
+    Raises ValueError if the lists do not match or an end is outside the completion.
+    """
+    _check_group_size(group_size, len(step_rewards))
+    require(
+        [len(rewards) for rewards in step_rewards] == [len(ends) for ends in step_ends],
+        "step_ends should have one end for each of step_rewards, row by row",
+    )
+    advantages = torch.zeros(len(step_rewards), completion_len, device=step_rewards[0].device)
+    for start in range(0, len(step_rewards), group_size):
+        group = slice(start, start + group_size)
+        together = torch.cat(step_rewards[group]).detach()
+        if together.numel() < 2 or together.max() == together.min():
+            continue
+        mean, std = together.mean(), together.std()
+        rows = zip(advantages[group], step_rewards[group], step_ends[group], strict=True)
+        for row, rewards, ends in rows:
+            require(
+                bool(((0 <= ends) & (ends < completion_len)).all()),
+                f"step_ends should be in [0, {completion_len}), but one row is {ends.tolist()}",
+            )
+            row.index_add_(0, ends, ((rewards.detach() - mean) / (std + eps)).to(row.dtype))
+    return advantages.flip(-1).cumsum(-1).flip(-1)  # the sum over the steps that end here or later
+
+
+def _check_group_size(group_size: int, batch: int) -> None:
+    require(group_size >= 2, f"group_size should be at least 2, but is {group_size}")
+    require(
+        batch % group_size == 0,
+        f"group_size should divide the batch of {batch}, but is {group_size}",
+    )
+
+
+# --- The objective ------------------------------------------------------------------------------
+
+
+@shape_checked
+def calc_single_update_objective(
+    logprobs: Float[Tensor, "batch completion"],
+    advantages: Float[Tensor, "batch"],
+    mask: Bool[Tensor, "batch completion"],
+) -> Float[Tensor, ""]:
+    """exp(logprobs - detached logprobs) A, mean over each completion, then over the batch.
+
+    What is left of the ratio when every rollout is used for one update: its value is 1 and cannot
+    be clipped, its gradient is that of the log-probability (GRPO, section 4.1.4).
+    """
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    ratio = torch.exp(logprobs - logprobs.detach())
+    return _mean_over_completions(ratio * advantages.detach()[:, None], mask)
+
+
+@shape_checked
+def calc_per_token_kl(
+    logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """The k3 estimate of KL(policy ‖ reference) at each token, never negative (GRPO, eq. 4).
+
+    k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs. `expm1` keeps the digits that exp(d) - 1
+    loses where d is small.
+    """
+    d = ref_logprobs.detach() - logprobs
+    return torch.expm1(d) - d
+
+
+@shape_checked
+def calc_grpo_objective(
+    logprobs: Float[Tensor, "batch completion"],
+    old_logprobs: Float[Tensor, "batch completion"],
+    ref_logprobs: Float[Tensor, "batch completion"] | None,
+    advantages: Float[Tensor, "batch"] | Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+    clip_coef: float = 0.2,
+    clip_coef_high: float | None = None,
+    beta: float = 0.04,
+) -> Float[Tensor, ""]:
+    """Per token min(ratio A, clip(ratio) A) - beta k3, mean over each completion, then the batch.
+
+    GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 + clip_coef_high]
+    (`clip_coef` unless given). An empty completion counts 0. `ref_logprobs` may be None with beta 0.
+    """
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    require(
+        beta == 0 or ref_logprobs is not None,
+        f"ref_logprobs should be given when beta is not 0, but is None and beta is {beta}",
+    )
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand_as(logprobs)
+    advantages = advantages.detach().masked_fill(~mask, 0.0)
+    # Masked before exp, whose backward pass would turn a nan beyond the mask into 0 * nan.
+    ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta != 0:
+        kl = calc_per_token_kl(
+            logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0)
+        )
+        objective = objective - beta * kl
+    return _mean_over_completions(objective, mask)
+
+
+def _mean_over_completions(
+    per_token: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
+) -> Float[Tensor, ""]:
+    """The mean over each completion, then over the batch."""
+    return masked_mean(per_token, mask, dim=-1).mean()
+
+
+# --- The trainer --------------------------------------------------------------------------------
+
+
+@dataclass
+class GrpoArgs(RLHFArgs):
+    """`batch_size` completions a rollout: batch_size / group_size prompts. `kl_coef` is the paper's
+    beta; one update a rollout unless asked for more. What concerns values is not used."""
+
+    num_minibatches: int = 1
+    warmup_steps: int = 0
+    ent_coef: float = 0.0
+    kl_coef: float = 0.04
+    group_size: int = 8  # completions a prompt
+    advantage_scale: str = "group"  # or "batch", "none"
+    kl_kind: str = "k3"  # or "exact", over the vocabulary
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(
+            self.advantage_scale in ("group", "batch", "none"),
+            f"advantage_scale should be 'group', 'batch' or 'none', but is {self.advantage_scale!r}",
+        )
+        require(
+            self.kl_kind in ("k3", "exact"),
+            f"kl_kind should be 'k3' or 'exact', but is {self.kl_kind!r}",
+        )
+        require(self.group_size >= 2, f"group_size should be at least 2, but is {self.group_size}")
+        require(
+            self.minibatch_size % self.group_size == 0,
+            f"group_size should divide a minibatch of batch_size / num_minibatches = "
+            f"{self.minibatch_size} completions, but is {self.group_size}",
+        )
+
+
+def make_grpo_memory(
+    args: GrpoArgs,
+    samples: Samples,
+    scores: Float[Tensor, "batch"],
+    logprobs: Float[Tensor, "batch completion"],
+    ref_logprobs: Float[Tensor, "batch completion"] | None,
+) -> ReplayMemory:
+    """The arithmetic of a GRPO rollout: scores to advantages, one a completion, and a memory."""
+    return ReplayMemory(
+        num_minibatches=args.num_minibatches,
+        batches_per_learning_phase=args.batches_per_learning_phase,
+        group_size=args.group_size,
+        input_ids=samples.input_ids,
+        attention_mask=samples.attention_mask,
+        mask=samples.completion_mask,
+        logprobs=logprobs.detach(),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
+        advantages=group_advantages(scores, args.group_size, args.advantage_scale),
+    )
+
+
+class GrpoTrainer(RLHFTrainer):
+    """GRPO: chapter 2's trainer, whole groups in place of a value head."""
+
+    model_class = TransformerWithLora
+
+    @torch.no_grad()
+    def rollout_phase(self) -> ReplayMemory:
+        """Whole groups, sampled with the merged model and scored with the hooked one."""
+        args = self.args
+        samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+        logprobs = self.get_sample_logprobs(samples)
+        ref_logprobs = None
+        if args.kl_coef > 0:
+            with self.model.reference():
+                ref_logprobs = self.get_sample_logprobs(samples)
+        return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+
+    def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
+        """GRPO objective + entropy bonus (maximised); the KL is k3, or exact."""
+        args, mask = self.args, minibatch.mask
+        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        logits = self.model(minibatch.input_ids, minibatch.attention_mask)
+        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        objective = calc_grpo_objective(
+            logprobs,
+            minibatch.logprobs,
+            minibatch.ref_logprobs,
+            minibatch.advantages,
+            mask,
+            args.clip_coef,
+            args.clip_coef_high,
+            beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
+        )
+        objective = objective + self.compute_entropy_bonus(minibatch, logits)
+        if args.kl_kind == "exact" and args.kl_coef > 0:
+            objective = objective - self.compute_kl_penalty(minibatch, logits)
+        self.record_ratios(logprobs, minibatch)
+        return objective
+
+
+def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
+    """The objective on a fresh rollout as one minibatch, and its gradient's norm.
+
+    Every ratio is 1 and each group's advantages sum to 0, so with the KL and the entropy bonus at 0
+    the objective is 0 (up to rounding), and the gradient is not: the value of the objective says
+    nothing about learning. The trainer is left as it was.
+
+    Raises ValueError if ten rollouts in a row have constant rewards in every group.
+    """
+    generator_state = trainer.generator.get_state()
+    for _ in range(10):
+        memory = trainer.rollout_phase()
+        if memory.advantages.any():
+            break
+    else:
+        raise ValueError("reward_fn should tell completions apart, but every group is constant")
+    whole = memory.get_rows(torch.arange(memory.n_rows))
+    with torch.no_grad():  # through the update's own forward, so that every ratio is exactly 1
+        logits = trainer.model(whole.input_ids, whole.attention_mask)
+        prompt_len = whole.input_ids.shape[1] - whole.mask.shape[1]
+        whole.logprobs = get_logprobs(logits, whole.input_ids, prompt_len, trainer.args.temperature)
+    objective = trainer.compute_rlhf_objective(whole)
+    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
+    grad_norm = nn.utils.get_total_norm(gradients)
+    trainer.generator.set_state(generator_state)
+    trainer.metrics.clear()
+    return objective.item(), grad_norm.item()

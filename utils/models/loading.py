@@ -1,0 +1,42 @@
+"""Loading a causal language model as a TransformerBridge, on the device and in the dtype it stays in."""
+
+from pathlib import Path
+
+import torch
+from transformer_lens.model_bridge import TransformerBridge
+from transformers.utils import logging
+
+from utils.validation import require
+
+EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+
+
+def load_base_model(
+    name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+) -> TransformerBridge:
+    """Boot "embedded" (the model in this repo), a local folder, or a model of the Hugging Face hub.
+
+    The device defaults to the GPU if there is one, the dtype to float32. Both are given at the
+    start because a bridge that is moved later stops sharing GPT-2's q, k, v weights with `c_attn`.
+
+    Raises ValueError for a name that cannot be loaded.
+    """
+    if str(name) == "embedded":
+        name = EMBEDDED_MODEL
+    path = Path(name).expanduser()
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
+        require(path.is_dir(), f"name should be a folder with a model, but {path} is not there")
+        require((path / "config.json").exists(), f"name should hold a config.json, but {path} has none")
+        name = path
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    logging.disable_progress_bar()
+    try:
+        return TransformerBridge.boot_transformers(
+            str(name), device=device, dtype=dtype or torch.float32
+        )
+    except OSError as error:
+        raise ValueError(
+            f"name should be 'embedded', a local folder or a model of the Hugging Face hub, but "
+            f"{str(name)!r} could not be loaded: {error}"
+        ) from error

@@ -1,0 +1,59 @@
+"""Errors that name the argument, what it was and what it should have been."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from jaxtyping import AbstractArray, jaxtyped
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError with `message` unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def shape_checked(function: Callable) -> Callable:
+    """Hold the tensors that `function` is called with against the jaxtyping of its signature.
+
+    An axis that is named twice must have one size. A tensor whose dtype or shape does not fit is a
+    ValueError that names it.
+    """
+    signature = inspect.signature(function)
+    expected = {
+        name: arrays
+        for name, parameter in signature.parameters.items()
+        if (arrays := _array_types(parameter.annotation))
+    }
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        with jaxtyped("context"):
+            sizes = []
+            for name, arrays in expected.items():
+                value = arguments.get(name)
+                if value is None:
+                    continue
+                if not any(isinstance(value, array) for array in arrays):
+                    wanted = " or ".join(array.__name__ for array in arrays)
+                    seen = f" beside {', '.join(sizes)}" if sizes else ""
+                    raise ValueError(f"{name} should be {wanted}{seen}, but is {_describe(value)}")
+                sizes.append(f"{name} {list(value.shape)}")
+        return function(*args, **kwargs)
+
+    return checked
+
+
+def _array_types(annotation: Any) -> tuple[type, ...]:
+    """The jaxtyping types in an annotation: one, none, or those of a union."""
+    options = typing.get_args(annotation) or (annotation,)
+    return tuple(o for o in options if isinstance(o, type) and issubclass(o, AbstractArray))
+
+
+def _describe(value: Any) -> str:
+    if not hasattr(value, "shape"):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
