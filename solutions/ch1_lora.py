@@ -65,7 +65,9 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
     def read_input(x: Float[Tensor, "batch seq *d_in"], hook) -> None:
         inputs[:] = [x]
 
-    def add_output(out: Float[Tensor, "batch seq *d_out"], hook) -> Float[Tensor, "batch seq *d_out"]:
+    def add_output(
+        out: Float[Tensor, "batch seq *d_out"], hook
+    ) -> Float[Tensor, "batch seq *d_out"]:
         x = inputs.pop().flatten(2)  # [batch seq d_in]
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
@@ -99,8 +101,8 @@ def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Module]:
 class TransformerWithLora(nn.Module):
     """A frozen TransformerBridge with an adapter on each of `sites` in every block.
 
-    `sites` are names within a block ("attn.q", "mlp.in", ...). Dropout stays off whatever `.train()`
-    says: a policy that is scored twice must give the same log-probabilities.
+    `sites` are names within a block ("attn.q", "mlp.in", ...). Dropout stays off whatever
+    `.train()` says: a policy that is scored twice must give the same log-probabilities.
 
     Raises ValueError for a site that does not fire on this architecture, and says which do.
     """
@@ -271,15 +273,17 @@ class TransformerWithLora(nn.Module):
     def load_adapter(self, path: str | Path) -> None:
         """Read what `save_adapter` wrote.
 
-        Raises ValueError if the file is missing or damaged, or is of other sites, shapes or scaling.
+        Raises ValueError if the file is missing or damaged, or of other sites, shapes or scaling.
         """
         require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                state = {name: file.get_tensor(name) for name in file.keys()}
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise ValueError(f"path should be a safetensors file, but {path} is not: {error}") from error
+            raise ValueError(
+                f"path should be a safetensors file, but {path} is not: {error}"
+            ) from error
         scaling = float(metadata.get("scaling", self._layers[0].scaling))
         require(
             scaling == self._layers[0].scaling,

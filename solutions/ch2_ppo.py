@@ -6,17 +6,18 @@ estimation, the clipped objective in its parts, and a trainer that alternates ro
 Simplified: one process, one learning rate schedule, no adaptive KL coefficient, rewards normalised
 within each rollout instead of by running statistics.
 
-Papers: PPO (Schulman et al., 2017, arXiv:1707.06347); GAE (Schulman et al., 2015, arXiv:1506.02438);
-RLHF of language models (Ziegler et al., 2019, arXiv:1909.08593); "The N+ Implementation Details of
-RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
+Papers: PPO (Schulman et al., 2017, arXiv:1707.06347); GAE (Schulman et al., 2015,
+arXiv:1506.02438); RLHF of language models (Ziegler et al., 2019, arXiv:1909.08593); "The N+
+Implementation Details of RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
 """
 
 import copy
+import math
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,8 +39,15 @@ from solutions.ch0_sampling import (
 from solutions.ch1_lora import TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS, review_prompts
 from utils.plotting import plot_history
-from utils.tracking import RunLog, format_samples, load_checkpoint, save_checkpoint
-from utils.validation import require, shape_checked
+from utils.rewards import check_rewards
+from utils.tracking import RunLog, describe_args, format_samples, load_checkpoint, save_checkpoint
+from utils.validation import (
+    require,
+    require_integers,
+    require_numbers,
+    require_option,
+    shape_checked,
+)
 
 # --- Rewards ------------------------------------------------------------------------------------
 
@@ -199,10 +207,11 @@ def calc_clipped_surrogate_objective(
     clip_coef: float = 0.2,
     clip_coef_high: float | None = None,
 ) -> Float[Tensor, ""]:
-    """The masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A) (PPO, eq. 7).
+    """The masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A).
 
-    ratio = exp(logprobs - old_logprobs). `clip_coef_high` is `clip_coef` unless given. The minimum
-    makes it a pessimistic bound: no gain from leaving the interval, the full loss from having left.
+    PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
+    given. The minimum makes it a pessimistic bound: no gain from leaving the interval, the full
+    loss from having left.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     # Masked before exp, whose backward pass would turn a nan beyond the mask into 0 * nan.
@@ -325,33 +334,23 @@ class RLHFArgs:
     wandb_project: str = "rlhf-from-scratch"
 
     def __post_init__(self):
-        for name in ("total_phases", "batch_size", "gen_len", "num_minibatches", "rank"):
-            _require_int_of_at_least(1, name, getattr(self, name))
-        for name in ("warmup_steps", "checkpoint_every", "samples_every"):
-            _require_int_of_at_least(0, name, getattr(self, name))
-        _require_int_of_at_least(
-            1, "batches_per_learning_phase", self.batches_per_learning_phase
+        require_integers(self, 1, "total_phases", "batch_size", "gen_len", "num_minibatches")
+        require_integers(self, 1, "batches_per_learning_phase", "rank")
+        require_integers(self, 0, "warmup_steps", "checkpoint_every", "samples_every")
+        require_numbers(self, 1e-6, math.inf, "temperature", "max_grad_norm", "alpha")
+        require_numbers(self, 0, math.inf, "base_lr", "head_lr", "final_scale")
+        require_numbers(self, 0, math.inf, "vf_coef", "ent_coef", "kl_coef")
+        require_numbers(self, 0, math.inf, "clip_coef_high", "vf_clip_coef")
+        require_numbers(self, 0, 1, "gamma", "lam", "clip_coef")
+        require_option(self, "kl_in", "loss", "reward")
+        require(callable(self.reward_fn), f"reward_fn should be a function: {self.reward_fn!r}")
+        require(
+            isinstance(self.prompts, list) and len(self.prompts) > 0,
+            f"prompts should be a list of at least one string, but is {self.prompts!r}",
         )
-        for name in ("temperature", "max_grad_norm"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} should be positive, but is {value}")
-        for name in ("base_lr", "head_lr", "final_scale", "vf_coef", "ent_coef", "kl_coef"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} should be at least 0, but is {value}")
-        for name in ("gamma", "lam", "clip_coef"):
-            value = getattr(self, name)
-            require(0 <= value <= 1, f"{name} should be in [0, 1], but is {value}")
-        for name in ("clip_coef_high", "vf_clip_coef"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"{name} should be at least 0, but is {value}")
-        require(self.kl_in in ("loss", "reward"), f"kl_in should be 'loss' or 'reward', but is {self.kl_in!r}")
-        require(callable(self.reward_fn), f"reward_fn should be a function, but is {self.reward_fn!r}")
-        require(isinstance(self.prompts, list), f"prompts should be a list of strings, but is {self.prompts!r}")
-        require(len(self.prompts) > 0, "prompts should hold at least one prompt, but is empty")
         require(
             self.answers is None or len(self.answers) == len(self.prompts),
-            f"answers should be one for each of the {len(self.prompts)} prompts, but there are "
-            f"{len(self.answers or [])}",
+            f"answers should be None or one for each of the {len(self.prompts)} prompts",
         )
         require(
             self.batch_size % self.num_minibatches == 0,
@@ -362,13 +361,6 @@ class RLHFArgs:
     @property
     def minibatch_size(self) -> int:
         return self.batch_size // self.num_minibatches
-
-
-def _require_int_of_at_least(least: int, name: str, value: int) -> None:
-    require(
-        isinstance(value, int) and value >= least,
-        f"{name} should be an integer of at least {least}, but is {value!r}",
-    )
 
 
 def get_optimizer_and_scheduler(
@@ -419,7 +411,9 @@ class ReplayMemory:
         self.n_rows = len(next(rows for rows in fields.values() if rows is not None))
         for name, rows in fields.items():
             n_rows = self.n_rows if rows is None else len(rows)
-            require(n_rows == self.n_rows, f"{name} should have {self.n_rows} rows, but has {n_rows}")
+            require(
+                n_rows == self.n_rows, f"{name} should have {self.n_rows} rows, but has {n_rows}"
+            )
         require(
             self.n_rows % (num_minibatches * group_size) == 0,
             f"group_size times num_minibatches, {group_size} * {num_minibatches}, should divide "
@@ -501,7 +495,9 @@ class RLHFTrainer:
                     args.base_model, args.rank, args.alpha, args.sites, args.device, args.dtype
                 )
         self.model = model
-        encode_prompts(model, args.prompts, args.gen_len, args.prepend_bos)  # raises if one is too long
+        encode_prompts(
+            model, args.prompts, args.gen_len, args.prepend_bos
+        )  # raises if one is too long
         self.optimizer, self.scheduler = get_optimizer_and_scheduler(args, model)
         self.device = next(model.base.parameters()).device
         self.generator = torch.Generator(self.device).manual_seed(args.seed)
@@ -533,7 +529,7 @@ class RLHFTrainer:
             )
         answers = [] if args.answers is None else [[args.answers[row] for row in rows]]
         scores = args.reward_fn(samples.texts, *answers)
-        scores = _check_scores(scores, samples.texts).to(self.device)
+        scores = check_rewards(scores, samples.texts).to(self.device)
         self._record_samples(prompts, samples, scores)
         return samples, scores
 
@@ -555,12 +551,10 @@ class RLHFTrainer:
         first ratio at exactly 1.
         """
         rows = self.args.minibatch_size
-        return zip(
-            samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True
-        )
+        return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
 
     def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:
-        """Log-probs of the completions under the model as it is now, at the sampling temperature."""
+        """Log-probs of the completions under the model as it is, at the sampling temperature."""
         parts = [
             get_logprobs(self.model(ids, mask), ids, samples.prompt_len, self.args.temperature)
             for ids, mask in self.split(samples)
@@ -649,7 +643,7 @@ class RLHFTrainer:
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
-        """How far the policy has moved from its sampler, and from the reference where that is known."""
+        """How far the policy has moved from its sampler, and from the reference if that ran."""
         args, mask = self.args, minibatch.mask
         logratio = logprobs - minibatch.logprobs
         ratio = logratio.exp()
@@ -725,7 +719,7 @@ class RLHFTrainer:
     def get_state(self) -> dict:
         """A copy of everything that the rest of the run depends on."""
         state = {
-            "args": _describe_args(self.args),
+            "args": describe_args(self.args),
             "phase": self.phase,
             "trainable": self.model.trainable_state(),
             "optimizer": self.optimizer.state_dict(),
@@ -741,7 +735,7 @@ class RLHFTrainer:
         Raises ValueError if it is missing or damaged, or was made with other arguments.
         """
         state = load_checkpoint(Path(path))
-        own, saved = _describe_args(self.args), state["args"]
+        own, saved = describe_args(self.args), state["args"]
         for name in own | saved:
             require(
                 own.get(name) == saved.get(name),
@@ -752,29 +746,3 @@ class RLHFTrainer:
         self.scheduler.load_state_dict(state["scheduler"])
         self.generator.set_state(state["generator"])
         self.phase, self.history = state["phase"], state["history"]
-
-
-def _check_scores(scores: Tensor, texts: list[str]) -> Float[Tensor, "batch"]:
-    """The rewards as floats, or a ValueError that says what is wrong with them."""
-    scores = torch.as_tensor(scores).detach().float()
-    require(
-        scores.shape == (len(texts),),
-        f"reward_fn should return one reward for each of {len(texts)} samples, but returned shape "
-        f"{list(scores.shape)}",
-    )
-    finite = scores.isfinite()
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
-        raise ValueError(
-            f"reward_fn should return finite rewards, but gave {scores[row]} for {texts[row]!r}"
-        )
-    return scores
-
-
-def _describe_args(args: RLHFArgs) -> dict[str, str]:
-    """The arguments that a run's result depends on, as text that a checkpoint can hold."""
-    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "use_wandb", "wandb_project"}
-    values = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in free}
-    return {
-        name: getattr(value, "__qualname__", repr(value)) for name, value in values.items()
-    }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from solutions.ch0_sampling import Samples, get_logprobs, masked_mean
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
-from utils.validation import require, shape_checked
+from utils.validation import require, require_integers, require_option, shape_checked
 
 # --- Advantages ---------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ def process_advantages(
         rows = zip(advantages[group], step_rewards[group], step_ends[group], strict=True)
         for row, rewards, ends in rows:
             require(
-                bool(((0 <= ends) & (ends < completion_len)).all()),
+                bool(((ends >= 0) & (ends < completion_len)).all()),
                 f"step_ends should be in [0, {completion_len}), but one row is {ends.tolist()}",
             )
             row.index_add_(0, ends, ((rewards.detach() - mean) / (std + eps)).to(row.dtype))
@@ -144,8 +144,9 @@ def calc_grpo_objective(
 ) -> Float[Tensor, ""]:
     """Per token min(ratio A, clip(ratio) A) - beta k3, mean over each completion, then the batch.
 
-    GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 + clip_coef_high]
-    (`clip_coef` unless given). An empty completion counts 0. `ref_logprobs` may be None with beta 0.
+    GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
+    clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `ref_logprobs` may be
+    None with beta 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     require(
@@ -192,15 +193,9 @@ class GrpoArgs(RLHFArgs):
 
     def __post_init__(self):
         super().__post_init__()
-        require(
-            self.advantage_scale in ("group", "batch", "none"),
-            f"advantage_scale should be 'group', 'batch' or 'none', but is {self.advantage_scale!r}",
-        )
-        require(
-            self.kl_kind in ("k3", "exact"),
-            f"kl_kind should be 'k3' or 'exact', but is {self.kl_kind!r}",
-        )
-        require(self.group_size >= 2, f"group_size should be at least 2, but is {self.group_size}")
+        require_option(self, "advantage_scale", "group", "batch", "none")
+        require_option(self, "kl_kind", "k3", "exact")
+        require_integers(self, 2, "group_size")
         require(
             self.minibatch_size % self.group_size == 0,
             f"group_size should divide a minibatch of batch_size / num_minibatches = "

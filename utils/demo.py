@@ -124,7 +124,9 @@ def format_summary(summaries: list[dict]) -> str:
         for label, name in rows:
             before, after = (cell(trainer, f"{name}_{when}") for when in ("before", "after"))
             table.append((trainer.upper(), label, before, after))
-        table.append((trainer.upper(), "KL from the base, nats per token", "0", cell(trainer, "kl")))
+        table.append(
+            (trainer.upper(), "KL from the base, nats per token", "0", cell(trainer, "kl"))
+        )
         table.append((trainer.upper(), "seconds of training", "", cell(trainer, "seconds")))
     return tabulate(table, headers=("", "held-out", "before", "after"), tablefmt="github")
 

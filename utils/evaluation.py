@@ -10,9 +10,14 @@ from utils.rewards import is_worked, reward_fn_addition
 
 
 def sample_prompts(
-    model, prompts: list[str], gen_len: int, temperature: float = 1.0, seed: int = 0, rows: int = 128
+    model,
+    prompts: list[str],
+    gen_len: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    rows: int = 128,
 ) -> list:
-    """Completions of all prompts, as a list of `Samples` of up to `rows` rows, with merged weights."""
+    """Completions of all prompts, merged weights, as `Samples` of up to `rows` rows each."""
     from solutions.ch0_sampling import get_samples
 
     device = next(model.parameters()).device
@@ -25,9 +30,7 @@ def sample_prompts(
     return batches
 
 
-def mean_over_tokens(
-    per_token: Callable[..., torch.Tensor], batches: list
-) -> float:
+def mean_over_tokens(per_token: Callable[..., torch.Tensor], batches: list) -> float:
     """The mean of `per_token(samples)` [batch completion] over all completion tokens."""
     total = sum(per_token(b).masked_fill(~b.completion_mask, 0.0).sum().item() for b in batches)
     return total / sum(b.completion_mask.sum().item() for b in batches)
@@ -104,10 +107,11 @@ def evaluate_additions(
         "greedy": reward_fn_addition(greedy, answers).mean().item(),
         "worked": worked.mean().item(),
         "accuracy_worked": ((right * worked).sum() / worked.sum().clamp(min=1)).item(),
-        "accuracy_direct": (
-            (right * (1 - worked)).sum() / (1 - worked).sum().clamp(min=1)
-        ).item(),
+        "accuracy_direct": ((right * (1 - worked)).sum() / (1 - worked).sum().clamp(min=1)).item(),
         "pass": right.view(n_samples, -1).amax(0).mean().item(),
-        "completion_len": torch.cat([b.completion_mask.sum(-1) for b in batches]).float().mean().item(),
+        "completion_len": torch.cat([b.completion_mask.sum(-1) for b in batches])
+        .float()
+        .mean()
+        .item(),
         "kl": measure_kl(model, batches),
     }

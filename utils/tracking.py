@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -58,6 +59,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         raise ValueError(f"path should be a checkpoint, but {path} is not: {error}") from error
+
+
+def describe_args(args: Any) -> dict[str, str]:
+    """The arguments that a run's result depends on, as text that a checkpoint can hold."""
+    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "use_wandb", "wandb_project"}
+    values = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in free}
+    return {name: getattr(value, "__qualname__", repr(value)) for name, value in values.items()}
 
 
 def format_samples(rows: list[tuple[float, str, str]], width: int = 60) -> str:

@@ -15,6 +15,32 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_integers(args: Any, least: int, *names: str) -> None:
+    """Each named field of `args` should be an integer of at least `least`."""
+    for name in names:
+        value = getattr(args, name)
+        require(
+            isinstance(value, int) and value >= least,
+            f"{name} should be an integer of at least {least}, but is {value!r}",
+        )
+
+
+def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
+    """Each named field of `args` should be None or a number in [low, high]."""
+    for name in names:
+        value = getattr(args, name)
+        require(
+            value is None or (isinstance(value, int | float) and low <= value <= high),
+            f"{name} should be a number in [{low}, {high}], but is {value!r}",
+        )
+
+
+def require_option(args: Any, name: str, *options: str) -> None:
+    """The named field of `args` should be one of `options`."""
+    value = getattr(args, name)
+    require(value in options, f"{name} should be one of {list(options)}, but is {value!r}")
+
+
 def shape_checked(function: Callable) -> Callable:
     """Hold the tensors that `function` is called with against the jaxtyping of its signature.
 

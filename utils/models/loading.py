@@ -1,4 +1,4 @@
-"""Loading a causal language model as a TransformerBridge, on the device and in the dtype it stays in."""
+"""Loading a causal language model as a TransformerBridge, on its device and in its dtype."""
 
 from pathlib import Path
 
@@ -26,7 +26,9 @@ def load_base_model(
     path = Path(name).expanduser()
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
         require(path.is_dir(), f"name should be a folder with a model, but {path} is not there")
-        require((path / "config.json").exists(), f"name should hold a config.json, but {path} has none")
+        require(
+            (path / "config.json").exists(), f"name should hold a config.json, but {path} has none"
+        )
         name = path
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

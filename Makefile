@@ -1,0 +1,19 @@
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.PHONY: demo test
+demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
+	$(PY) -m utils.demo
+
+test: $(VENV)/.installed  ## everything that must hold
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pytest
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || \
+		(echo "Python 3.11 to 3.13 is needed, for example: make PYTHON=python3.12" && exit 1)
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
