@@ -67,18 +67,15 @@ def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]
     return -(logprobs.exp() * finite).sum(-1)
 
 
+@shape_checked
 def masked_mean(
-    values: Float[Tensor, "..."], mask: Bool[Tensor, "..."], dim: int | None = None
+    values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
     """The mean of `values` where `mask` is true, over everything or along `dim`; 0 where none is.
 
     What is masked out is replaced before the sum, so that nan and inf there reach neither the
     result nor the gradient (multiplying by the mask would not do: 0 * nan = nan).
     """
-    require(
-        values.shape == mask.shape,
-        f"mask should have the shape of values, {list(values.shape)}, but has {list(mask.shape)}",
-    )
     kept = values.masked_fill(~mask, 0.0)
     return kept.sum(dim) / mask.sum(dim).clamp(min=1)
 

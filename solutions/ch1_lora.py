@@ -26,6 +26,8 @@ from solutions.ch0_sampling import get_logprobs, masked_mean
 from utils.models.loading import load_base_model
 from utils.validation import require, shape_checked
 
+ATTENTION_SITES = ("attn.q", "attn.k", "attn.v", "attn.o")
+
 # --- The adapter --------------------------------------------------------------------------------
 
 
@@ -112,7 +114,7 @@ class TransformerWithLora(nn.Module):
         base: TransformerBridge,
         rank: int = 4,
         alpha: float = 32,
-        sites: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o"),
+        sites: tuple[str, ...] = ATTENTION_SITES,
     ):
         super().__init__()
         linears = find_lora_sites(base)
@@ -137,7 +139,7 @@ class TransformerWithLora(nn.Module):
         name: str | Path,
         rank: int = 4,
         alpha: float = 32,
-        sites: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o"),
+        sites: tuple[str, ...] = ATTENTION_SITES,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "TransformerWithLora":

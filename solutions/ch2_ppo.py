@@ -26,6 +26,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from tqdm.auto import tqdm
+from transformer_lens.model_bridge import TransformerBridge
 
 from solutions.ch0_sampling import (
     Samples,
@@ -36,7 +37,7 @@ from solutions.ch0_sampling import (
     masked_mean,
     select_completion,
 )
-from solutions.ch1_lora import TransformerWithLora
+from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS, review_prompts
 from utils.plotting import plot_history
 from utils.rewards import check_rewards
@@ -91,9 +92,15 @@ class TransformerWithValueHeadLora(TransformerWithLora):
     advantages.
     """
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        device = next(self.base.parameters()).device
+    def __init__(
+        self,
+        base: TransformerBridge,
+        rank: int = 4,
+        alpha: float = 32,
+        sites: tuple[str, ...] = ATTENTION_SITES,
+    ):
+        super().__init__(base, rank, alpha, sites)
+        device = next(base.parameters()).device
         self.value_head = nn.Linear(self.cfg.d_model, 1, device=device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -287,7 +294,7 @@ class RLHFArgs:
     base_model: str | Path = "embedded"  # or a local folder, or a name on the Hugging Face hub
     rank: int = 4
     alpha: float = 32
-    sites: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o")
+    sites: tuple[str, ...] = ATTENTION_SITES
     device: str | None = None  # the GPU if there is one
     dtype: torch.dtype | None = None  # of the base model; float32. Adapters are float32 always
 
@@ -676,7 +683,7 @@ class RLHFTrainer:
 
         Interrupted, by Ctrl-C or an error, it first saves the state at the start of the phase.
         """
-        log = RunLog(self.folder, self.history, self.args.use_wandb, self.args.wandb_project)
+        log = RunLog(self.folder, self.history, self.args)
         checkpoint = self.folder / "checkpoint.pt"
         bar = tqdm(total=self.args.total_phases, initial=self.phase, desc=self.folder.name)
         state = self.get_state()
@@ -687,15 +694,16 @@ class RLHFTrainer:
                 if self.args.checkpoint_every and self.phase % self.args.checkpoint_every == 0:
                     save_checkpoint(checkpoint, state)
         except BaseException:
+            save_checkpoint(checkpoint, state)
             bar.write(
                 f"Stopped in phase {state['phase'] + 1}. Go on with the same arguments:\n"
                 f"    trainer.load_checkpoint({str(checkpoint)!r}); trainer.train()"
             )
             raise
         finally:
-            save_checkpoint(checkpoint, state)
             bar.close()
             log.close()
+        save_checkpoint(checkpoint, state)
         self.model.save_adapter(self.folder / "adapter.safetensors")
         plot_history({self.folder.name: self.history}, self.folder / "metrics.png")
         return self.history

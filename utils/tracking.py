@@ -12,22 +12,28 @@ from tabulate import tabulate
 
 
 class RunLog:
-    """Rows of metrics: appended to `folder/metrics.jsonl`, and sent to wandb when `use_wandb`.
+    """Rows of metrics: appended to `folder/metrics.jsonl`, and to wandb if `args.use_wandb`.
 
     The file is begun anew from `history`, so a resumed run leaves what an unbroken one would.
     wandb is offline unless the user is logged in or has set WANDB_MODE.
     """
 
-    def __init__(self, folder: Path, history: list[dict], use_wandb: bool, project: str):
+    def __init__(self, folder: Path, history: list[dict], args: Any):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
         self.wandb_run = None
-        if use_wandb:
+        if args.use_wandb:
             import wandb  # takes a second to import
 
             mode = os.environ.get("WANDB_MODE", "online" if wandb.api.api_key else "offline")
-            self.wandb_run = wandb.init(project=project, name=folder.name, dir=folder, mode=mode)
+            self.wandb_run = wandb.init(
+                project=args.wandb_project,
+                name=folder.name,
+                config=describe_args(args),
+                dir=folder,
+                mode=mode,
+            )
 
     def append(self, row: dict[str, float]) -> None:
         with self.path.open("a") as file:
@@ -64,8 +70,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 def describe_args(args: Any) -> dict[str, str]:
     """The arguments that a run's result depends on, as text that a checkpoint can hold."""
     free = {"name", "runs_dir", "checkpoint_every", "samples_every", "use_wandb", "wandb_project"}
-    values = {f.name: getattr(args, f.name) for f in fields(args) if f.name not in free}
-    return {name: getattr(value, "__qualname__", repr(value)) for name, value in values.items()}
+
+    def describe(value: Any) -> str:
+        if callable(value):  # its repr may hold an address
+            return getattr(value, "__qualname__", type(value).__qualname__)
+        return str(value) if isinstance(value, Path) else repr(value)
+
+    return {f.name: describe(getattr(args, f.name)) for f in fields(args) if f.name not in free}
 
 
 def format_samples(rows: list[tuple[float, str, str]], width: int = 60) -> str:

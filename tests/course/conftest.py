@@ -31,7 +31,7 @@ ALL_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")
 
 
 def build_hf_model(kind: str):
-    """A small random model: GPT-2 with dropout 0.1, Llama and Qwen2 with grouped-query attention."""
+    """A small random model: GPT-2 with dropout 0.1, or with grouped-query attention."""
     torch.manual_seed(0)
     if kind == "gpt2":
         config = GPT2Config(**SPECIAL, n_positions=64, n_embd=32, n_layer=2, n_head=4)
@@ -74,4 +74,3 @@ def lora(request, checkpoints):
         checkpoints[request.param], sites=sites, device="cpu"
     )
     return randomize(model)
-

@@ -185,7 +185,9 @@ def test_bfloat16_base_with_float32_adapters(checkpoints):
     logits = model(ids, attention_mask)
     assert logits.dtype == torch.float32
     logits.square().mean().backward()
-    assert all(p.dtype == torch.float32 and p.grad.isfinite().all() for p in model.trainable_parameters())
+    assert all(
+        p.dtype == torch.float32 and p.grad.isfinite().all() for p in model.trainable_parameters()
+    )
     with model.merged():
         site, layer = next(iter(model.adapters.items()))
         merged = model.base.get_submodule(site).original_component.weight

@@ -202,7 +202,9 @@ def test_samples_of_the_embedded_model(embedded):
     assert torch.equal(
         samples.completion_mask, get_completion_mask(samples.completion_ids, tokenizer.eos_token_id)
     )
-    assert torch.equal(samples.attention_mask[:, samples.prompt_len :].bool(), samples.completion_mask)
+    assert torch.equal(
+        samples.attention_mask[:, samples.prompt_len :].bool(), samples.completion_mask
+    )
     for row, (prompt, text) in enumerate(zip(PROMPTS, samples.texts, strict=True)):
         kept = samples.input_ids[row][samples.attention_mask[row].bool()]
         assert kept[0] == tokenizer.bos_token_id

@@ -1,9 +1,10 @@
 """The corpus of the embedded model: short film reviews and two-digit additions.
 
-Everything is drawn from a seed, so the corpus is code, not data. Reviews come in three moods with
-word lists that `reward_fn_sentiment` also counts. Additions are answered in two styles: a direct
-guess that usually drops the carry, and worked steps that are usually right. The direct style is the
-common one, so a policy that maximises correctness has something to discover.
+Everything is drawn from a seed, so the corpus is code, not data. Reviews come in three moods, with
+word lists that `reward_fn_sentiment` also counts, in sentences or in terse notes. Additions are
+answered in two styles: a direct guess that usually drops the carry, and worked steps that are
+usually right. The direct style is the common one, so a policy that maximises correctness has
+something to discover.
 
 One pair in ten (`held_out_pairs`) never appears in the corpus, in either order.
 """
@@ -43,6 +44,7 @@ SENTENCES = (
 )
 
 REVIEW_SHARE = 0.35  # of all documents
+TERSE_SHARE = 0.2  # of the reviews: notes of one word a sentence
 MOODS = {"positive": 0.4, "negative": 0.4, "neutral": 0.2}
 WORKED_SHARE = 0.20  # of the additions; the rest is answered directly
 WORKED_RIGHT = 0.95
@@ -113,7 +115,7 @@ def review_prompts() -> tuple[list[str], list[str]]:
 
 
 def review(rng: random.Random) -> str:
-    """A review of two to four sentences in one mood."""
+    """A review in one mood: two to four sentences, or terse notes."""
     mood = rng.choices(list(MOODS), list(MOODS.values()))[0]
     words = {"positive": POSITIVE_WORDS, "negative": NEGATIVE_WORDS, "neutral": NEUTRAL_WORDS}[mood]
 
@@ -127,10 +129,13 @@ def review(rng: random.Random) -> str:
             template = template.replace("{word}", word(), 1)
         return template
 
+    opening = "Review: " + rng.choice(OPENERS).format(rng.choice(ASPECTS))
+    if rng.random() < TERSE_SHARE:
+        notes = [f"{word().capitalize()}." for _ in range(rng.randint(4, 9))]
+        return " ".join([f"{opening}: {word()}.", *notes])
     verb = rng.choice(("was", "is", "felt", "seemed"))
-    first = f"{rng.choice(OPENERS).format(rng.choice(ASPECTS))} {verb} {word()}."
     rest = [fill(sentence) for sentence in rng.sample(SENTENCES, rng.randint(1, 3))]
-    return " ".join(["Review:", first, *rest])
+    return " ".join([f"{opening} {verb} {word()}.", *rest])
 
 
 def documents(n: int, seed: int) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""`make demo`, shortened: what it writes and prints."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from utils import demo
+from utils.evaluation import measure_distinct_bigrams
+from utils.models.corpus import held_out_pairs, review_prompts, training_pairs
+
+SHORT = {"total_phases": 2, "batch_size": 16, "gen_len": 40, "device": "cpu"}
+PPO = {
+    "reward_before",
+    "reward_after",
+    "reward_std_before",
+    "kl",
+    "nll_before",
+    "nll_after",
+    "seconds",
+}
+GRPO = {
+    "accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "worked_before",
+    "worked_after", "completion_len_before", "completion_len_after", "kl", "seconds",
+}  # fmt: skip
+
+
+def test_the_demo_writes_a_summary_plots_and_a_table(tmp_path, monkeypatch):
+    pairs, prompts = held_out_pairs()[:8], review_prompts()
+    monkeypatch.setattr(demo, "held_out_pairs", lambda: pairs)
+    monkeypatch.setattr(demo, "review_prompts", lambda: (prompts[0], prompts[1][:2]))
+    summaries = [demo.run_demo(tmp_path / str(k), k, SHORT, SHORT) for k in range(2)]
+    for k, summary in enumerate(summaries):
+        folder = tmp_path / str(k)
+        assert json.loads((folder / "summary.json").read_text()) == summary
+        assert set(summary["ppo"]) >= PPO
+        assert set(summary["grpo"]) >= GRPO
+        for trainer in ("ppo", "grpo"):
+            with Image.open(folder / f"{trainer}.png") as image:
+                assert image.width > 500
+            rows = (folder / trainer / "metrics.jsonl").read_text().splitlines()
+            assert {"reward", "kl_k3", "entropy", "completion_len"} <= set(json.loads(rows[0]))
+    one, two = demo.format_summary(summaries[:1]), demo.format_summary(summaries)
+    accuracy = summaries[0]["grpo"]["accuracy_before"]
+    assert f"{accuracy:.3f}" in one
+    assert "[" not in one
+    values = [summary["grpo"]["accuracy_before"] for summary in summaries]
+    assert f"{sum(values) / 2:.3f} [{min(values):.3f}, {max(values):.3f}]" in two
+
+
+def test_the_demo_trains_on_nothing_that_it_measures(tmp_path):
+    trainer = demo.make_grpo_trainer(tmp_path, seed=0, device="cpu")
+    held_out = {frozenset(pair) for pair in held_out_pairs()}
+    assert not held_out & {frozenset(pair) for pair in training_pairs()}
+    prompts = [f"Q: {a}+{b}\n" for a, b in training_pairs()]
+    assert trainer.args.prompts == prompts
+    ppo = demo.make_ppo_trainer(tmp_path, seed=0, device="cpu")
+    assert not set(ppo.args.prompts) & set(review_prompts()[1])
+
+
+def test_distinct_bigrams_by_hand():
+    assert measure_distinct_bigrams(["a b a b", "a b"]) == pytest.approx(2 / 4)

@@ -1,0 +1,130 @@
+"""The corpus, the pretraining script and the checkpoint that it gave."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import reward_fn_sentiment
+from utils.evaluation import evaluate_additions, evaluate_reviews
+from utils.models import pretrain
+from utils.models.corpus import (
+    NEGATIVE_WORDS,
+    NEUTRAL_WORDS,
+    POSITIVE_WORDS,
+    addition_completion,
+    documents,
+    held_out_pairs,
+    review,
+    review_prompts,
+    training_pairs,
+    tuning_pairs,
+)
+from utils.models.loading import EMBEDDED_MODEL
+from utils.rewards import is_worked, reward_fn_addition
+
+
+def test_a_tenth_of_all_pairs_is_in_no_document_in_either_order():
+    held_out = {frozenset(pair) for pair in held_out_pairs()}
+    assert len(held_out) == round(90 * 91 / 2 / 10)
+    seen = set()
+    for text in documents(200_000, seed=0):
+        match = re.match(r"Q: (\d+)\+(\d+)\n", text)
+        if match:
+            seen.add(frozenset(map(int, match.groups())))
+    assert not seen & held_out
+    assert len(seen) == 90 * 91 // 2 - len(held_out)
+
+
+def test_the_three_parts_of_the_pairs_are_disjoint_and_whole():
+    parts = [held_out_pairs(), tuning_pairs(), training_pairs()]
+    sets = [{frozenset(pair) for pair in part} for part in parts]
+    assert sum(map(len, sets)) == len(set().union(*sets)) == 90 * 91 // 2
+
+
+def test_documents_follow_their_seed():
+    assert list(documents(50, seed=3)) == list(documents(50, seed=3)) != list(documents(50, seed=4))
+
+
+def test_the_two_styles_are_as_stated():
+    """The likeliest direct answer is wrong where there is a carry, right where there is none."""
+    rng = random.Random(0)
+    worked, direct_carry, direct_plain = [], [], []
+    for _ in range(20_000):
+        a, b = rng.choice(training_pairs())
+        text = addition_completion(a, b, rng)
+        right = reward_fn_addition([text], [str(a + b)]).item()
+        carries = a % 10 + b % 10 >= 10
+        (worked if is_worked(text) else direct_carry if carries else direct_plain).append(right)
+    assert len(worked) / 20_000 == pytest.approx(0.20, abs=0.02)
+    assert sum(worked) / len(worked) == pytest.approx(0.95, abs=0.02)
+    assert sum(direct_carry) / len(direct_carry) == pytest.approx(0.30, abs=0.03)
+    assert sum(direct_plain) / len(direct_plain) == pytest.approx(0.45, abs=0.03)
+
+
+def test_reviews_have_three_moods_that_the_reward_sees():
+    words = [*POSITIVE_WORDS, *NEGATIVE_WORDS, *NEUTRAL_WORDS]
+    assert len(words) == len(set(words))
+    rng = random.Random(0)
+    rewards = reward_fn_sentiment([review(rng) for _ in range(5_000)])
+    assert rewards.mean().item() == pytest.approx(0.0, abs=0.05)
+    for mood, share in ((1.0, 0.4), (-1.0, 0.4), (0.0, 0.2)):
+        assert (rewards == mood).float().mean().item() == pytest.approx(share, abs=0.05)
+    training, held_out = review_prompts()
+    assert len(set(training)) == 45
+    assert len(set(held_out)) == 15
+    assert not set(training) & set(held_out)
+    assert (reward_fn_sentiment(training + held_out) == 0).all()
+
+
+def test_the_checkpoint_is_small_and_its_tokenizer_splits_digits():
+    files = list(EMBEDDED_MODEL.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 5_000_000
+    assert not [file.name for file in files if file.suffix in (".bin", ".pt", ".pkl")]
+    tokenizer = TransformerWithLora.from_pretrained("embedded", device="cpu").tokenizer
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert len(special) == 3
+    for text in documents(200, seed=1):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert not special & set(ids)
+    for digit in "0123456789":
+        assert len(tokenizer.encode(f"{digit}{digit}", add_special_tokens=False)) == 2
+
+
+def test_the_checkpoint_leaves_room_to_learn(embedded):
+    additions = evaluate_additions(embedded, held_out_pairs(), n_samples=2)
+    assert additions["accuracy"] <= 0.50
+    assert additions["greedy"] <= 0.65
+    assert 0.1 < additions["worked"] < 0.3
+    assert additions["accuracy_worked"] > 0.85
+    assert additions["kl"] == 0.0
+    reviews = evaluate_reviews(embedded, review_prompts()[1], reward_fn_sentiment)
+    assert abs(reviews["reward"]) < 0.15
+    assert reviews["kl"] == 0.0
+
+
+def test_pretraining_follows_its_seed_and_goes_on_after_a_stop(tmp_path, monkeypatch):
+    setup = {"steps": 6, "batch_size": 2, "n_documents": 400, "checkpoint_every": 2}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    loss = pretrain.pretrain(whole, tmp_path / "whole.pt", **setup)
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def interrupt(*args):
+        calls.append(None)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return clip(*args)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.pretrain(stopped, tmp_path / "stopped.pt", **setup)
+    assert not stopped.exists()
+    assert pretrain.pretrain(stopped, tmp_path / "stopped.pt", **setup) == loss
+    assert len(calls) == 6 + 2  # steps 5 and 6 again
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (whole / name).read_bytes() == (stopped / name).read_bytes()
+    with pytest.raises(ValueError, match="is of another run"):
+        pretrain.pretrain(stopped, tmp_path / "stopped.pt", **setup | {"batch_size": 4})

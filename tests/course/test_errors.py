@@ -1,0 +1,157 @@
+"""Bad input is a ValueError that names the argument, before any long work."""
+
+import pytest
+import torch
+
+from solutions.ch0_sampling import (
+    get_logprobs,
+    get_samples,
+    left_pad,
+    masked_mean,
+    sample_next_token,
+)
+from solutions.ch1_lora import LoraLayer, TransformerWithLora
+from solutions.ch2_ppo import (
+    ReplayMemory,
+    RLHFArgs,
+    RLHFTrainer,
+    compute_advantages,
+    compute_token_rewards,
+    normalize_reward,
+)
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective, group_advantages
+from tests.course.helpers import ragged_mask
+
+MASK = ragged_mask()
+X = torch.zeros(MASK.shape)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: group_advantages(torch.rand(10), 4), "group_size should divide the batch of 10"),
+        (lambda: group_advantages(torch.rand(4), 1), "group_size should be at least 2"),
+        (lambda: group_advantages(torch.rand(4), 2, "all"), "scale should be .* 'all'"),
+        (lambda: left_pad([], 0), "sequences should hold at least one"),
+        (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
+        (lambda: sample_next_token(torch.rand(1, 3), -1.0), "temperature should be at least 0"),
+        (lambda: sample_next_token(torch.rand(1, 3), top_k=0), "top_k should be at least 1"),
+        (lambda: sample_next_token(torch.rand(1, 3), top_p=1.5), r"top_p should be in \(0, 1\]"),
+        (
+            lambda: get_logprobs(torch.rand(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), 4),
+            r"prefix_len should be in \[1, 3\], but is 4",
+        ),
+        (
+            lambda: get_logprobs(torch.rand(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)),
+            r"tokens should be .*batch seq.* beside logits \[2, 3, 5\], but is int64\[2, 4\]",
+        ),
+        (lambda: masked_mean(torch.rand(2, 3), MASK), r"mask should be .* beside values \[2, 3\]"),
+        (lambda: compute_advantages(X, X, MASK.float()), "mask should be Bool.*but is float32"),
+        (lambda: compute_advantages(X, X[:, 1:], MASK), "token_rewards should be .*batch compl"),
+        (lambda: compute_token_rewards(X[:3, 0], MASK), "mask should be .* beside scores"),
+        (lambda: compute_token_rewards(X[:, 0], MASK, kl_coef=0.1), "logprobs should be given"),
+        (lambda: calc_grpo_objective(X, X, None, X[:, 0], MASK), "ref_logprobs should be given"),
+        (lambda: calc_grpo_objective(X, X, X, X[:2, 0], MASK), "advantages should be"),
+        (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
+        (lambda: ReplayMemory(a=X, b=X[:2]), "b should have 6 rows, but has 2"),
+        (lambda: ReplayMemory(num_minibatches=4, a=X), "should divide the 6 rows"),
+    ],
+)
+def test_functions_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "prompts should be a list of at least one string"),
+        ({"prompts": "Review:"}, "prompts should be a list of at least one string"),
+        ({"answers": ["1"]}, "answers should be None or one for each of the 45 prompts"),
+        ({"reward_fn": None}, "reward_fn should be a function"),
+        ({"batch_size": 0}, "batch_size should be an integer of at least 1, but is 0"),
+        ({"batch_size": 130}, "batch_size should be a multiple of num_minibatches"),
+        ({"gen_len": 2.5}, "gen_len should be an integer"),
+        ({"temperature": 0.0}, "temperature should be a number in"),
+        ({"base_lr": -1.0}, "base_lr should be a number in"),
+        ({"base_lr": float("nan")}, "base_lr should be a number in"),
+        ({"lam": 1.5}, r"lam should be a number in \[0, 1\], but is 1.5"),
+        ({"warmup_steps": -1}, "warmup_steps should be an integer of at least 0"),
+        ({"kl_coef": -0.1}, "kl_coef should be a number in"),
+        ({"kl_in": "objective"}, r"kl_in should be one of \['loss', 'reward'\]"),
+        ({"rank": 0}, "rank should be an integer of at least 1"),
+    ],
+)
+def test_arguments_of_a_run_are_checked_when_they_are_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RLHFArgs(**{"num_minibatches": 4} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 1}, "group_size should be an integer of at least 2"),
+        ({"group_size": 24}, "group_size should divide a minibatch of .* 128 completions"),
+        ({"num_minibatches": 32}, "group_size should divide a minibatch of .* 4 completions"),
+        ({"advantage_scale": "std"}, "advantage_scale should be one of"),
+        ({"kl_kind": "k1"}, r"kl_kind should be one of \['k3', 'exact'\]"),
+    ],
+)
+def test_arguments_of_grpo_are_checked_when_they_are_made(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        GrpoArgs(**arguments)
+
+
+def test_prompts_that_cannot_be_sampled(embedded):
+    with pytest.raises(ValueError, match="prompts should hold at least one prompt"):
+        get_samples(embedded, [], 5)
+    with pytest.raises(ValueError, match="prompts should be a list of strings, but is a string"):
+        get_samples(embedded, "Review:", 5)
+    with pytest.raises(ValueError, match="prompts should have tokens, but one is ''"):
+        get_samples(embedded, ["Review:", ""], 5, prepend_bos=False)
+    with pytest.raises(ValueError, match="max_new_tokens should be at least 1"):
+        get_samples(embedded, ["Review:"], 0)
+    with pytest.raises(ValueError, match=r"context of 128 tokens, but 'Review: The The"):
+        get_samples(embedded, ["Q", "Review:" + " The" * 120], 20)
+    assert get_samples(embedded, [""], 3).texts  # the bos alone will do
+
+
+def test_a_trainer_refuses_a_prompt_that_is_too_long_before_it_samples(tmp_path):
+    args = RLHFArgs(prompts=["Review:", "Q" * 110], gen_len=30, device="cpu", runs_dir=tmp_path)
+    with pytest.raises(ValueError, match="should fit the model's context of 128"):
+        RLHFTrainer(args)
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "message"),
+    [
+        (lambda samples: torch.zeros(3), r"one reward for each of 16 samples, .* shape \[3\]"),
+        (lambda samples: torch.zeros(16, 1), r"one reward for each of 16 .* shape \[16, 1\]"),
+        (
+            lambda samples: torch.tensor([0.0, float("nan")] * 8),
+            "reward_fn should return finite rewards, but gave nan for '",
+        ),
+    ],
+)
+def test_a_bad_reward_function_is_an_error_that_saves_the_run(reward_fn, message, tmp_path):
+    args = GrpoArgs(
+        reward_fn=reward_fn, batch_size=16, gen_len=5, device="cpu", runs_dir=tmp_path, name="run"
+    )
+    with pytest.raises(ValueError, match=message):
+        GrpoTrainer(args).train()
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_models_that_are_not_there(tmp_path):
+    with pytest.raises(ValueError, match="should be a folder with a model, but .*nowhere"):
+        TransformerWithLora.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="is not there"):
+        RLHFTrainer(RLHFArgs(base_model="./no/such/model"))
+    with pytest.raises(ValueError, match="should hold a config.json"):
+        TransformerWithLora.from_pretrained(tmp_path)
+
+
+def test_a_name_that_the_hub_does_not_have(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="'no/such-model' could not be loaded"):
+        TransformerWithLora.from_pretrained("no/such-model", device="cpu")
