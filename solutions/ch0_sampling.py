@@ -39,9 +39,15 @@ def get_logprobs(
     seq = tokens.shape[1]
     require(1 <= prefix_len <= seq, f"prefix_len should be in [1, {seq}], but is {prefix_len}")
     require(temperature > 0, f"temperature should be positive, but is {temperature}")
-    scaled = select_completion(logits, prefix_len) / temperature  # [batch completion vocab]
+    logits = at_least_float32(select_completion(logits, prefix_len))
+    scaled = logits / temperature  # [batch completion vocab]
     chosen = scaled.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
+
+
+def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """`x`, or `x` in float32 where its dtype is shorter: bfloat16 has three digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def select_completion(
@@ -104,7 +110,9 @@ def sample_next_token(
     require(top_p is None or 0 < top_p <= 1, f"top_p should be in (0, 1], but is {top_p}")
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits / temperature
+    logits = at_least_float32(logits)
+    # The likeliest at 0, or a tiny temperature would overflow.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         dropped = logits.argsort(descending=True)[:, top_k:]
         logits = logits.scatter(-1, dropped, -torch.inf)
@@ -185,7 +193,6 @@ def get_samples(
     require(max_new_tokens >= 1, f"max_new_tokens should be at least 1, but is {max_new_tokens}")
     prompt_ids, attention_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
     eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
-    prompt_len = prompt_ids.shape[1]
     step_ids, cache, columns = prompt_ids, None, []
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompt_ids.device)
     for _ in range(max_new_tokens):
@@ -211,7 +218,7 @@ def get_samples(
         for row, keep in zip(completion_ids, mask, strict=True)
     ]
     input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
-    return Samples(input_ids, attention_mask, prompt_len, mask, texts)
+    return Samples(input_ids, attention_mask, prompt_ids.shape[1], mask, texts)
 
 
 def encode_prompts(

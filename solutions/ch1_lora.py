@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,7 +23,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformers.pytorch_utils import Conv1D
 
-from solutions.ch0_sampling import get_logprobs, masked_mean
+from solutions.ch0_sampling import at_least_float32, select_completion
 from utils.models.loading import load_base_model
 from utils.validation import require, shape_checked
 
@@ -48,6 +49,7 @@ class LoraLayer(nn.Module):
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """The product through the rank, in the adapter's dtype; A B itself is never formed."""
+        require(x.shape[-1] == self.d_in, f"x should end in {self.d_in}, but is {list(x.shape)}")
         return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
 
     def compute_delta(self) -> Float[Tensor, "d_in d_out"]:
@@ -70,7 +72,8 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
     def add_output(
         out: Float[Tensor, "batch seq *d_out"], hook
     ) -> Float[Tensor, "batch seq *d_out"]:
-        x = inputs.pop().flatten(2)  # [batch seq d_in]
+        x = inputs.pop()
+        x = x.reshape(*x.shape[:2], layer.d_in)  # [batch seq d_in]
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
@@ -126,9 +129,10 @@ class TransformerWithLora(nn.Module):
         base.original_model.requires_grad_(False)
         self.requires_grad_(False)
         self._linears = {k: v for k, v in linears.items() if k.split(".", 2)[2] in sites}
+        weight = next(base.parameters())
         self._layers = nn.ModuleList(
             LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()
-        ).to(next(base.parameters()).device)
+        ).to(weight.device, torch.promote_types(weight.dtype, torch.float32))
         self._attentions = [m for m in base.modules() if isinstance(m, AttentionBridge)]
         self._mode = "hooked"
         self.train(False)
@@ -188,8 +192,8 @@ class TransformerWithLora(nn.Module):
         for attention in self._attentions:
             attention._pattern = None  # GPT-2's bridge keeps [batch heads seq seq] with its graph
         if isinstance(output, tuple):
-            return _at_least_float32(output[0]), *output[1:]
-        return _at_least_float32(output)
+            return at_least_float32(output[0]), *output[1:]
+        return at_least_float32(output)
 
     @contextmanager
     def _in_mode(self, mode: str) -> Iterator[None]:
@@ -225,7 +229,7 @@ class TransformerWithLora(nn.Module):
                     if isinstance(linear, nn.Linear):
                         delta = delta.T  # nn.Linear keeps [d_out d_in], GPT-2's Conv1D [d_in d_out]
                     weight = linear.weight.data
-                    weight.copy_(_at_least_float32(weight) + delta)
+                    weight.copy_(at_least_float32(weight) + delta)
                 yield self
             finally:
                 for weight, original in zip(weights, saved, strict=True):
@@ -299,10 +303,6 @@ def _get_in_out(linear: nn.Linear | Conv1D) -> tuple[int, int]:
     return shape[::-1] if isinstance(linear, nn.Linear) else shape
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 # --- Supervised fine-tuning ---------------------------------------------------------------------
 
 
@@ -318,6 +318,7 @@ def calc_sft_loss(
     is one.
     """
     is_target = loss_mask[:, 1:]
-    # The logits at t predict token t + 1; those that predict no target must not reach the gradient.
-    unused = torch.cat([~is_target, torch.ones_like(loss_mask[:, :1])], dim=1)
-    return -masked_mean(get_logprobs(logits.masked_fill(unused[..., None], 0.0), tokens), is_target)
+    # Chosen before the softmax: the other logits and tokens reach neither loss nor gradient.
+    chosen = select_completion(logits, prefix_len=1)[is_target]  # [targets vocab]
+    loss = F.cross_entropy(chosen, tokens[:, 1:][is_target], reduction="sum")
+    return loss / max(len(chosen), 1)

@@ -38,10 +38,18 @@ from solutions.ch0_sampling import (
     select_completion,
 )
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
-from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS, review_prompts
+from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.plotting import plot_history
-from utils.rewards import check_rewards
-from utils.tracking import RunLog, describe_args, format_samples, load_checkpoint, save_checkpoint
+from utils.rewards import call_reward_fn
+from utils.tracking import (
+    RunLog,
+    check_same_args,
+    create_run_folder,
+    describe_args,
+    format_samples,
+    load_checkpoint,
+    save_checkpoint,
+)
 from utils.validation import (
     require,
     require_integers,
@@ -110,7 +118,8 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         input_ids: Int[Tensor, "batch seq"],
         attention_mask: Int[Tensor, "batch seq"] | None = None,
     ) -> tuple[Float[Tensor, "batch seq vocab"], Float[Tensor, "batch seq"]]:
-        """Logits and, at each position, the value of the state after its token was read.
+        """Logits and values. Both at position t speak of what comes after token t: the logits
+        of the next token, the value of the state in which that token is chosen.
 
         The head reads `ln_final.hook_out`: what the unembedding reads, affine part included.
         """
@@ -176,7 +185,7 @@ def compute_advantages(
     values = values.masked_fill(~mask, 0.0)
     token_rewards = token_rewards.masked_fill(~mask, 0.0)
     advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros_like(values[:, 0])
+    next_value = next_advantage = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         delta = token_rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = (delta + gamma * lam * next_advantage) * mask[:, t]
@@ -217,16 +226,28 @@ def calc_clipped_surrogate_objective(
     """The masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A).
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
-    given. The minimum makes it a pessimistic bound: no gain from leaving the interval, the full
-    loss from having left.
+    given. The minimum takes away what the policy would gain beyond the interval, and leaves what
+    it would lose there.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
-    # Masked before exp, whose backward pass would turn a nan beyond the mask into 0 * nan.
-    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0)
+    ratio = calc_ratio(logprobs, old_logprobs, mask)
     advantages = advantages.detach().masked_fill(~mask, 0.0)
-    ratio = logratio.exp()
     clipped = ratio.clamp(1 - clip_coef, 1 + high)
     return masked_mean(torch.minimum(ratio * advantages, clipped * advantages), mask)
+
+
+def calc_ratio(
+    logprobs: Float[Tensor, "batch completion"],
+    old_logprobs: Float[Tensor, "batch completion"],
+    mask: Bool[Tensor, "batch completion"],
+) -> Float[Tensor, "batch completion"]:
+    """exp(logprobs - old_logprobs), the probability ratio of PPO; 1 outside the mask.
+
+    Masked and bounded before exp: behind a clip or a mask its gradient is multiplied by 0, and
+    0 * nan and 0 * inf are nan. exp(80) is 5e34, near the end of float32.
+    """
+    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0)
+    return logratio.clamp(max=80.0).exp()
 
 
 @shape_checked
@@ -241,7 +262,7 @@ def calc_value_function_loss(
     """vf_coef / 2 times the masked mean of (values - returns)^2 (minimised).
 
     With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
-    of `old_values` (N+ details, detail 13 of the PPO part).
+    of `old_values` (the value clipping of the N+ details).
     """
     values = values.masked_fill(~mask, 0.0)
     old_values = old_values.detach().masked_fill(~mask, 0.0)
@@ -288,36 +309,51 @@ def calc_kl_penalty(
 
 @dataclass
 class RLHFArgs:
-    """What a run is made of. The defaults train the embedded model's reviews towards good moods."""
+    """What a run is made of. The defaults learn good moods of film reviews, on the embedded model.
+
+    Raises ValueError for an argument that is out of range, when it is made.
+    """
+
+    # The run
+    seed: int = 1
+    name: str | None = None  # of its folder in runs_dir; None: the trainer and the time
+    runs_dir: str | Path = "runs"
+    checkpoint_every: int = 10  # phases; 0: only in the end and when interrupted
+    samples_every: int = 1  # phases between printed tables of samples; 0: none
+    use_wandb: bool = False  # offline unless you are logged in
+    wandb_project_name: str = "RLHF"
+    wandb_entity: str | None = None
 
     # The model
     base_model: str | Path = "embedded"  # or a local folder, or a name on the Hugging Face hub
-    rank: int = 4
-    alpha: float = 32
-    sites: tuple[str, ...] = ATTENTION_SITES
+    lora_rank: int = 4
+    lora_alpha: float = 32
+    lora_sites: tuple[str, ...] = ATTENTION_SITES
     device: str | None = None  # the GPU if there is one
     dtype: torch.dtype | None = None  # of the base model; float32. Adapters are float32 always
 
     # The task
-    prompts: list[str] = field(default_factory=lambda: review_prompts()[0])
-    answers: list[str] | None = None  # one a prompt: reward_fn's second argument, row by row
+    prefix: str = "This movie is"  # the prompt, unless prompts are given
+    prompts: list[str] | None = None  # each rollout draws from them
+    columns: dict[str, list] = field(default_factory=dict)  # for reward_fn: a value for each prompt
     reward_fn: Callable[..., Float[Tensor, "batch"]] = reward_fn_sentiment
     normalize_reward: bool = True  # within each rollout
 
     # Rollouts
-    total_phases: int = 30
+    total_phases: int = 100  # of one rollout and the learning from it
     batch_size: int = 128  # completions a rollout
     gen_len: int = 30  # new tokens at most
     temperature: float = 1.0
+    top_k: int | None = None  # the scores know nothing of it: leave it off to learn
     prepend_bos: bool = True
 
     # Learning
     num_minibatches: int = 4
-    batches_per_learning_phase: int = 1  # epochs over a rollout
+    batches_per_learning_phase: int = 2  # epochs over a rollout
     base_lr: float = 1e-3  # of the adapters
     head_lr: float = 3e-3  # of the value head
     max_grad_norm: float = 1.0
-    warmup_steps: int = 5  # phases
+    warmup_steps: int = 20  # phases
     final_scale: float = 0.1  # of the learning rates in the end
 
     # The objective
@@ -325,45 +361,45 @@ class RLHFArgs:
     lam: float = 0.95
     clip_coef: float = 0.2
     clip_coef_high: float | None = None  # clip_coef
-    vf_coef: float = 0.5
+    vf_coef: float = 0.15
     vf_clip_coef: float | None = None  # no clipping of values
     ent_coef: float = 0.001
     kl_coef: float = 0.2
     kl_in: str = "loss"  # exact, or "reward": k1, charged token by token
 
-    # The run
-    seed: int = 0
-    name: str | None = None  # of its folder in runs_dir; None: the trainer and the time
-    runs_dir: str | Path = "runs"
-    checkpoint_every: int = 10  # phases; 0: only in the end and when interrupted
-    samples_every: int = 1  # phases between printed tables of samples; 0: none
-    use_wandb: bool = False  # offline unless you are logged in
-    wandb_project: str = "rlhf-from-scratch"
-
     def __post_init__(self):
         require_integers(self, 1, "total_phases", "batch_size", "gen_len", "num_minibatches")
-        require_integers(self, 1, "batches_per_learning_phase", "rank")
+        require_integers(self, 1, "batches_per_learning_phase", "lora_rank")
         require_integers(self, 0, "warmup_steps", "checkpoint_every", "samples_every")
-        require_numbers(self, 1e-6, math.inf, "temperature", "max_grad_norm", "alpha")
+        require_numbers(self, 1e-6, math.inf, "temperature", "max_grad_norm", "lora_alpha")
         require_numbers(self, 0, math.inf, "base_lr", "head_lr", "final_scale")
         require_numbers(self, 0, math.inf, "vf_coef", "ent_coef", "kl_coef")
-        require_numbers(self, 0, math.inf, "clip_coef_high", "vf_clip_coef")
         require_numbers(self, 0, 1, "gamma", "lam", "clip_coef")
+        for name in ("clip_coef_high", "vf_clip_coef"):
+            if getattr(self, name) is not None:
+                require_numbers(self, 0, math.inf, name)
+        if self.top_k is not None:
+            require_integers(self, 1, "top_k")
         require_option(self, "kl_in", "loss", "reward")
         require(callable(self.reward_fn), f"reward_fn should be a function: {self.reward_fn!r}")
         require(
-            isinstance(self.prompts, list) and len(self.prompts) > 0,
-            f"prompts should be a list of at least one string, but is {self.prompts!r}",
+            self.prompts is None or (isinstance(self.prompts, list) and len(self.prompts) > 0),
+            f"prompts should be None or a list of at least one string, but is {self.prompts!r}",
         )
-        require(
-            self.answers is None or len(self.answers) == len(self.prompts),
-            f"answers should be None or one for each of the {len(self.prompts)} prompts",
-        )
+        for name, column in self.columns.items():
+            require(
+                len(column) == len(self.get_prompts()),
+                f"columns should hold a value for each of {len(self.get_prompts())} prompts, but "
+                f"{name!r} has {len(column)}",
+            )
         require(
             self.batch_size % self.num_minibatches == 0,
             f"batch_size should be a multiple of num_minibatches = {self.num_minibatches}, but is "
             f"{self.batch_size}",
         )
+
+    def get_prompts(self) -> list[str]:
+        return [self.prefix] if self.prompts is None else self.prompts
 
     @property
     def minibatch_size(self) -> int:
@@ -397,10 +433,10 @@ class ReplayMinibatch(SimpleNamespace):
 
 
 class ReplayMemory:
-    """What a rollout leaves for learning: fields of one row a completion.
+    """What a rollout leaves for learning: fields with one row for each completion.
 
-    `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute. A field that was not
-    computed is None. `group_size` rows that follow one another stay together.
+    `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute, or None where it was
+    not computed. `group_size` rows that follow one another stay together.
     """
 
     def __init__(
@@ -410,22 +446,22 @@ class ReplayMemory:
         group_size: int = 1,
         **fields: Tensor | None,
     ):
-        self.fields = fields
-        self.__dict__.update(fields)
+        sizes = {name: len(rows) for name, rows in fields.items() if rows is not None}
+        require(len(sizes) > 0, "fields should hold at least one tensor, but there is none")
+        n_rows = next(iter(sizes.values()))
+        for name, size in sizes.items():
+            require(size == n_rows, f"{name} should have {n_rows} rows, but has {size}")
+        require(
+            num_minibatches * group_size > 0 and n_rows % (num_minibatches * group_size) == 0,
+            f"group_size times num_minibatches, {group_size} * {num_minibatches}, should divide "
+            f"the {n_rows} rows",
+        )
+        self.names = list(fields)
+        self.n_rows = n_rows
         self.num_minibatches = num_minibatches
         self.batches_per_learning_phase = batches_per_learning_phase
         self.group_size = group_size
-        self.n_rows = len(next(rows for rows in fields.values() if rows is not None))
-        for name, rows in fields.items():
-            n_rows = self.n_rows if rows is None else len(rows)
-            require(
-                n_rows == self.n_rows, f"{name} should have {self.n_rows} rows, but has {n_rows}"
-            )
-        require(
-            self.n_rows % (num_minibatches * group_size) == 0,
-            f"group_size times num_minibatches, {group_size} * {num_minibatches}, should divide "
-            f"the {self.n_rows} rows",
-        )
+        self.__dict__.update(fields)
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
         """Every row exactly once an epoch, in a new random order each, all fields alike."""
@@ -442,10 +478,11 @@ class ReplayMemory:
 
     def get_rows(self, chosen: Int[Tensor, "rows"]) -> ReplayMinibatch:
         """The minibatch of these rows."""
+        fields = {name: getattr(self, name) for name in self.names}
         return ReplayMinibatch(
             **{
                 name: None if rows is None else rows[chosen.to(rows.device)]
-                for name, rows in self.fields.items()
+                for name, rows in fields.items()
             }
         )
 
@@ -487,8 +524,8 @@ def make_replay_memory(
 class RLHFTrainer:
     """PPO: sample completions, score them, learn from them, `args.total_phases` times.
 
-    `history` has one row of metrics a phase, as `runs/<name>/metrics.jsonl` has. `model_class` is
-    what is built when no model is given.
+    `history` has one row of metrics a phase, as `metrics.jsonl` in the run's folder has.
+    `model_class` is what is built when no model is given.
     """
 
     model_class = TransformerWithValueHeadLora
@@ -499,44 +536,49 @@ class RLHFTrainer:
             with torch.random.fork_rng():
                 torch.manual_seed(args.seed)  # of the adapters
                 model = self.model_class.from_pretrained(
-                    args.base_model, args.rank, args.alpha, args.sites, args.device, args.dtype
+                    args.base_model,
+                    args.lora_rank,
+                    args.lora_alpha,
+                    args.lora_sites,
+                    args.device,
+                    args.dtype,
                 )
         self.model = model
-        encode_prompts(
-            model, args.prompts, args.gen_len, args.prepend_bos
-        )  # raises if one is too long
+        # Raises now if a prompt is too long:
+        encode_prompts(model, args.get_prompts(), args.gen_len, args.prepend_bos)
         self.optimizer, self.scheduler = get_optimizer_and_scheduler(args, model)
         self.device = next(model.base.parameters()).device
         self.generator = torch.Generator(self.device).manual_seed(args.seed)
         self.phase = 0
         self.history: list[dict[str, float]] = []
-        self.metrics: dict[str, list[float]] = defaultdict(list)  # of the phase that is under way
+        self.metrics: dict[str, list[float]] = defaultdict(list)  # of the phase under way
         self.samples_table = ""
-        kind = type(self).__name__.removesuffix("Trainer").lower()
-        self.folder = Path(args.runs_dir) / (args.name or time.strftime(f"{kind}-%Y%m%d-%H%M%S"))
+        self.folder: Path | None = None  # made by train(), or that of a loaded checkpoint
 
     # Rollouts
 
     def sample_and_score(self, n_prompts: int, group_size: int = 1) -> tuple[Samples, Tensor]:
         """`group_size` completions, next to each other, for each of `n_prompts` random prompts."""
         args = self.args
+        all_prompts = args.get_prompts()
         chosen = torch.randint(
-            len(args.prompts), (n_prompts,), generator=self.generator, device=self.device
+            len(all_prompts), (n_prompts,), generator=self.generator, device=self.device
         )
         rows = chosen.repeat_interleave(group_size).tolist()
-        prompts = [args.prompts[row] for row in rows]
+        prompts = [all_prompts[row] for row in rows]
         with self.model.merged():
             samples = get_samples(
                 self.model,
                 prompts,
                 args.gen_len,
                 args.temperature,
+                args.top_k,
                 generator=self.generator,
                 prepend_bos=args.prepend_bos,
             )
-        answers = [] if args.answers is None else [[args.answers[row] for row in rows]]
-        scores = args.reward_fn(samples.texts, *answers)
-        scores = check_rewards(scores, samples.texts).to(self.device)
+        columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
+        scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
+        scores = scores.to(self.device)
         self._record_samples(prompts, samples, scores)
         return samples, scores
 
@@ -551,7 +593,7 @@ class RLHFTrainer:
             [(scores[row].item(), prompts[row], samples.texts[row]) for row in shown]
         )
 
-    def split(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+    def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
         """Input ids and attention masks, one minibatch after the other.
 
         Scoring by minibatches keeps the logits small, and the same shapes as in learning keep the
@@ -564,9 +606,16 @@ class RLHFTrainer:
         """Log-probs of the completions under the model as it is, at the sampling temperature."""
         parts = [
             get_logprobs(self.model(ids, mask), ids, samples.prompt_len, self.args.temperature)
-            for ids, mask in self.split(samples)
+            for ids, mask in self.split_samples(samples)
         ]
         return torch.cat(parts)
+
+    def get_ref_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"] | None:
+        """The same under the reference; None without a KL term: it then never runs."""
+        if self.args.kl_coef == 0:
+            return None
+        with self.model.reference():
+            return self.get_sample_logprobs(samples)
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
@@ -578,14 +627,11 @@ class RLHFTrainer:
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size)
         logprobs, values = [], []
-        for ids, attention_mask in self.split(samples):
+        for ids, attention_mask in self.split_samples(samples):
             logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
             logprobs.append(get_logprobs(logits, ids, samples.prompt_len, args.temperature))
             values.append(select_completion(all_values, samples.prompt_len))
-        ref_logprobs = None
-        if args.kl_coef > 0:
-            with self.model.reference():
-                ref_logprobs = self.get_sample_logprobs(samples)
+        ref_logprobs = self.get_ref_logprobs(samples)
         return make_replay_memory(
             args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)
         )
@@ -616,33 +662,30 @@ class RLHFTrainer:
             args.vf_coef,
             args.vf_clip_coef,
         )
-        objective = surrogate - value_loss + self.compute_entropy_bonus(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, logits)
+        objective = surrogate - value_loss + args.ent_coef * entropy
         if args.kl_in == "loss" and args.kl_coef > 0:
-            objective = objective - self.compute_kl_penalty(minibatch, logits)
+            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)
         self.record_ratios(logprobs, minibatch)
         self.metrics["value_loss"].append(value_loss.item())
         return objective
 
-    def compute_entropy_bonus(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
-        """ent_coef times the entropy, which is recorded in any case."""
-        logits = self._select_scaled(minibatch, logits)
-        with torch.set_grad_enabled(self.args.ent_coef > 0 and torch.is_grad_enabled()):
-            entropy = calc_entropy_bonus(logits, minibatch.mask, ent_coef=1.0)
+    def measure_entropy(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
+        """The policy's entropy at the sampling temperature, in nats per token."""
+        scaled = self._select_scaled(minibatch, logits)
+        entropy = calc_entropy_bonus(scaled, minibatch.mask, ent_coef=1.0)
         self.metrics["entropy"].append(entropy.item())
-        return self.args.ent_coef * entropy
+        return entropy
 
-    def compute_kl_penalty(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
-        """The exact KL penalty. The reference's logits live for this minibatch only."""
+    def measure_kl(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
+        """The exact KL from the reference, whose logits live for this minibatch only."""
         with torch.no_grad(), self.model.reference():
             ref_logits = self.model(minibatch.input_ids, minibatch.attention_mask)
-        penalty = calc_kl_penalty(
-            self._select_scaled(minibatch, logits),
-            self._select_scaled(minibatch, ref_logits),
-            minibatch.mask,
-            self.args.kl_coef,
-        )
-        self.metrics["kl_exact"].append(penalty.item() / self.args.kl_coef)
-        return penalty
+        scaled = self._select_scaled(minibatch, logits)
+        ref_scaled = self._select_scaled(minibatch, ref_logits)
+        kl = calc_kl_penalty(scaled, ref_scaled, minibatch.mask, kl_coef=1.0)
+        self.metrics["kl_exact"].append(kl.item())
+        return kl
 
     def _select_scaled(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
         prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
@@ -681,22 +724,27 @@ class RLHFTrainer:
     def train(self) -> list[dict[str, float]]:
         """Run the phases that are left and return the history.
 
-        Interrupted, by Ctrl-C or an error, it first saves the state at the start of the phase.
+        Stopped by Ctrl-C or an error, it saves the state at the start of the phase, and says how to
+        go on. Raises ValueError if `args.name` is that of an earlier run.
         """
-        log = RunLog(self.folder, self.history, self.args)
+        args = self.args
+        if self.folder is None:
+            kind = type(self).__name__.removesuffix("Trainer").lower()
+            self.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
         checkpoint = self.folder / "checkpoint.pt"
-        bar = tqdm(total=self.args.total_phases, initial=self.phase, desc=self.folder.name)
+        log = RunLog(self.folder, self.history, args)
+        bar = tqdm(total=args.total_phases, initial=self.phase, desc=self.folder.name)
         state = self.get_state()
         try:
-            while self.phase < self.args.total_phases:
+            while self.phase < args.total_phases:
                 self._run_phase(log, bar)
                 state = self.get_state()
-                if self.args.checkpoint_every and self.phase % self.args.checkpoint_every == 0:
+                if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
                     save_checkpoint(checkpoint, state)
         except BaseException:
             save_checkpoint(checkpoint, state)
             bar.write(
-                f"Stopped in phase {state['phase'] + 1}. Go on with the same arguments:\n"
+                f"Stopped in phase {state['phase'] + 1}. Go on with a trainer of the same args:\n"
                 f"    trainer.load_checkpoint({str(checkpoint)!r}); trainer.train()"
             )
             raise
@@ -738,19 +786,15 @@ class RLHFTrainer:
         return copy.deepcopy(state)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint: `train()` then gives what an unbroken run would have given.
+        """Go on from a checkpoint, in its folder: `train()` gives what an unbroken run would.
 
         Raises ValueError if it is missing or damaged, or was made with other arguments.
         """
         state = load_checkpoint(Path(path))
-        own, saved = describe_args(self.args), state["args"]
-        for name in own | saved:
-            require(
-                own.get(name) == saved.get(name),
-                f"{name} should be {saved.get(name)} as in the checkpoint, but is {own.get(name)}",
-            )
+        check_same_args(self.args, state["args"])
         self.model.load_trainable_state(state["trainable"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.generator.set_state(state["generator"])
         self.phase, self.history = state["phase"], state["history"]
+        self.folder = Path(path).parent

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from solutions.ch0_sampling import Samples, get_logprobs, masked_mean
 from solutions.ch1_lora import TransformerWithLora
-from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
+from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer, calc_ratio
 from utils.validation import require, require_integers, require_option, shape_checked
 
 # --- Advantages ---------------------------------------------------------------------------------
@@ -74,27 +74,30 @@ def process_advantages(
         [len(rewards) for rewards in step_rewards] == [len(ends) for ends in step_ends],
         "step_ends should have one end for each of step_rewards, row by row",
     )
-    advantages = torch.zeros(len(step_rewards), completion_len, device=step_rewards[0].device)
+    all_ends = torch.cat(step_ends)
+    require(
+        bool(((all_ends >= 0) & (all_ends < completion_len)).all()),
+        f"step_ends should be in [0, {completion_len}), but are {all_ends.tolist()}",
+    )
+    ends_here = step_rewards[0].new_zeros(len(step_rewards), completion_len)
     for start in range(0, len(step_rewards), group_size):
-        group = slice(start, start + group_size)
-        together = torch.cat(step_rewards[group]).detach()
+        rows = range(start, start + group_size)
+        together = torch.cat([step_rewards[row] for row in rows]).detach()
         if together.numel() < 2 or together.max() == together.min():
             continue
-        mean, std = together.mean(), together.std()
-        rows = zip(advantages[group], step_rewards[group], step_ends[group], strict=True)
-        for row, rewards, ends in rows:
-            require(
-                bool(((ends >= 0) & (ends < completion_len)).all()),
-                f"step_ends should be in [0, {completion_len}), but one row is {ends.tolist()}",
-            )
-            row.index_add_(0, ends, ((rewards.detach() - mean) / (std + eps)).to(row.dtype))
-    return advantages.flip(-1).cumsum(-1).flip(-1)  # the sum over the steps that end here or later
+        for row in rows:
+            normalized = (step_rewards[row].detach() - together.mean()) / (together.std() + eps)
+            ends_here[row].index_add_(0, step_ends[row].long(), normalized)
+    return ends_here.flip(-1).cumsum(-1).flip(-1)  # the sum over the steps that end here or later
 
 
 def _check_group_size(group_size: int, batch: int) -> None:
-    require(group_size >= 2, f"group_size should be at least 2, but is {group_size}")
     require(
-        batch % group_size == 0,
+        isinstance(group_size, int) and group_size >= 2,
+        f"group_size should be an integer of at least 2, but is {group_size}",
+    )
+    require(
+        batch > 0 and batch % group_size == 0,
         f"group_size should divide the batch of {batch}, but is {group_size}",
     )
 
@@ -110,8 +113,8 @@ def calc_single_update_objective(
 ) -> Float[Tensor, ""]:
     """exp(logprobs - detached logprobs) A, mean over each completion, then over the batch.
 
-    What is left of the ratio when every rollout is used for one update: its value is 1 and cannot
-    be clipped, its gradient is that of the log-probability (GRPO, section 4.1.4).
+    What is left of the ratio when every rollout is used for one update (as in GRPO, section 4.2):
+    its value is 1 and is never clipped, its gradient is that of the log-probability.
     """
     logprobs = logprobs.masked_fill(~mask, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -156,8 +159,7 @@ def calc_grpo_objective(
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(logprobs)
     advantages = advantages.detach().masked_fill(~mask, 0.0)
-    # Masked before exp, whose backward pass would turn a nan beyond the mask into 0 * nan.
-    ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).exp()
+    ratio = calc_ratio(logprobs, old_logprobs, mask)
     clipped = ratio.clamp(1 - clip_coef, 1 + high)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
     if beta != 0:
@@ -180,19 +182,18 @@ def _mean_over_completions(
 
 @dataclass
 class GrpoArgs(RLHFArgs):
-    """`batch_size` completions a rollout: batch_size / group_size prompts. `kl_coef` is the paper's
-    beta; one update a rollout unless asked for more. What concerns values is not used."""
+    """`batch_size` completions a rollout are batch_size / group_size prompts. `kl_coef` is the
+    paper's beta. What PPO does to rewards and values plays no part here: `normalize_reward`,
+    `head_lr`, `gamma`, `lam`, `vf_coef`, `vf_clip_coef`; `kl_in` is "loss"."""
 
-    num_minibatches: int = 1
-    warmup_steps: int = 0
-    ent_coef: float = 0.0
     kl_coef: float = 0.04
     group_size: int = 8  # completions a prompt
     advantage_scale: str = "group"  # or "batch", "none"
-    kl_kind: str = "k3"  # or "exact", over the vocabulary
+    kl_kind: str = "k3"  # or "exact", over the vocabulary, as a mean over tokens
 
     def __post_init__(self):
         super().__post_init__()
+        require_option(self, "kl_in", "loss")
         require_option(self, "advantage_scale", "group", "batch", "none")
         require_option(self, "kl_kind", "k3", "exact")
         require_integers(self, 2, "group_size")
@@ -235,10 +236,7 @@ class GrpoTrainer(RLHFTrainer):
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
         logprobs = self.get_sample_logprobs(samples)
-        ref_logprobs = None
-        if args.kl_coef > 0:
-            with self.model.reference():
-                ref_logprobs = self.get_sample_logprobs(samples)
+        ref_logprobs = self.get_ref_logprobs(samples)
         return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
@@ -257,37 +255,40 @@ class GrpoTrainer(RLHFTrainer):
             args.clip_coef_high,
             beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
         )
-        objective = objective + self.compute_entropy_bonus(minibatch, logits)
+        objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
         if args.kl_kind == "exact" and args.kl_coef > 0:
-            objective = objective - self.compute_kl_penalty(minibatch, logits)
+            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)
         self.record_ratios(logprobs, minibatch)
         return objective
 
 
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
-    """The objective on a fresh rollout as one minibatch, and its gradient's norm.
+    """The GRPO objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
-    Every ratio is 1 and each group's advantages sum to 0, so with the KL and the entropy bonus at 0
-    the objective is 0 (up to rounding), and the gradient is not: the value of the objective says
-    nothing about learning. The trainer is left as it was.
+    Every ratio is 1 and each group's advantages sum to 0, so the objective is 0 up to rounding. Its
+    gradient is not: the value says nothing about learning. The trainer is left as it was.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """
-    generator_state = trainer.generator.get_state()
-    for _ in range(10):
-        memory = trainer.rollout_phase()
+    state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    memory = trainer.rollout_phase()
+    for _ in range(9):
         if memory.advantages.any():
             break
-    else:
-        raise ValueError("reward_fn should tell completions apart, but every group is constant")
-    whole = memory.get_rows(torch.arange(memory.n_rows))
-    with torch.no_grad():  # through the update's own forward, so that every ratio is exactly 1
-        logits = trainer.model(whole.input_ids, whole.attention_mask)
-        prompt_len = whole.input_ids.shape[1] - whole.mask.shape[1]
-        whole.logprobs = get_logprobs(logits, whole.input_ids, prompt_len, trainer.args.temperature)
-    objective = trainer.compute_rlhf_objective(whole)
-    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
-    grad_norm = nn.utils.get_total_norm(gradients)
-    trainer.generator.set_state(generator_state)
+        memory = trainer.rollout_phase()
+    trainer.generator.set_state(state)
     trainer.metrics.clear()
-    return objective.item(), grad_norm.item()
+    trainer.metrics.update(metrics)
+    require(
+        bool(memory.advantages.any()),
+        "reward_fn should tell completions apart, but all are equal in every group",
+    )
+    ids, prompt_len = memory.input_ids, memory.input_ids.shape[1] - memory.mask.shape[1]
+    logits = trainer.model(ids, memory.attention_mask)
+    logprobs = get_logprobs(logits, ids, prompt_len, trainer.args.temperature)
+    # The old log-probs come from this very forward, so that every ratio is exactly 1.
+    objective = calc_grpo_objective(
+        logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0
+    )
+    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
+    return objective.item(), nn.utils.get_total_norm(gradients).item()

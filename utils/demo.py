@@ -6,6 +6,7 @@
 
 import argparse
 import json
+import shutil
 import statistics
 import time
 from pathlib import Path
@@ -26,36 +27,47 @@ ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")
 
 
 def make_ppo_trainer(out: Path, seed: int, **overrides):
-    """PPO on the sentiment of reviews: `RLHFArgs` as it comes."""
+    """PPO on the sentiment of reviews."""
     from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 
-    return RLHFTrainer(RLHFArgs(**_run_args("ppo", out, seed) | overrides))
+    setup = {
+        "prompts": review_prompts()[0],
+        "total_phases": 30,
+        "batches_per_learning_phase": 1,
+        "warmup_steps": 5,
+    }
+    return RLHFTrainer(RLHFArgs(**setup | _get_run_args("ppo", out, seed) | overrides))
 
 
 def make_grpo_trainer(out: Path, seed: int, **overrides):
-    """GRPO on the correctness of additions, with adapters on every linear site.
+    """GRPO on the correctness of additions, with adapters on every linear site, one update a phase.
 
     The KL term is almost nothing (0.001): it is there so that the KL is measured.
     """
     from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 
     pairs = training_pairs()
-    task = {
+    setup = {
         "prompts": [addition_prompt(a, b) for a, b in pairs],
-        "answers": [str(a + b) for a, b in pairs],
+        "columns": {"answers": [str(a + b) for a, b in pairs]},
         "reward_fn": reward_fn_addition,
         "gen_len": 40,
-        "sites": ALL_LINEAR_SITES,
-        "rank": 8,
-        "base_lr": 3e-3,
-        "final_scale": 0.0,
-        "kl_coef": 0.001,
+        "lora_sites": ALL_LINEAR_SITES,
+        "lora_rank": 8,
         "total_phases": 40,
+        "num_minibatches": 1,
+        "batches_per_learning_phase": 1,
+        "base_lr": 3e-3,
+        "warmup_steps": 0,
+        "final_scale": 0.0,
+        "ent_coef": 0.0,
+        "kl_coef": 0.001,
     }
-    return GrpoTrainer(GrpoArgs(**task | _run_args("grpo", out, seed) | overrides))
+    return GrpoTrainer(GrpoArgs(**setup | _get_run_args("grpo", out, seed) | overrides))
 
 
-def _run_args(name: str, out: Path, seed: int) -> dict:
+def _get_run_args(name: str, out: Path, seed: int) -> dict:
+    shutil.rmtree(out / name, ignore_errors=True)  # an earlier demonstration
     return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
 
 

@@ -30,39 +30,43 @@ def sample_prompts(
     return batches
 
 
-def mean_over_tokens(per_token: Callable[..., torch.Tensor], batches: list) -> float:
-    """The mean of `per_token(samples)` [batch completion] over all completion tokens."""
-    total = sum(per_token(b).masked_fill(~b.completion_mask, 0.0).sum().item() for b in batches)
-    return total / sum(b.completion_mask.sum().item() for b in batches)
-
-
 @torch.no_grad()
 def measure_kl(model, batches: list) -> float:
     """Exact KL(policy ‖ reference), in nats per token, on states that the policy visited."""
     from solutions.ch0_sampling import select_completion
+    from solutions.ch2_ppo import calc_kl_penalty
 
-    def per_token(samples):
+    def measure(samples):
         logits = model(samples.input_ids, samples.attention_mask)
         with model.reference():
             ref_logits = model(samples.input_ids, samples.attention_mask)
-        logprobs = select_completion(logits, samples.prompt_len).log_softmax(-1)
-        ref_logprobs = select_completion(ref_logits, samples.prompt_len).log_softmax(-1)
-        return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+        logits, ref_logits = (
+            select_completion(x, samples.prompt_len) for x in (logits, ref_logits)
+        )
+        return calc_kl_penalty(logits, ref_logits, samples.completion_mask, kl_coef=1.0)
 
-    return mean_over_tokens(per_token, batches)
+    return _mean_over_tokens(measure, batches)
 
 
 @torch.no_grad()
 def measure_nll(model, batches: list) -> float:
     """The base model's negative log-likelihood of the samples, in nats per token."""
-    from solutions.ch0_sampling import get_logprobs
+    from solutions.ch0_sampling import get_logprobs, masked_mean
 
-    def per_token(samples):
+    def measure(samples):
         with model.reference():
             logits = model(samples.input_ids, samples.attention_mask)
-        return -get_logprobs(logits, samples.input_ids, samples.prompt_len)
+        logprobs = get_logprobs(logits, samples.input_ids, samples.prompt_len)
+        return -masked_mean(logprobs, samples.completion_mask)
 
-    return mean_over_tokens(per_token, batches)
+    return _mean_over_tokens(measure, batches)
+
+
+def _mean_over_tokens(measure: Callable, batches: list) -> float:
+    """The mean over all completion tokens of what `measure` gives as a mean over each batch's."""
+    counts = [batch.completion_mask.sum().item() for batch in batches]
+    total = sum(measure(batch).item() * count for batch, count in zip(batches, counts, strict=True))
+    return total / sum(counts)
 
 
 def measure_distinct_bigrams(texts: list[str]) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import AbstractArray, jaxtyped
+from torch import Tensor
 
 
 def require(condition: bool, message: str) -> None:
@@ -20,17 +21,17 @@ def require_integers(args: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         require(
-            isinstance(value, int) and value >= least,
+            isinstance(value, int) and not isinstance(value, bool) and value >= least,
             f"{name} should be an integer of at least {least}, but is {value!r}",
         )
 
 
 def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
-    """Each named field of `args` should be None or a number in [low, high]."""
+    """Each named field of `args` should be a number in [low, high]."""
     for name in names:
         value = getattr(args, name)
         require(
-            value is None or (isinstance(value, int | float) and low <= value <= high),
+            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high,
             f"{name} should be a number in [{low}, {high}], but is {value!r}",
         )
 
@@ -80,6 +81,6 @@ def _array_types(annotation: Any) -> tuple[type, ...]:
 
 
 def _describe(value: Any) -> str:
-    if not hasattr(value, "shape"):
+    if not isinstance(value, Tensor):
         return repr(value)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -30,7 +30,10 @@ X = torch.zeros(MASK.shape)
     ("call", "message"),
     [
         (lambda: group_advantages(torch.rand(10), 4), "group_size should divide the batch of 10"),
-        (lambda: group_advantages(torch.rand(4), 1), "group_size should be at least 2"),
+        (
+            lambda: group_advantages(torch.rand(4), 1),
+            "group_size should be an integer of at least 2",
+        ),
         (lambda: group_advantages(torch.rand(4), 2, "all"), "scale should be .* 'all'"),
         (lambda: left_pad([], 0), "sequences should hold at least one"),
         (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
@@ -55,6 +58,10 @@ X = torch.zeros(MASK.shape)
         (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
         (lambda: ReplayMemory(a=X, b=X[:2]), "b should have 6 rows, but has 2"),
         (lambda: ReplayMemory(num_minibatches=4, a=X), "should divide the 6 rows"),
+        (lambda: ReplayMemory(num_minibatches=0, a=X), "should divide the 6 rows"),
+        (lambda: ReplayMemory(a=None), "fields should hold at least one tensor"),
+        (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
+        (lambda: group_advantages(torch.rand(4), 2.0), "group_size should be an integer"),
     ],
 )
 def test_functions_name_the_argument(call, message):
@@ -65,10 +72,15 @@ def test_functions_name_the_argument(call, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": []}, "prompts should be a list of at least one string"),
-        ({"prompts": "Review:"}, "prompts should be a list of at least one string"),
-        ({"answers": ["1"]}, "answers should be None or one for each of the 45 prompts"),
+        ({"prompts": []}, "prompts should be None or a list of at least one string"),
+        ({"prompts": "Review:"}, "prompts should be None or a list of at least one string"),
+        ({"prompts": ["a", "b"], "columns": {"c": ["1"]}}, "each of 2 prompts, but 'c' has 1"),
+        ({"columns": {"answers": []}}, "each of 1 prompts, but 'answers' has 0"),
         ({"reward_fn": None}, "reward_fn should be a function"),
+        ({"base_lr": None}, "base_lr should be a number in .*, but is None"),
+        ({"clip_coef_high": -1}, "clip_coef_high should be a number in"),
+        ({"top_k": 0}, "top_k should be an integer of at least 1"),
+        ({"total_phases": True}, "total_phases should be an integer"),
         ({"batch_size": 0}, "batch_size should be an integer of at least 1, but is 0"),
         ({"batch_size": 130}, "batch_size should be a multiple of num_minibatches"),
         ({"gen_len": 2.5}, "gen_len should be an integer"),
@@ -79,7 +91,7 @@ def test_functions_name_the_argument(call, message):
         ({"warmup_steps": -1}, "warmup_steps should be an integer of at least 0"),
         ({"kl_coef": -0.1}, "kl_coef should be a number in"),
         ({"kl_in": "objective"}, r"kl_in should be one of \['loss', 'reward'\]"),
-        ({"rank": 0}, "rank should be an integer of at least 1"),
+        ({"lora_rank": 0}, "lora_rank should be an integer of at least 1"),
     ],
 )
 def test_arguments_of_a_run_are_checked_when_they_are_made(arguments, message):
@@ -91,7 +103,8 @@ def test_arguments_of_a_run_are_checked_when_they_are_made(arguments, message):
     ("arguments", "message"),
     [
         ({"group_size": 1}, "group_size should be an integer of at least 2"),
-        ({"group_size": 24}, "group_size should divide a minibatch of .* 128 completions"),
+        ({"group_size": 24}, "group_size should divide a minibatch of .* 32 completions"),
+        ({"kl_in": "reward"}, r"kl_in should be one of \['loss'\], but is 'reward'"),
         ({"num_minibatches": 32}, "group_size should divide a minibatch of .* 4 completions"),
         ({"advantage_scale": "std"}, "advantage_scale should be one of"),
         ({"kl_kind": "k1"}, r"kl_kind should be one of \['k3', 'exact'\]"),
@@ -131,11 +144,20 @@ def test_a_trainer_refuses_a_prompt_that_is_too_long_before_it_samples(tmp_path)
             lambda samples: torch.tensor([0.0, float("nan")] * 8),
             "reward_fn should return finite rewards, but gave nan for '",
         ),
+        (lambda samples: None, "reward_fn should return a tensor of rewards, but returned None"),
+        (lambda samples: ["good"] * 16, "reward_fn should return a tensor of rewards"),
+        (lambda samples, answers: torch.zeros(16), "should need no more .* but needs 'answers'"),
     ],
 )
 def test_a_bad_reward_function_is_an_error_that_saves_the_run(reward_fn, message, tmp_path):
     args = GrpoArgs(
-        reward_fn=reward_fn, batch_size=16, gen_len=5, device="cpu", runs_dir=tmp_path, name="run"
+        reward_fn=reward_fn,
+        batch_size=16,
+        num_minibatches=1,
+        gen_len=5,
+        device="cpu",
+        runs_dir=tmp_path,
+        name="run",
     )
     with pytest.raises(ValueError, match=message):
         GrpoTrainer(args).train()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.course.helpers import randomize
 from tests.course.test_trainers import Interrupting, make_trainer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -19,3 +20,14 @@ def test_a_run_on_the_gpu_stops_and_goes_on(kind, dtype, tmp_path):
     resumed = make_trainer(kind, tmp_path, reward_fn=Interrupting(None), **setup)
     resumed.load_checkpoint(tmp_path / kind / "checkpoint.pt")
     assert [row["phase"] for row in resumed.train()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_the_first_ratio_on_the_gpu_is_one(kind, dtype, tmp_path):
+    trainer = make_trainer(kind, tmp_path, device=None, dtype=dtype)
+    randomize(trainer.model)
+    memory = trainer.rollout_phase()
+    assert {getattr(memory, name).device.type for name in memory.names} == {"cuda"}
+    trainer.compute_rlhf_objective(memory.get_minibatches(trainer.generator)[0])
+    assert trainer.metrics["approx_kl"][0] < 1e-6

@@ -22,7 +22,7 @@ from solutions.ch3_grpo import (
     measure_loss_and_gradient_at_start,
     process_advantages,
 )
-from tests.course.helpers import poison, ragged_mask
+from tests.course.helpers import poison, ragged_mask, randomize
 
 
 def test_group_advantages_by_hand():
@@ -78,6 +78,16 @@ def test_process_advantages_by_brute_force():
     assert (got[4:] == 0).all()  # a constant group
     with pytest.raises(ValueError, match=r"step_ends should be in \[0, 5\)"):
         process_advantages(step_rewards, step_ends, group_size=2, completion_len=5)
+    with pytest.raises(ValueError, match="group_size should divide the batch of 0"):
+        process_advantages([], [], group_size=2, completion_len=5)
+
+
+def test_process_advantages_keep_float64_and_bear_rows_without_steps():
+    step_rewards = [torch.rand(2, dtype=torch.float64), torch.tensor([], dtype=torch.float64)]
+    got = process_advantages(step_rewards, [torch.tensor([0, 1]), torch.tensor([])], 2, 3)
+    assert got.dtype == torch.float64
+    assert (got[1] == 0).all()
+    assert got[0].any()
 
 
 def test_one_step_at_the_last_token_is_outcome_supervision():
@@ -238,33 +248,37 @@ def test_ppo_without_values_at_lambda_one_is_grpos_broadcast_advantage():
 
 def test_grpo_memory_by_hand():
     mask = ragged_mask()
-    args = GrpoArgs(batch_size=6, group_size=3, advantage_scale="none")
+    args = GrpoArgs(batch_size=6, num_minibatches=1, group_size=3, advantage_scale="none")
     ids = torch.randint(3, 512, (6, 13))
     samples = Samples(ids, torch.ones(6, 13, dtype=torch.long), 4, mask, ["."] * 6)
     logprobs = poison(torch.randn(mask.shape), mask).requires_grad_()
     scores = torch.tensor([1.0, 2.0, 6.0, 0.0, 0.0, 0.0])
     memory = make_grpo_memory(args, samples, scores, logprobs, None)
     assert memory.advantages.tolist() == [-2.0, -1.0, 3.0, 0.0, 0.0, 0.0]
-    assert set(memory.fields) == {
+    assert set(memory.names) == {
         "input_ids", "attention_mask", "mask", "logprobs", "ref_logprobs", "advantages",
     }  # fmt: skip
     assert memory.ref_logprobs is None
     assert not memory.logprobs.requires_grad
     assert torch.equal(memory.mask, mask)
+    for minibatch in memory.get_minibatches():
+        assert minibatch.advantages.view(-1, 3).sum(-1).abs().max() < 1e-6  # whole groups
 
 
 def test_the_objective_starts_at_zero_and_its_gradient_does_not(tmp_path):
-    args = GrpoArgs(batch_size=32, gen_len=20, runs_dir=tmp_path, device="cpu")
+    args = GrpoArgs(batch_size=32, num_minibatches=1, gen_len=20, runs_dir=tmp_path, device="cpu")
     trainer = GrpoTrainer(args)
+    randomize(trainer.model)
     state = trainer.get_state()
     objective, grad_norm = measure_loss_and_gradient_at_start(trainer)
     assert abs(objective) < 1e-6
     assert grad_norm > 1e-3
     after = trainer.get_state()
     assert torch.equal(state["generator"], after["generator"])
+    assert not trainer.metrics
     assert all(p.grad is None for p in trainer.model.trainable_parameters())
     trainer.args.reward_fn = lambda samples: torch.ones(len(samples))
-    with pytest.raises(ValueError, match="every group is constant"):
+    with pytest.raises(ValueError, match="all are equal in every group"):
         measure_loss_and_gradient_at_start(trainer)
 
 

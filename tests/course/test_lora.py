@@ -387,7 +387,7 @@ def test_sft_loss_is_cross_entropy_on_the_targets():
 
 
 def test_sft_teaches_one_mood(embedded):
-    ids = torch.tensor([embedded.tokenizer.encode("Review: The plot was wonderful.")])
+    ids = torch.tensor([embedded.tokenizer.encode("The plot was wonderful.")])
     optimizer = torch.optim.AdamW(embedded.trainable_parameters(), lr=3e-3)
     losses = []
     for _ in range(20):

@@ -21,7 +21,7 @@ from solutions.ch0_sampling import (
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import chi_square_p, poison, ragged_mask
 
-PROMPTS = ["Review: The plot", "Q: 12+34\n", "Review: To be honest the acting", "R"]
+PROMPTS = ["The plot", "Q: 12+34\n", "To be honest the acting", "F"]
 
 
 @pytest.mark.parametrize(("prefix_len", "temperature"), [(1, 1.0), (3, 0.7), (5, 2.0)])
@@ -47,6 +47,21 @@ def test_logprobs_keep_no_log_softmax():
     large = [x for x in kept if x.shape == forbidden.shape and x.is_floating_point()]
     assert len({x.data_ptr() for x in large}) <= 1  # the scaled logits themselves
     assert not any(torch.allclose(x, forbidden) for x in large)
+
+
+def test_bfloat16_logits_are_scored_and_sampled_in_float32():
+    logits, tokens = torch.randn(2, 4, 500).bfloat16(), torch.randint(500, (2, 4))
+    got = get_logprobs(logits, tokens)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, get_logprobs(logits.float(), tokens))
+    flat = torch.zeros(1, 30_000).bfloat16()  # the mass up to p cannot be counted in bfloat16
+    draws = [sample_next_token(flat, top_p=0.5) for _ in range(100)]
+    assert torch.cat(draws).unique().numel() > 90
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = torch.randn(50, 7) * 100
+    assert torch.equal(sample_next_token(logits, temperature=1e-38), logits.argmax(-1))
 
 
 def test_select_completion_is_one_position_early():

@@ -4,14 +4,24 @@ import json
 
 import pytest
 import torch
+from torch.distributions import Categorical, kl_divergence
 
 from solutions.ch0_sampling import get_logprobs
 from solutions.ch1_lora import TransformerWithLora
-from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, reward_fn_char_count
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch2_ppo import (
+    RLHFArgs,
+    RLHFTrainer,
+    calc_clipped_surrogate_objective,
+    calc_value_function_loss,
+    reward_fn_char_count,
+)
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import randomize
 from tests.course.test_lora import assert_bit_identical, get_base_weights
+from utils.evaluation import sample_prompts
+from utils.rewards import call_reward_fn
+from utils.tracking import load_checkpoint, save_checkpoint
 
 SMALL = {
     "total_phases": 4,
@@ -19,6 +29,7 @@ SMALL = {
     "gen_len": 10,
     "warmup_steps": 0,
     "num_minibatches": 2,
+    "batches_per_learning_phase": 1,
     "device": "cpu",
     "samples_every": 0,
 }
@@ -47,78 +58,152 @@ def without_seconds(history):
 @pytest.mark.parametrize("architecture", ["embedded", *ARCHITECTURES])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_the_first_ratio_is_exactly_one_and_the_first_kl_exactly_zero(
+def test_the_first_kl_is_exactly_zero_and_the_first_ratio_exactly_one_always(
     kind, temperature, architecture, checkpoints, tmp_path
 ):
     base_model = checkpoints.get(architecture, architecture)
-    trainer = make_trainer(kind, tmp_path, base_model=base_model, temperature=temperature)
+    trainer = make_trainer(
+        kind, tmp_path, base_model=base_model, temperature=temperature, kl_coef=0.1
+    )
     memory = trainer.rollout_phase()
     assert torch.equal(memory.logprobs, memory.ref_logprobs)
+    trainer.compute_rlhf_objective(memory.get_minibatches(trainer.generator)[0])
+    assert trainer.metrics["kl_k3"] == [0.0]
+    assert trainer.metrics.get("kl_exact", [0.0]) == [0.0]
+    randomize(trainer.model)  # now the merged model, which samples, differs by rounding
+    memory = trainer.rollout_phase()
+    trainer.metrics.clear()
     for minibatch in memory.get_minibatches(trainer.generator):
         prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
         with torch.no_grad():
             logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
         logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, temperature)
-        assert torch.equal(logprobs, minibatch.logprobs)
+        assert torch.equal(logprobs[minibatch.mask], minibatch.logprobs[minibatch.mask])
         trainer.compute_rlhf_objective(minibatch)
-    assert trainer.metrics["approx_kl"] == [0.0, 0.0]
-    assert trainer.metrics["kl_k3"] == [0.0, 0.0]
-    if kind == "ppo":
-        assert trainer.metrics["kl_exact"] == [0.0, 0.0]
+    assert trainer.metrics["approx_kl"] == [0.0] * len(trainer.metrics["approx_kl"])
+    assert min(trainer.metrics["kl_k3"]) > 0
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_with_moved_adapters_old_is_the_policy_and_the_reference_is_the_base(kind, tmp_path):
+def test_with_moved_adapters_the_reference_is_the_base(kind, tmp_path):
     trainer = make_trainer(kind, tmp_path, temperature=0.7)
     randomize(trainer.model)
     memory = trainer.rollout_phase()
     prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
     with torch.no_grad():
-        policy = trainer.model(memory.input_ids, memory.attention_mask)
         base = trainer.model.base(memory.input_ids, attention_mask=memory.attention_mask)
-    for logits, stored in ((policy, memory.logprobs), (base, memory.ref_logprobs)):
-        expected = get_logprobs(logits, memory.input_ids, prompt_len, 0.7)
-        torch.testing.assert_close(stored[memory.mask], expected[memory.mask], atol=1e-5, rtol=0)
-    assert not torch.allclose(memory.logprobs[memory.mask], memory.ref_logprobs[memory.mask])
+    expected = get_logprobs(base, memory.input_ids, prompt_len, 0.7)
+    kept = memory.mask
+    torch.testing.assert_close(memory.ref_logprobs[kept], expected[kept], atol=1e-5, rtol=0)
+    assert not torch.allclose(memory.logprobs[kept], memory.ref_logprobs[kept])
 
 
-def test_the_objective_is_the_sum_of_its_parts(tmp_path):
-    trainer = make_trainer("ppo", tmp_path, vf_coef=0.0, ent_coef=0.0, kl_coef=0.0)
+def moved_minibatch(trainer):
+    """A rollout as one minibatch, after which the policy and the value head have moved."""
     randomize(trainer.model)
-    torch.nn.init.normal_(trainer.model.value_head.weight)
-    memory = trainer.rollout_phase()
-    assert memory.ref_logprobs is None
-    whole = memory.get_rows(torch.arange(16))
-    whole.logprobs = whole.logprobs - 0.1 * torch.rand_like(whole.logprobs)
+    whole = trainer.rollout_phase().get_rows(torch.arange(16))
+    for tensor in trainer.model.trainable_state().values():
+        tensor += 0.01 * torch.randn_like(tensor)
+    return whole
 
-    def measure(**coefs):
-        for name in ("vf_coef", "ent_coef", "kl_coef"):
-            setattr(trainer.args, name, coefs.get(name, 0.0))
-        return trainer.compute_rlhf_objective(whole).item()
 
-    surrogate = measure()
-    value_loss = surrogate - measure(vf_coef=0.5)
-    bonus = measure(ent_coef=0.5) - surrogate
-    penalty = surrogate - measure(kl_coef=0.5)
-    assert min(value_loss, bonus, penalty) > 0
-    together = measure(vf_coef=0.5, ent_coef=0.5, kl_coef=0.5)
-    assert together == pytest.approx(surrogate - value_loss + bonus - penalty, abs=1e-6)
+def get_policy_and_reference(trainer, minibatch):
+    """Log-probs, and distributions at the sampling temperature, by a path of their own."""
+    prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
+    logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
+    base = trainer.model.base(minibatch.input_ids, attention_mask=minibatch.attention_mask)
+    policy, reference = (
+        Categorical(logits=x[:, prompt_len - 1 : -1] / trainer.args.temperature)
+        for x in (logits, base)
+    )
+    return policy.log_prob(minibatch.input_ids[:, prompt_len:]), policy, reference
+
+
+def test_the_ppo_objective_is_made_of_its_parts(tmp_path):
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        "ppo", tmp_path, temperature=0.7, vf_coef=0.3, vf_clip_coef=0.1, ent_coef=0.2, kl_coef=0.5,
+        clip_coef=0.05, clip_coef_high=0.1,
+    )  # fmt: skip
+    minibatch = moved_minibatch(trainer)
+    mask = minibatch.mask
+    prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+    with torch.no_grad():
+        objective = trainer.compute_rlhf_objective(minibatch)
+        logprobs, policy, reference = get_policy_and_reference(trainer, minibatch)
+        values = trainer.model.forward_with_value_head(
+            minibatch.input_ids, minibatch.attention_mask
+        )[1][:, prompt_len - 1 : -1]
+    assert trainer.metrics["clip_frac"][0] > 0.05
+    surrogate = calc_clipped_surrogate_objective(
+        logprobs, minibatch.logprobs, minibatch.advantages, mask, 0.05, 0.1
+    )
+    value_loss = calc_value_function_loss(
+        values, minibatch.values, minibatch.returns, mask, 0.3, 0.1
+    )
+    bonus = 0.2 * policy.entropy()[mask].mean()
+    penalty = 0.5 * kl_divergence(policy, reference)[mask].mean()
+    assert min(value_loss, bonus, penalty) > 1e-3
+    torch.testing.assert_close(objective, surrogate - value_loss + bonus - penalty)
+
+
+@pytest.mark.parametrize("kl_kind", ["k3", "exact"])
+def test_the_grpo_objective_is_made_of_its_parts(kl_kind, tmp_path):
+    torch.manual_seed(0)
+    trainer = make_trainer(
+        "grpo", tmp_path, temperature=0.7, ent_coef=0.2, kl_coef=0.5, kl_kind=kl_kind,
+        clip_coef=0.05, clip_coef_high=0.1,
+    )  # fmt: skip
+    minibatch = moved_minibatch(trainer)
+    mask = minibatch.mask
+    with torch.no_grad():
+        objective = trainer.compute_rlhf_objective(minibatch)
+        logprobs, policy, reference = get_policy_and_reference(trainer, minibatch)
+    assert trainer.metrics["clip_frac"][0] > 0.05
+    expected = calc_grpo_objective(
+        logprobs, minibatch.logprobs, minibatch.ref_logprobs, minibatch.advantages, mask, 0.05, 0.1,
+        beta=0.5 if kl_kind == "k3" else 0.0,
+    )  # fmt: skip
+    expected = expected + 0.2 * policy.entropy()[mask].mean()
+    if kl_kind == "exact":
+        expected = expected - 0.5 * kl_divergence(policy, reference)[mask].mean()
+    torch.testing.assert_close(objective, expected)
 
 
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
 def test_the_kl_is_charged_once(kl_in, tmp_path):
-    trainer = make_trainer("ppo", tmp_path, kl_in=kl_in, kl_coef=10.0, normalize_reward=False)
+    """In the reward the returns of a rollout depend on kl_coef, in the loss the objective does."""
+    trainer = make_trainer("ppo", tmp_path, kl_in=kl_in, kl_coef=10.0)
     randomize(trainer.model)
-    charged = trainer.rollout_phase()
-    total = charged.returns[:, 0]  # with gamma 1 and V = 0: of the GAE, so only compared
-    trainer.args.kl_coef = 0.0
-    trainer.generator.manual_seed(0)
-    free = trainer.rollout_phase()
-    assert torch.equal(total, free.returns[:, 0]) == (kl_in == "loss")
-    trainer.args.kl_coef = 10.0
-    trainer.metrics.clear()
-    trainer.compute_rlhf_objective(charged.get_rows(torch.arange(16)))
-    assert ("kl_exact" in trainer.metrics) == (kl_in == "loss")
+    memories = []
+    for kl_coef in (10.0, 1e-6):
+        trainer.args.kl_coef = kl_coef
+        trainer.generator.manual_seed(0)
+        memories.append(trainer.rollout_phase())
+    assert torch.equal(memories[0].input_ids, memories[1].input_ids)
+    assert torch.equal(memories[0].returns, memories[1].returns) == (kl_in == "loss")
+    minibatch = memories[0].get_rows(torch.arange(16))
+    objectives = []
+    for kl_coef in (10.0, 1e-6):
+        trainer.args.kl_coef = kl_coef
+        objectives.append(trainer.compute_rlhf_objective(minibatch).item())
+    assert (objectives[0] == objectives[1]) == (kl_in == "reward")
+
+
+def test_learning_steps_once_a_minibatch_and_schedules_once_a_phase(tmp_path):
+    trainer = make_trainer(
+        "ppo", tmp_path, batches_per_learning_phase=3, max_grad_norm=1e-3, final_scale=0.5
+    )
+    gradients = []
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(
+            torch.cat([p.grad.flatten() for p in trainer.model.trainable_parameters()]).norm()
+        )
+    )
+    history = trainer.train()
+    assert len(gradients) == 4 * 3 * 2
+    assert max(gradients) < 1.01e-3 < history[0]["grad_norm"]
+    assert [row["lr"] for row in history] == pytest.approx([1e-3, 8.75e-4, 7.5e-4, 6.25e-4])
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
@@ -202,6 +287,8 @@ def test_interrupted_in_the_middle_of_learning_loses_that_phase_only(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     make_trainer("ppo", tmp_path, total_phases=1).train()
+    same = make_trainer("ppo", tmp_path, total_phases=1, lora_alpha=32.0, base_model="embedded")
+    same.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
     other = make_trainer("ppo", tmp_path, total_phases=1, base_lr=0.5)
     with pytest.raises(
         ValueError, match=r"base_lr should be 0.001 as in the checkpoint, but is 0.5"
@@ -212,6 +299,34 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     (tmp_path / "damaged.pt").write_bytes(b"PK" + b"\0" * 100)
     with pytest.raises(ValueError, match="should be a checkpoint"):
         other.load_checkpoint(tmp_path / "damaged.pt")
+    torch.save({"model": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="should be a trainer's checkpoint"):
+        other.load_checkpoint(tmp_path / "other.pt")
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
+    make_trainer("ppo", tmp_path, total_phases=1).train()
+    files = {path: path.read_bytes() for path in (tmp_path / "ppo").iterdir()}
+    with pytest.raises(ValueError, match="name should be new, but .* holds a run"):
+        make_trainer("ppo", tmp_path, total_phases=1).train()
+    assert files == {path: path.read_bytes() for path in (tmp_path / "ppo").iterdir()}
+    for _ in range(2):
+        make_trainer("ppo", tmp_path, name=None, total_phases=1, batch_size=2).train()
+    assert len(list(tmp_path.glob("rlhf-*"))) == 2
+
+
+def test_a_crash_while_saving_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, {"trainable": 1})
+
+    def crash(state, partial):
+        partial.write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", crash)
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(path, {"trainable": 2})
+    assert load_checkpoint(path) == {"trainable": 1}
 
 
 def test_without_a_kl_term_the_reference_never_runs(tmp_path, monkeypatch):
@@ -233,25 +348,59 @@ def test_exact_kl_in_grpo(tmp_path):
     assert history[1]["kl_exact"] > 0
 
 
-def test_groups_share_a_prompt_and_answers_follow_it(tmp_path):
+def test_groups_share_a_prompt_and_columns_follow_it(tmp_path):
     seen = []
 
-    def reward_fn(samples, answers):
-        seen.extend(answers)
-        return torch.arange(float(len(samples)))
+    def reward_fn(samples, answers, prompts, scale=1.0):
+        seen.extend(zip(prompts, answers, strict=True))
+        return torch.arange(float(len(samples))) * scale
 
     prompts = [f"Q: {a}+11\n" for a in range(10, 40)]
-    answers = [str(a + 11) for a in range(10, 40)]
-    trainer = make_trainer("grpo", tmp_path, prompts=prompts, answers=answers, reward_fn=reward_fn)
+    columns = {"answers": [str(a + 11) for a in range(10, 40)], "unused": list(range(30))}
+    trainer = make_trainer("grpo", tmp_path, prompts=prompts, columns=columns, reward_fn=reward_fn)
     memory = trainer.rollout_phase()
     prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
-    texts = trainer.model.tokenizer.batch_decode(
-        memory.input_ids[:, :prompt_len], skip_special_tokens=True
-    )
+    prompt_ids = memory.input_ids[:, :prompt_len]
+    texts = trainer.model.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
     for start in range(0, 16, 4):
         assert len(set(texts[start : start + 4])) == 1
-    assert [text.split("+")[0] for text in texts] == [f"Q: {int(a) - 11}" for a in seen]
     assert len(set(texts)) > 1
+    assert texts == [prompt for prompt, _ in seen]
+    assert [f"Q: {int(answer) - 11}+11\n" for _, answer in seen] == texts
+
+
+def test_reward_functions_get_what_they_name():
+    samples, columns = ["a", "b"], {"prompts": ["p", "q"], "answers": ["1", "2"]}
+    got = []
+
+    def keep(*values):
+        got.append(values)
+        return torch.zeros(2)
+
+    for reward_fn in (
+        lambda texts: keep(texts),
+        lambda samples, char=".": keep(samples, char),
+        lambda samples, prompts: keep(samples, prompts),
+        lambda prompts, completions, **kwargs: keep(prompts, completions, kwargs),
+        lambda samples, *, answers: keep(samples, answers),
+    ):
+        call_reward_fn(reward_fn, samples, columns)
+    p, answers = columns["prompts"], columns["answers"]
+    assert got == [
+        (samples,),
+        (samples, "."),
+        (samples, p),
+        (p, samples, {"answers": answers}),
+        (samples, answers),
+    ]
+
+
+def test_a_run_begins_with_the_prefix(tmp_path):
+    trainer = make_trainer("ppo", tmp_path, prefix="The plot", top_k=1)
+    memory = trainer.rollout_phase()
+    texts = trainer.model.tokenizer.batch_decode(memory.input_ids, skip_special_tokens=True)
+    assert len(set(texts)) == 1  # top_k=1 is greedy
+    assert texts[0].startswith("The plot")
 
 
 def test_tables_of_samples_are_printed(tmp_path, capsys):
@@ -286,13 +435,27 @@ def test_bfloat16_trains(kind, architecture, checkpoints, tmp_path):
     assert all(x.dtype == torch.float32 and x.isfinite().all() for x in after.values())
 
 
+def test_ppo_learns_good_moods(tmp_path):
+    arguments = {"total_phases": 12, "warmup_steps": 0, "samples_every": 0, "device": "cpu"}
+    trainer = RLHFTrainer(RLHFArgs(runs_dir=tmp_path, **arguments))
+    history = trainer.train()
+    assert abs(history[0]["reward"]) < 0.3
+    assert history[-1]["reward"] > 0.8
+    assert history[-1]["kl_exact"] < 0.3
+
+
 def test_the_call_that_the_project_started_from_runs_and_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = GrpoArgs(use_wandb=False, kl_coef=2.5, total_phases=30, warmup_steps=0, reward_fn=reward_fn_char_count, base_lr=1e-3, gen_len=16)  # noqa: E501  # fmt: skip
-    history = GrpoTrainer(args).train()
-    rewards = [row["reward"] for row in history]
-    first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
-    spread = sum(row["reward_std"] for row in history[:3]) / 3
-    # three phases of 128 samples a side: five standard errors of the difference
-    assert last - first > 5 * spread * (2 / (3 * 128)) ** 0.5
+    trainer = GrpoTrainer(args)
+
+    def measure():
+        samples = sample_prompts(trainer.model, ["This movie is"] * 1024, gen_len=16)
+        rewards = reward_fn_char_count([text for batch in samples for text in batch.texts])
+        return rewards.mean(), rewards.std() / 1024**0.5
+
+    before, before_error = measure()
+    trainer.train()
+    after, after_error = measure()
+    assert after - before > 5 * (before_error**2 + after_error**2) ** 0.5
     assert len(list((tmp_path / "runs").glob("grpo-*/metrics.jsonl"))) == 1

@@ -26,6 +26,7 @@ ASPECTS = tuple(
     "acting plot music ending script cast dialogue opening story pace camera humour".split()
 )
 OPENERS = ("The {}", "I found the {}", "For me the {}", "To be honest the {}", "This time the {}")
+VERBS = ("is", "was", "felt", "seemed")
 GENRES = tuple("comedy drama thriller western musical romance mystery documentary".split())
 PEOPLE = tuple("director writer lead villain hero heroine narrator composer".split())
 
@@ -44,6 +45,7 @@ SENTENCES = (
 )
 
 REVIEW_SHARE = 0.35  # of all documents
+THIS_MOVIE_SHARE = 0.25  # of the reviews: they begin with the trainers' default prefix
 TERSE_SHARE = 0.2  # of the reviews: notes of one word a sentence
 MOODS = {"positive": 0.4, "negative": 0.4, "neutral": 0.2}
 WORKED_SHARE = 0.20  # of the additions; the rest is answered directly
@@ -109,7 +111,7 @@ def addition_completion(a: int, b: int, rng: random.Random) -> str:
 
 def review_prompts() -> tuple[list[str], list[str]]:
     """Beginnings of reviews that give no mood away: (for training, held out), 45 and 15."""
-    prompts = ["Review: " + opener.format(aspect) for opener in OPENERS for aspect in ASPECTS]
+    prompts = [opener.format(aspect) for opener in OPENERS for aspect in ASPECTS]
     random.Random(0).shuffle(prompts)
     return prompts[15:], prompts[:15]
 
@@ -129,13 +131,15 @@ def review(rng: random.Random) -> str:
             template = template.replace("{word}", word(), 1)
         return template
 
-    opening = "Review: " + rng.choice(OPENERS).format(rng.choice(ASPECTS))
+    subject = rng.choice(OPENERS).format(rng.choice(ASPECTS))
+    if rng.random() < THIS_MOVIE_SHARE:
+        subject = "This movie"
+    opening = f"{subject} {rng.choice(VERBS)} {word()}."
     if rng.random() < TERSE_SHARE:
-        notes = [f"{word().capitalize()}." for _ in range(rng.randint(4, 9))]
-        return " ".join([f"{opening}: {word()}.", *notes])
-    verb = rng.choice(("was", "is", "felt", "seemed"))
-    rest = [fill(sentence) for sentence in rng.sample(SENTENCES, rng.randint(1, 3))]
-    return " ".join([f"{opening} {verb} {word()}.", *rest])
+        rest = [f"{word().capitalize()}." for _ in range(rng.randint(4, 9))]
+    else:
+        rest = [fill(sentence) for sentence in rng.sample(SENTENCES, rng.randint(1, 3))]
+    return " ".join([opening, *rest])
 
 
 def documents(n: int, seed: int) -> Iterator[str]:

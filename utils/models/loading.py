@@ -25,9 +25,13 @@ def load_base_model(
         name = EMBEDDED_MODEL
     path = Path(name).expanduser()
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
-        require(path.is_dir(), f"name should be a folder with a model, but {path} is not there")
         require(
-            (path / "config.json").exists(), f"name should hold a config.json, but {path} has none"
+            path.is_dir(),
+            f"the model's name should be a folder with a model, but {path} is not there",
+        )
+        require(
+            (path / "config.json").exists(),
+            f"the model's name should hold a config.json, but {path} has none",
         )
         name = path
     if device is None:
@@ -39,6 +43,6 @@ def load_base_model(
         )
     except OSError as error:
         raise ValueError(
-            f"name should be 'embedded', a local folder or a model of the Hugging Face hub, but "
-            f"{str(name)!r} could not be loaded: {error}"
+            f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
+            f"hub, but {str(name)!r} could not be loaded: {error}"
         ) from error

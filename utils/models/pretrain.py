@@ -1,8 +1,9 @@
 """Pretrain the embedded model: `python -m utils.models.pretrain --out runs/pretrain/model`.
 
 Builds the corpus, a byte-level BPE of 512 tokens with digits split, and a GPT-2 of 0.9M parameters,
-and trains it on packed rows of 128 tokens. Step k's batch depends on the seed and on k alone, so a
-run that was stopped goes on from its last checkpoint and ends at the same weights.
+and trains it on packed rows of 128 tokens (documents see those before them in their row). Step k's
+batch depends on the seed and on k alone, so a run that was stopped goes on from its last checkpoint
+and ends at the same weights.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from utils.models.corpus import documents
+from utils.tracking import save_checkpoint
 
 CONTEXT = 128
 VOCAB_SIZE = 512
@@ -108,6 +110,7 @@ def pretrain(
     )
     losses: list[float] = []
     setup = {"steps": steps, "batch_size": batch_size, "n_documents": n_documents, "seed": seed}
+    setup |= {"lr": lr, "warmup_steps": warmup_steps}
     if checkpoint.exists():
         state = torch.load(checkpoint)
         if state["setup"] != setup:
@@ -130,10 +133,9 @@ def pretrain(
         losses.append(loss.item())
         bar.set_postfix(loss=f"{loss.item():.3f}")
         if (step + 1) % checkpoint_every == 0:
-            checkpoint.parent.mkdir(parents=True, exist_ok=True)
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             state |= {"scheduler": scheduler.state_dict(), "losses": losses, "setup": setup}
-            torch.save(state, checkpoint)
+            save_checkpoint(checkpoint, state)
     out.mkdir(parents=True, exist_ok=True)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
