@@ -164,10 +164,11 @@ class Samples:
     prompt_len: int
     completion_mask: Bool[Tensor, "batch completion"]
     texts: list[str]  # the completions alone, without special tokens
+    completion_ids: Int[Tensor, "batch completion"] | None = None  # of input_ids, when not given
 
-    @property
-    def completion_ids(self) -> Int[Tensor, "batch completion"]:
-        return self.input_ids[:, self.prompt_len :]
+    def __post_init__(self):
+        if self.completion_ids is None:
+            self.completion_ids = self.input_ids[:, self.prompt_len :]
 
 
 @torch.no_grad()

@@ -452,9 +452,8 @@ class ReplayMemory:
         for name, size in sizes.items():
             require(size == n_rows, f"{name} should have {n_rows} rows, but has {size}")
         require(
-            num_minibatches * group_size > 0 and n_rows % (num_minibatches * group_size) == 0,
-            f"group_size times num_minibatches, {group_size} * {num_minibatches}, should divide "
-            f"the {n_rows} rows",
+            group_size >= 1 and n_rows % group_size == 0,
+            f"group_size should divide the {n_rows} rows, but is {group_size}",
         )
         self.names = list(fields)
         self.n_rows = n_rows
@@ -466,14 +465,17 @@ class ReplayMemory:
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
         """Every row exactly once an epoch, in a new random order each, all fields alike."""
         device = generator.device if generator else None
+        groups = torch.arange(self.n_rows, device=device).view(-1, self.group_size)
+        require(
+            1 <= self.num_minibatches <= len(groups),
+            f"num_minibatches should be in [1, {len(groups)}], the number of groups, but is "
+            f"{self.num_minibatches}",
+        )
         minibatches = []
         for _ in range(self.batches_per_learning_phase):
-            n_groups = self.n_rows // self.group_size
-            groups = torch.randperm(n_groups, generator=generator, device=device)
-            rows = torch.arange(self.n_rows, device=device).view(n_groups, self.group_size)[groups]
-            minibatches += [
-                self.get_rows(chosen) for chosen in rows.flatten().chunk(self.num_minibatches)
-            ]
+            order = torch.randperm(len(groups), generator=generator, device=device)
+            for chosen in groups[order].tensor_split(self.num_minibatches):
+                minibatches.append(self.get_rows(chosen.flatten()))
         return minibatches
 
     def get_rows(self, chosen: Int[Tensor, "rows"]) -> ReplayMinibatch:

@@ -164,6 +164,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds is not None and args.seeds < 1:
         parser.error(f"--seeds should be at least 1, but is {args.seeds}")
+    try:
+        _run_and_report(args)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _run_and_report(args: argparse.Namespace) -> None:
     if args.seeds is None:
         summaries = [run_demo(args.out, args.seed)]
     else:

@@ -15,6 +15,7 @@ from transformers import (
 
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import randomize
+from utils.demo import ALL_LINEAR_SITES
 from utils.models.loading import EMBEDDED_MODEL
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -27,7 +28,6 @@ GROUPED = SPECIAL | {
     "max_position_embeddings": 64,
 }
 ARCHITECTURES = ("gpt2", "llama", "qwen2")
-ALL_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")
 
 
 def build_hf_model(kind: str):
@@ -62,14 +62,14 @@ def checkpoints(tmp_path_factory):
 def embedded():
     """The embedded model with fresh adapters on every linear site."""
     torch.manual_seed(0)
-    return TransformerWithLora.from_pretrained("embedded", sites=ALL_SITES, device="cpu")
+    return TransformerWithLora.from_pretrained("embedded", sites=ALL_LINEAR_SITES, device="cpu")
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def lora(request, checkpoints):
     """Each architecture with adapters on every linear site whose B is random instead of 0."""
     torch.manual_seed(0)
-    sites = ALL_SITES if request.param == "gpt2" else (*ALL_SITES, "mlp.gate")
+    sites = ALL_LINEAR_SITES if request.param == "gpt2" else (*ALL_LINEAR_SITES, "mlp.gate")
     model = TransformerWithLora.from_pretrained(
         checkpoints[request.param], sites=sites, device="cpu"
     )

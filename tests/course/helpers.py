@@ -48,3 +48,13 @@ def chi_square_p(draws: torch.Tensor, probs: torch.Tensor) -> float:
     if degrees == 0:
         return 1.0
     return torch.special.gammaincc(degrees / 2, statistic / 2).item()
+
+
+def get_base_weights(model):
+    return {k: v.clone() for k, v in model.base.original_model.state_dict().items()}
+
+
+def assert_bit_identical(model, weights):
+    now = model.base.original_model.state_dict()
+    assert weights.keys() == now.keys()
+    assert all(torch.equal(weights[name], now[name]) for name in weights)

@@ -57,8 +57,11 @@ X = torch.zeros(MASK.shape)
         (lambda: calc_grpo_objective(X, X, X, X[:2, 0], MASK), "advantages should be"),
         (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
         (lambda: ReplayMemory(a=X, b=X[:2]), "b should have 6 rows, but has 2"),
-        (lambda: ReplayMemory(num_minibatches=4, a=X), "should divide the 6 rows"),
-        (lambda: ReplayMemory(num_minibatches=0, a=X), "should divide the 6 rows"),
+        (lambda: ReplayMemory(group_size=4, a=X), "group_size should divide the 6 rows"),
+        (
+            lambda: ReplayMemory(group_size=3, num_minibatches=4, a=X).get_minibatches(),
+            r"num_minibatches should be in \[1, 2\], the number of groups, but is 4",
+        ),
         (lambda: ReplayMemory(a=None), "fields should hold at least one tensor"),
         (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
         (lambda: group_advantages(torch.rand(4), 2.0), "group_size should be an integer"),

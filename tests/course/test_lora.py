@@ -17,18 +17,15 @@ from solutions.ch1_lora import (
     find_lora_sites,
     make_lora_hooks,
 )
-from tests.course.conftest import ALL_SITES, ARCHITECTURES
-from tests.course.helpers import poison, ragged_batch, randomize
-
-
-def get_base_weights(model):
-    return {k: v.clone() for k, v in model.base.original_model.state_dict().items()}
-
-
-def assert_bit_identical(model, weights):
-    now = model.base.original_model.state_dict()
-    assert weights.keys() == now.keys()
-    assert all(torch.equal(weights[name], now[name]) for name in weights)
+from tests.course.conftest import ARCHITECTURES
+from tests.course.helpers import (
+    assert_bit_identical,
+    get_base_weights,
+    poison,
+    ragged_batch,
+    randomize,
+)
+from utils.demo import ALL_LINEAR_SITES
 
 
 def test_a_new_layer_is_uniform_in_a_and_zero_in_b():
@@ -54,7 +51,9 @@ def test_at_b_zero_only_b_has_a_gradient():
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_a_new_model_equals_its_base_bit_for_bit(kind, checkpoints):
-    model = TransformerWithLora.from_pretrained(checkpoints[kind], sites=ALL_SITES, device="cpu")
+    model = TransformerWithLora.from_pretrained(
+        checkpoints[kind], sites=ALL_LINEAR_SITES, device="cpu"
+    )
     ids, attention_mask, _ = ragged_batch()
     assert torch.equal(model(ids, attention_mask), model.base(ids, attention_mask=attention_mask))
 
@@ -208,7 +207,7 @@ def test_save_and_load(embedded, tmp_path):
     randomize(embedded)
     path = tmp_path / "deep" / "adapter.safetensors"
     embedded.save_adapter(path)
-    other = TransformerWithLora.from_pretrained("embedded", sites=ALL_SITES, device="cpu")
+    other = TransformerWithLora.from_pretrained("embedded", sites=ALL_LINEAR_SITES, device="cpu")
     other.load_adapter(path)
     assert torch.equal(other(ids, attention_mask), embedded(ids, attention_mask))
 
@@ -219,14 +218,14 @@ def test_save_and_load(embedded, tmp_path):
         ({"rank": 2, "alpha": 16}, r"lora_A should have shape \[128, 2\], but has \[128, 4\]"),
         ({"alpha": 16}, "alpha / rank of the adapter should be 4.0, but is 8.0"),
         ({"sites": ("attn.q",)}, "unknown .*blocks.0.attn.k.lora_A"),
-        ({"sites": (*ALL_SITES, "attn.q")[:5]}, "unknown .*mlp.out"),
+        ({"sites": (*ALL_LINEAR_SITES, "attn.q")[:5]}, "unknown .*mlp.out"),
     ],
 )
 def test_an_adapter_that_does_not_fit_changes_nothing(embedded, tmp_path, arguments, message):
     path = tmp_path / "adapter.safetensors"
     embedded.save_adapter(path)
     other = TransformerWithLora.from_pretrained(
-        "embedded", **{"sites": ALL_SITES, "device": "cpu"} | arguments
+        "embedded", **{"sites": ALL_LINEAR_SITES, "device": "cpu"} | arguments
     )
     before = copy.deepcopy(other.trainable_state())
     with pytest.raises(ValueError, match=message):
@@ -311,7 +310,9 @@ def test_equals_peft_on_gpt2_with_three_times_the_rank(checkpoints):
     """Rank r on each of q, k, v is PEFT's `c_attn` at rank 3r: stacked A, block-diagonal B."""
     rank = 3
     ours = randomize(
-        TransformerWithLora.from_pretrained(checkpoints["gpt2"], rank, 12, ALL_SITES, device="cpu")
+        TransformerWithLora.from_pretrained(
+            checkpoints["gpt2"], rank, 12, ALL_LINEAR_SITES, device="cpu"
+        )
     )
     config = peft.LoraConfig(
         r=rank,

@@ -17,8 +17,7 @@ from solutions.ch2_ppo import (
 )
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from tests.course.conftest import ARCHITECTURES
-from tests.course.helpers import randomize
-from tests.course.test_lora import assert_bit_identical, get_base_weights
+from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
 from utils.evaluation import sample_prompts
 from utils.rewards import call_reward_fn
 from utils.tracking import load_checkpoint, save_checkpoint
