@@ -10,6 +10,7 @@ approximation (Sutton et al., 2000, NeurIPS 12); nucleus sampling (Holtzman et a
 arXiv:1904.09751).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -192,11 +193,39 @@ def get_samples(
     and a prompt that leaves too little of the model's context.
     """
     require(max_new_tokens >= 1, f"max_new_tokens should be at least 1, but is {max_new_tokens}")
-    prompt_ids, attention_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
+    tokenizer = model.tokenizer
+    prompt_ids, prompt_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
+
+    def sample(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch"]:
+        return sample_next_token(logits, temperature, top_k, top_p, generator)
+
+    completion_ids = _generate(model, prompt_ids, prompt_mask, max_new_tokens, sample)
+    mask = get_completion_mask(completion_ids, tokenizer.eos_token_id)
+    texts = [
+        tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
+        for row, keep in zip(completion_ids, mask, strict=True)
+    ]
+    return Samples(
+        input_ids=torch.cat([prompt_ids, completion_ids], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask.long()], dim=1),
+        prompt_len=prompt_ids.shape[1],
+        completion_mask=mask,
+        texts=texts,
+    )
+
+
+def _generate(
+    model: nn.Module,
+    prompt_ids: Int[Tensor, "batch seq"],
+    attention_mask: Int[Tensor, "batch seq"],
+    max_new_tokens: int,
+    sample: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]],
+) -> Int[Tensor, "batch completion"]:
+    """Token after token until all rows have ended; the pad id after a row's eos."""
     eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
     step_ids, cache, columns = prompt_ids, None, []
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompt_ids.device)
-    for _ in range(max_new_tokens):
+    ended = torch.zeros(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)
+    while len(columns) < max_new_tokens and not ended.all():
         logits, cache = model(
             step_ids,
             attention_mask=attention_mask,
@@ -204,22 +233,12 @@ def get_samples(
             use_cache=True,
             return_type="logits_and_cache",
         )
-        tokens = sample_next_token(logits[:, -1], temperature, top_k, top_p, generator)
-        tokens = tokens.masked_fill(ended, pad_token_id)
+        tokens = sample(logits[:, -1]).masked_fill(ended, pad_token_id)
         columns.append(tokens)
         attention_mask = torch.cat([attention_mask, (~ended).long()[:, None]], dim=1)
         ended |= tokens == eos_token_id
-        if ended.all():
-            break
         step_ids = tokens[:, None]
-    completion_ids = torch.stack(columns, dim=1)  # [batch completion]
-    mask = get_completion_mask(completion_ids, eos_token_id)
-    texts = [
-        model.tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
-        for row, keep in zip(completion_ids, mask, strict=True)
-    ]
-    input_ids = torch.cat([prompt_ids, completion_ids], dim=1)
-    return Samples(input_ids, attention_mask, prompt_ids.shape[1], mask, texts)
+    return torch.stack(columns, dim=1)
 
 
 def encode_prompts(

@@ -81,6 +81,47 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     )
 
 
+class _Training:
+    """Model, optimizer and schedule, and the losses so far: what a checkpoint holds."""
+
+    _parts = ("model", "optimizer", "scheduler")
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, setup: dict):
+        self.setup = setup
+        self.model = build_model(tokenizer)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=setup["lr"], betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._get_scale)
+        self.losses: list[float] = []
+
+    def _get_scale(self, k: int) -> float:
+        """Linear warm-up, then a cosine down to 0."""
+        cosine = 0.5 + 0.5 * math.cos(math.pi * k / self.setup["steps"])
+        return min((k + 1) / self.setup["warmup_steps"], cosine)
+
+    def step(self, batch: Int[Tensor, "rows context"]) -> None:
+        loss = self.model(batch, labels=batch).loss
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.losses.append(loss.item())
+
+    def save(self, checkpoint: Path) -> None:
+        state = {name: getattr(self, name).state_dict() for name in self._parts}
+        save_checkpoint(checkpoint, state | {"losses": self.losses, "setup": self.setup})
+
+    def load(self, checkpoint: Path) -> None:
+        state = torch.load(checkpoint)
+        if state["setup"] != self.setup:
+            raise ValueError(f"{checkpoint} is of another run: {state['setup']}, not {self.setup}")
+        for name in self._parts:
+            getattr(self, name).load_state_dict(state[name])
+        self.losses = state["losses"]
+
+
 def pretrain(
     out: Path,
     checkpoint: Path,
@@ -99,47 +140,23 @@ def pretrain(
     texts = list(documents(n_documents, seed))
     tokenizer = build_tokenizer(texts[:20_000])
     rows = pack(texts, tokenizer)
-    torch.manual_seed(seed)
-    model = build_model(tokenizer)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda k: min((k + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * k / steps)),
-    )
-    losses: list[float] = []
     setup = {"steps": steps, "batch_size": batch_size, "n_documents": n_documents, "seed": seed}
-    setup |= {"lr": lr, "warmup_steps": warmup_steps}
+    torch.manual_seed(seed)
+    training = _Training(tokenizer, setup | {"lr": lr, "warmup_steps": warmup_steps})
     if checkpoint.exists():
-        state = torch.load(checkpoint)
-        if state["setup"] != setup:
-            raise ValueError(f"{checkpoint} is of another run: {state['setup']}, not {setup}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
-        losses = state["losses"]
-
-    bar = tqdm(range(len(losses), steps), desc="pretrain", initial=len(losses), total=steps)
+        training.load(checkpoint)
+    done = len(training.losses)
+    bar = tqdm(range(done, steps), desc="pretrain", initial=done, total=steps)
     for step in bar:
         generator = torch.Generator().manual_seed(seed * steps + step)
-        batch = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
-        loss = model(batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        losses.append(loss.item())
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        training.step(rows[torch.randint(len(rows), (batch_size,), generator=generator)])
+        bar.set_postfix(loss=f"{training.losses[-1]:.3f}")
         if (step + 1) % checkpoint_every == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            state |= {"scheduler": scheduler.state_dict(), "losses": losses, "setup": setup}
-            save_checkpoint(checkpoint, state)
+            training.save(checkpoint)
     out.mkdir(parents=True, exist_ok=True)
-    model.eval().save_pretrained(out)
+    training.model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return sum(losses[-100:]) / len(losses[-100:])
+    return sum(training.losses[-100:]) / len(training.losses[-100:])
 
 
 def main() -> None:
