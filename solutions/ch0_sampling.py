@@ -32,8 +32,8 @@ def get_logprobs(
     """The log-probability, in nats, of each token after the first `prefix_len`.
 
     log p(token_t) = z[token_t] - logsumexp(z), where z = logits[t - 1] / temperature: the logits at
-    a position predict the next one. Only the logsumexp is as large as the logits, and it is reduced
-    at once: no log-softmax over the vocabulary is kept.
+    a position predict the next one. A gather and a logsumexp suffice; a log-softmax over the whole
+    vocabulary is never stored.
 
     Raises ValueError if `prefix_len` is not in [1, seq] or `temperature` is not positive.
     """
@@ -47,7 +47,7 @@ def get_logprobs(
 
 
 def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`x`, or `x` in float32 where its dtype is shorter: bfloat16 has three digits."""
+    """`x`, in float32 if its dtype is shorter: bfloat16 has about three decimal digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -57,7 +57,8 @@ def select_completion(
     """What a model says at each position, moved to the token it speaks about.
 
     Entry t of the result belongs to token `prefix_len + t`, and was computed one position earlier,
-    from the tokens before it. Every shift between logits or values and tokens is made here.
+    from the tokens before it: with prefix_len 3 and 5 positions, what positions 2 and 3 say is
+    about tokens 3 and 4. Every shift between logits or values and tokens is made here.
     """
     return per_position[:, prefix_len - 1 : -1]
 
@@ -165,7 +166,7 @@ class Samples:
     prompt_len: int
     completion_mask: Bool[Tensor, "batch completion"]
     texts: list[str]  # the completions alone, without special tokens
-    completion_ids: Int[Tensor, "batch completion"] | None = None  # of input_ids, when not given
+    completion_ids: Int[Tensor, "batch completion"] | None = None  # default: input_ids' last part
 
     def __post_init__(self):
         if self.completion_ids is None:
@@ -282,9 +283,10 @@ def calc_reinforce_objective(
     advantages: Float[Tensor, "batch completion"] | Float[Tensor, "batch"],
     mask: Bool[Tensor, "batch completion"],
 ) -> Float[Tensor, ""]:
-    """The masked mean of logprob * advantage, whose gradient is the policy gradient (maximised).
+    """The masked mean of logprob * advantage (maximised).
 
-    Advantages are constants, one a token, or one a completion that all its tokens share.
+    Its gradient is REINFORCE's estimate of the policy gradient, up to a factor: 1 / number of
+    tokens. Advantages are constants, one per token, or one per completion that its tokens share.
     """
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(logprobs)
@@ -299,9 +301,10 @@ def calc_expected_policy_gradient(
 ) -> tuple[Float[Tensor, "vocab"], Float[Tensor, "vocab"]]:
     """Mean and variance, over actions, of REINFORCE's one-sample gradient for the logits.
 
-    Action a gives g_a = (r_a - baseline) grad log p_a = (r_a - baseline)(onehot_a - p). With every
-    action enumerated, the mean sum_a p_a g_a and the elementwise variance are exact. The mean does
-    not depend on the baseline, because sum_a p_a grad log p_a = 0; the variance does.
+    The policy is p = softmax(logits). Sampling action a, with reward r_a, gives the gradient
+    g_a = (r_a - baseline) grad log p_a = (r_a - baseline)(onehot_a - p). With every action
+    enumerated, the mean sum_a p_a g_a and the elementwise variance are exact. The mean does not
+    depend on the baseline, because sum_a p_a grad log p_a = 0; the variance does.
     """
     probs = logits.softmax(-1)
     scores = torch.eye(len(probs), dtype=probs.dtype, device=probs.device) - probs

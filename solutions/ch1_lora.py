@@ -2,6 +2,9 @@
 
 Builds `TransformerWithLora`: a frozen language model whose linear layers carry low-rank adapters,
 added by hooks. With the hooks off it is the frozen reference that RLHF needs, at no extra memory.
+A hook is a function that TransformerLens calls with the activation at a named point of the forward
+pass; a site is the name of a linear layer, with a point before (`hook_in`) and one after
+(`hook_out`).
 
 Simplified: no adapter dropout, one rank and alpha for all sites, adapters in float32.
 
@@ -35,8 +38,10 @@ ATTENTION_SITES = ("attn.q", "attn.k", "attn.v", "attn.o")
 class LoraLayer(nn.Module):
     """What an adapter adds to the output of a linear layer: x A B alpha / rank (LoRA, section 4.1).
 
-    `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in), `lora_B` [rank d_out] at zero, so that a
-    new adapter changes nothing. There the gradient of A is exactly zero and that of B is not.
+    x is the layer's input, A and B are trained, and alpha / rank keeps the size of the change alike
+    when another rank is tried. `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in), `lora_B`
+    [rank d_out] at zero, so that a new adapter changes nothing. While B is zero the gradient of A
+    is exactly zero and that of B is not.
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int = 4, alpha: float = 32):
@@ -106,8 +111,8 @@ def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Module]:
 class TransformerWithLora(nn.Module):
     """A frozen TransformerBridge with an adapter on each of `sites` in every block.
 
-    `sites` are names within a block ("attn.q", "mlp.in", ...). Dropout stays off whatever
-    `.train()` says: a policy that is scored twice must give the same log-probabilities.
+    `sites` are names within a block ("attn.q", "mlp.in", ...). Dropout stays off even after
+    `.train()`: a policy that is scored twice must give the same log-probabilities.
 
     Raises ValueError for a site that does not fire on this architecture, and says which do.
     """
@@ -122,6 +127,7 @@ class TransformerWithLora(nn.Module):
         super().__init__()
         linears = find_lora_sites(base)
         available = sorted({site.split(".", 2)[2] for site in linears})
+        require(not isinstance(sites, str), f"sites should be a tuple of names, but is {sites!r}")
         require(len(sites) > 0, f"sites should hold at least one of {available}, but is empty")
         for site in sites:
             require(site in available, f"sites should be among {available}, but one is {site!r}")
@@ -218,7 +224,7 @@ class TransformerWithLora(nn.Module):
         The sum is rounded to the weights' dtype once, so in bfloat16 it differs visibly from the
         hooked model. On leaving, the saved weights are put back bit for bit (subtracting what was
         added would not). The weights are written through `.data`, which autograd does not see: a
-        forward before and its backward after are safe, a backward inside is not.
+        forward before `with merged()` and its backward after it are safe, a backward inside is not.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]

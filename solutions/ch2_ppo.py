@@ -202,7 +202,8 @@ def normalize_advantages(
 ) -> Float[Tensor, "batch completion"]:
     """(advantages - mean) / (std + eps) over all true positions; 0 outside; a constant gives zeros.
 
-    Made once for a whole rollout: the mean and std of a small minibatch would flip signs.
+    Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
+    could flip the sign of an advantage.
     """
     kept = advantages.detach()[mask]
     normalized = torch.zeros_like(advantages)
@@ -260,6 +261,8 @@ def calc_value_function_loss(
     clip_coef: float | None = None,
 ) -> Float[Tensor, ""]:
     """vf_coef / 2 times the masked mean of (values - returns)^2 (minimised).
+
+    The 1/2, a convention of PPO implementations, cancels the 2 of the square's gradient.
 
     With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
     of `old_values` (the value clipping of the N+ details).
@@ -344,12 +347,12 @@ class RLHFArgs:
     batch_size: int = 128  # completions a rollout
     gen_len: int = 30  # new tokens at most
     temperature: float = 1.0
-    top_k: int | None = None  # the scores know nothing of it: leave it off to learn
+    top_k: int | None = None  # log-probs ignore it, so training with it is off-policy
     prepend_bos: bool = True
 
     # Learning
     num_minibatches: int = 4
-    batches_per_learning_phase: int = 2  # epochs over a rollout
+    batches_per_learning_phase: int = 2  # passes over each rollout (epochs)
     base_lr: float = 1e-3  # of the adapters
     head_lr: float = 3e-3  # of the value head
     max_grad_norm: float = 1.0
@@ -365,7 +368,7 @@ class RLHFArgs:
     vf_clip_coef: float | None = None  # no clipping of values
     ent_coef: float = 0.001
     kl_coef: float = 0.2
-    kl_in: str = "loss"  # exact, or "reward": k1, charged token by token
+    kl_in: str = "loss"  # the exact KL in the objective; or "reward": k1 off each token's reward
 
     def __post_init__(self):
         require_integers(self, 1, "total_phases", "batch_size", "gen_len", "num_minibatches")
@@ -524,15 +527,27 @@ def make_replay_memory(
 
 
 class RLHFTrainer:
-    """PPO: sample completions, score them, learn from them, `args.total_phases` times.
+    """PPO, `args.total_phases` times:
+
+        rollout_phase    sample completions, score them, compute advantages -> ReplayMemory
+        learning_phase   for each minibatch: compute_rlhf_objective, backward, optimizer step
 
     `history` has one row of metrics a phase, as `metrics.jsonl` in the run's folder has.
     `model_class` is what is built when no model is given.
     """
 
+    args_class = RLHFArgs
     model_class = TransformerWithValueHeadLora
 
     def __init__(self, args: RLHFArgs, model: TransformerWithLora | None = None):
+        require(
+            isinstance(args, self.args_class),
+            f"args should be {self.args_class.__name__}, but is {type(args).__name__}",
+        )
+        require(
+            model is None or isinstance(model, self.model_class),
+            f"model should be a {self.model_class.__name__}, but is a {type(model).__name__}",
+        )
         self.args = args
         if model is None:
             with torch.random.fork_rng():
@@ -590,9 +605,12 @@ class RLHFTrainer:
         self.metrics["reward_std"].append(scores.std().item() if len(scores) > 1 else 0.0)
         self.metrics["completion_len"].append(lengths.mean().item())
         ranked = scores.argsort(descending=True).tolist()
-        shown = dict.fromkeys((ranked[0], ranked[len(ranked) // 2], ranked[-1]))
+        shown = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
         self.samples_table = format_samples(
-            [(scores[row].item(), prompts[row], samples.texts[row]) for row in shown]
+            [
+                (which, scores[row].item(), prompts[row], samples.texts[row])
+                for which, row in shown.items()
+            ]
         )
 
     def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
@@ -695,7 +713,8 @@ class RLHFTrainer:
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
-        """How far the policy has moved from its sampler, and from the reference if that ran."""
+        """How far the policy has moved from its sampler (clip_frac, and approx_kl: the k3 estimate
+        of KL(old ‖ new)), and from the reference if that ran (kl_k3)."""
         args, mask = self.args, minibatch.mask
         logratio = logprobs - minibatch.logprobs
         ratio = logratio.exp()
@@ -727,7 +746,7 @@ class RLHFTrainer:
         """Run the phases that are left and return the history.
 
         Stopped by Ctrl-C or an error, it saves the state at the start of the phase, and says how to
-        go on. Raises ValueError if `args.name` is that of an earlier run.
+        go on. Raises ValueError if `args.name` is the name of an earlier run.
         """
         args = self.args
         if self.folder is None:
@@ -743,12 +762,16 @@ class RLHFTrainer:
                 state = self.get_state()
                 if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
                     save_checkpoint(checkpoint, state)
-        except BaseException:
-            save_checkpoint(checkpoint, state)
-            bar.write(
-                f"Stopped in phase {state['phase'] + 1}. Go on with a trainer of the same args:\n"
-                f"    trainer.load_checkpoint({str(checkpoint)!r}); trainer.train()"
-            )
+        except BaseException as error:
+            if state["phase"] > 0 or isinstance(error, KeyboardInterrupt):
+                save_checkpoint(checkpoint, state)
+                hint = (
+                    f"Stopped in phase {state['phase'] + 1}. To go on, make a trainer with the "
+                    f"same arguments, then:\n    trainer.load_checkpoint({str(checkpoint)!r})\n"
+                    f"    trainer.train()"
+                )
+                bar.write(hint)
+                error.add_note(hint)  # repeated below the traceback
             raise
         finally:
             bar.close()
@@ -768,7 +791,8 @@ class RLHFTrainer:
         log.append(row)
         self.phase += 1
         if self.args.samples_every and (self.phase - 1) % self.args.samples_every == 0:
-            bar.write(f"phase {self.phase}, mean reward {row['reward']:.3f}\n{self.samples_table}")
+            heading = f"{self.folder.name}, phase {self.phase} of {self.args.total_phases}"
+            bar.write(f"{heading}: mean reward {row['reward']:.3f}\n{self.samples_table}")
         bar.set_postfix(reward=f"{row['reward']:.3f}", entropy=f"{row['entropy']:.2f}")
         bar.update()
 

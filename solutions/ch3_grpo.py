@@ -32,8 +32,10 @@ def group_advantages(
 ) -> Float[Tensor, "batch"]:
     """A = (reward - mean of its group) / scale (GRPO, section 4.1.2). Detached.
 
-    scale is "group": the group's std + eps; "batch": the std of all raw rewards of the batch + eps;
-    "none": 1. A group whose rewards are all equal gives exact zeros: it has nothing to compare.
+    scale is "group": the group's std + eps, so that every prompt weighs alike, however small its
+    differences; "batch": the std of all raw rewards of the batch + eps, one scale for all prompts;
+    "none": 1 (Dr. GRPO). A group whose rewards are all equal gives exact zeros: it has nothing to
+    compare.
 
     Raises ValueError if `group_size` is below 2 or does not divide the batch.
     """
@@ -113,8 +115,9 @@ def calc_single_update_objective(
 ) -> Float[Tensor, ""]:
     """exp(logprobs - detached logprobs) A, mean over each completion, then over the batch.
 
-    What is left of the ratio when every rollout is used for one update (as in GRPO, section 4.2):
-    its value is 1 and is never clipped, its gradient is that of the log-probability.
+    With one update per rollout (as in GRPO, section 4.2) the old policy is the current one: the
+    ratio is 1 and never clips, and only its gradient remains, that of the log-probability.
+    `calc_grpo_objective` then gives the same gradient; this is all of it that is at work.
     """
     logprobs = logprobs.masked_fill(~mask, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -182,14 +185,17 @@ def _mean_over_completions(
 
 @dataclass
 class GrpoArgs(RLHFArgs):
-    """`batch_size` completions a rollout are batch_size / group_size prompts. `kl_coef` is the
-    paper's beta. What PPO does to rewards and values plays no part here: `normalize_reward`,
-    `head_lr`, `gamma`, `lam`, `vf_coef`, `vf_clip_coef`; `kl_in` is "loss"."""
+    """A rollout has batch_size completions of batch_size / group_size prompts. `kl_coef` is the
+    paper's beta, `kl_in` is "loss".
+
+    Not used, because they concern values and the rewards of tokens: `normalize_reward`, `head_lr`,
+    `gamma`, `lam`, `vf_coef`, `vf_clip_coef`.
+    """
 
     kl_coef: float = 0.04
     group_size: int = 8  # completions a prompt
     advantage_scale: str = "group"  # or "batch", "none"
-    kl_kind: str = "k3"  # or "exact", over the vocabulary, as a mean over tokens
+    kl_kind: str = "k3"  # mean over completions; or "exact": over the vocabulary, mean over tokens
 
     def __post_init__(self):
         super().__post_init__()
@@ -228,6 +234,7 @@ def make_grpo_memory(
 class GrpoTrainer(RLHFTrainer):
     """GRPO: chapter 2's trainer, whole groups in place of a value head."""
 
+    args_class = GrpoArgs
     model_class = TransformerWithLora
 
     @torch.no_grad()
@@ -266,7 +273,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     """The GRPO objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
     Every ratio is 1 and each group's advantages sum to 0, so the objective is 0 up to rounding. Its
-    gradient is not: the value says nothing about learning. The trainer is left as it was.
+    gradient is not: watch the reward, not the objective. The trainer is left as it was.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """

@@ -74,6 +74,7 @@ def _get_run_args(name: str, out: Path, seed: int) -> dict:
 def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
     trainer = make_ppo_trainer(out, seed, **overrides)
+    print(f"\nPPO on the sentiment of reviews, seed {seed}: measure, train, measure again")
     prompts = review_prompts()[1]
     before = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
     start = time.perf_counter()
@@ -83,10 +84,11 @@ def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
     return _before_and_after(before, after) | {"kl": after["kl"], "seconds": seconds}
 
 
-def run_grpo(out: Path, seed: int, pairs=None, **overrides) -> dict[str, float]:
+def run_grpo(out: Path, seed: int, **overrides) -> dict[str, float]:
     """Train GRPO and measure additions before and after, on all held-out pairs."""
     trainer = make_grpo_trainer(out, seed, **overrides)
-    pairs = pairs or held_out_pairs()
+    print(f"\nGRPO on additions, seed {seed}: measure, train, measure again")
+    pairs = held_out_pairs()
     before = evaluate_additions(trainer.model, pairs, seed=seed)
     start = time.perf_counter()
     trainer.train()
@@ -140,7 +142,8 @@ def format_summary(summaries: list[dict]) -> str:
             (trainer.upper(), "KL from the base, nats per token", "0", cell(trainer, "kl"))
         )
         table.append((trainer.upper(), "seconds of training", "", cell(trainer, "seconds")))
-    return tabulate(table, headers=("", "held-out", "before", "after"), tablefmt="github")
+    headers = ("", "held-out", "before", "after")
+    return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def run_demo(out: Path, seed: int, ppo: dict | None = None, grpo: dict | None = None) -> dict:
@@ -167,6 +170,7 @@ def main() -> None:
     try:
         _run_and_report(args)
     except KeyboardInterrupt:
+        print("The demonstration was stopped; it starts over next time.")
         raise SystemExit(130) from None
 
 

@@ -1,6 +1,7 @@
-"""Rewards for the embedded model's additions; chapter 5 builds verifiable rewards with care."""
+"""Rewards for the embedded model's additions, and calling and checking any reward function."""
 
 import inspect
+import reprlib
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,7 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
         rewards = torch.as_tensor(rewards).detach().float()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"reward_fn should return a tensor of rewards, but returned {rewards!r}"
+            f"reward_fn should return a tensor of rewards, but returned {reprlib.repr(rewards)}"
         ) from error
     require(
         rewards.shape == (len(samples),),
@@ -55,7 +56,9 @@ def call_reward_fn(
     Raises ValueError if it needs another argument, or does not return finite rewards.
     """
     parameters = list(inspect.signature(reward_fn).parameters.values())
-    takes_samples, *others = [p for p in parameters if p.name not in columns]
+    free = [p for p in parameters if p.name not in columns]
+    require(len(free) > 0, f"reward_fn should take the samples, but takes {list(columns)} alone")
+    takes_samples, *others = free
     for parameter in others:
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         require(

@@ -106,7 +106,8 @@ def describe_args(args: Any) -> dict[str, Any]:
             return getattr(value, "__qualname__", type(value).__qualname__)
         return str(value) if isinstance(value, Path) else repr(value)
 
-    free = {"name", "runs_dir", "checkpoint_every", "samples_every"}
+    # A reward function may have been mended since; its name says little anyway.
+    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "reward_fn"}
     names = {f.name for f in fields(args) if "wandb" not in f.name} - free
     return {name: describe(getattr(args, name)) for name in sorted(names)}
 
@@ -122,12 +123,16 @@ def check_same_args(args: Any, saved: dict[str, Any]) -> None:
             )
 
 
-def format_samples(rows: list[tuple[float, str, str]], width: int = 60) -> str:
-    """A table of (reward, prompt, completion); line breaks are shown, long texts are cut."""
-
-    def shorten(text: str) -> str:
-        text = text.replace("\n", "⏎")
-        return text if len(text) <= width else text[: width - 1] + "…"
-
-    table = [(f"{reward:.2f}", shorten(prompt), shorten(text)) for reward, prompt, text in rows]
-    return tabulate(table, headers=("reward", "prompt", "completion"), tablefmt="simple_outline")
+def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> str:
+    """A table of (which sample, reward, prompt, completion); line breaks are shown as ⏎."""
+    table = [
+        (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
+        for which, reward, prompt, text in rows
+    ]
+    return tabulate(
+        table,
+        headers=("sample", "reward", "prompt", "completion"),
+        tablefmt="simple_outline",
+        maxcolwidths=[None, None, width // 2, width],
+        disable_numparse=True,
+    )

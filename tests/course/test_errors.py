@@ -149,10 +149,11 @@ def test_a_trainer_refuses_a_prompt_that_is_too_long_before_it_samples(tmp_path)
         ),
         (lambda samples: None, "reward_fn should return a tensor of rewards, but returned None"),
         (lambda samples: ["good"] * 16, "reward_fn should return a tensor of rewards"),
+        (lambda: torch.zeros(16), "reward_fn should take the samples"),
         (lambda samples, answers: torch.zeros(16), "should need no more .* but needs 'answers'"),
     ],
 )
-def test_a_bad_reward_function_is_an_error_that_saves_the_run(reward_fn, message, tmp_path):
+def test_a_bad_reward_function_is_an_error_in_the_first_phase(reward_fn, message, tmp_path):
     args = GrpoArgs(
         reward_fn=reward_fn,
         batch_size=16,
@@ -164,7 +165,13 @@ def test_a_bad_reward_function_is_an_error_that_saves_the_run(reward_fn, message
     )
     with pytest.raises(ValueError, match=message):
         GrpoTrainer(args).train()
-    assert (tmp_path / "run" / "checkpoint.pt").exists()
+
+
+def test_arguments_and_models_of_another_trainer(embedded):
+    with pytest.raises(ValueError, match="args should be GrpoArgs, but is RLHFArgs"):
+        GrpoTrainer(RLHFArgs())
+    with pytest.raises(ValueError, match="model should be a TransformerWithValueHeadLora"):
+        RLHFTrainer(RLHFArgs(), embedded)
 
 
 def test_models_that_are_not_there(tmp_path):
@@ -178,5 +185,5 @@ def test_models_that_are_not_there(tmp_path):
 
 def test_a_name_that_the_hub_does_not_have(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="'no/such-model' could not be loaded"):
+    with pytest.raises(ValueError, match="there is no folder 'no/such-model' here"):
         TransformerWithLora.from_pretrained("no/such-model", device="cpu")

@@ -145,10 +145,13 @@ def test_hooks_keep_no_activation_and_do_not_stack(embedded):
     read(stale, hook=None)
     read(x, hook=None)
     expected = out + layer(x.reshape(2, 3, 6)).reshape(2, 3, 4, 2)
+    dropped = weakref.ref(stale)
+    del stale
+    assert dropped() is None
     with torch.no_grad():
         torch.testing.assert_close(add(out, hook=None), expected)
     alive = weakref.ref(x)
-    del x, stale, expected
+    del x, expected
     gc.collect()
     assert alive() is None
 

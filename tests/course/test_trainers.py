@@ -251,10 +251,12 @@ def test_interrupted_and_resumed_is_the_same_run(kind, tmp_path, capsys):
     whole = make_trainer(kind, tmp_path, name="whole", reward_fn=Interrupting(None))
     whole.train()
     stopped = make_trainer(kind, tmp_path, name="stopped", reward_fn=Interrupting(3))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         stopped.train()
     path = tmp_path / "stopped" / "checkpoint.pt"
-    assert f"trainer.load_checkpoint({str(path)!r})" in capsys.readouterr().out
+    hint = f"trainer.load_checkpoint({str(path)!r})"
+    assert hint in capsys.readouterr().out
+    assert hint in interrupt.value.__notes__[0]
     resumed = make_trainer(kind, tmp_path, name="stopped", reward_fn=Interrupting(None))
     resumed.load_checkpoint(path)
     assert resumed.phase == 2
@@ -312,6 +314,31 @@ def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
     for _ in range(2):
         make_trainer("ppo", tmp_path, name=None, total_phases=1, batch_size=2).train()
     assert len(list(tmp_path.glob("rlhf-*"))) == 2
+
+
+def test_an_error_in_the_first_phase_leaves_the_name_free(tmp_path):
+    def broken(samples):
+        raise RuntimeError("a typo")
+
+    for reward_fn in (broken, lambda samples: torch.zeros(3)):
+        with pytest.raises((RuntimeError, ValueError)):
+            make_trainer("ppo", tmp_path, reward_fn=reward_fn).train()
+    make_trainer("ppo", tmp_path, total_phases=1).train()
+
+
+def test_an_error_in_a_later_phase_loses_nothing_and_the_reward_function_may_be_mended(tmp_path):
+    calls = []
+
+    def broken(samples):
+        calls.append(None)
+        return reward_fn_char_count(samples) if len(calls) < 3 else torch.zeros(3)
+
+    with pytest.raises(ValueError, match="reward_fn should return one reward"):
+        make_trainer("ppo", tmp_path, reward_fn=broken).train()
+    resumed = make_trainer("ppo", tmp_path, reward_fn=reward_fn_char_count)
+    resumed.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
+    assert len(resumed.history) == 2
+    assert len(resumed.train()) == 4
 
 
 def test_a_crash_while_saving_leaves_the_previous_checkpoint_whole(tmp_path, monkeypatch):
@@ -405,9 +432,10 @@ def test_a_run_begins_with_the_prefix(tmp_path):
 def test_tables_of_samples_are_printed(tmp_path, capsys):
     make_trainer("ppo", tmp_path, total_phases=3, samples_every=2).train()
     out = capsys.readouterr().out
-    assert out.count("│   reward │ prompt") == 2
-    assert "phase 1, mean reward" in out
-    assert "phase 3, mean reward" in out
+    assert out.count("│ sample   │ reward") == 2
+    assert "ppo, phase 1 of 3: mean reward" in out
+    assert "ppo, phase 3 of 3: mean reward" in out
+    assert [out.count(f"│ {which}") for which in ("best", "median", "worst")] == [2, 2, 2]
 
 
 def test_wandb_is_offline_by_default(tmp_path, monkeypatch):

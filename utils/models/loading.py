@@ -24,10 +24,11 @@ def load_base_model(
     if str(name) == "embedded":
         name = EMBEDDED_MODEL
     path = Path(name).expanduser()
+    given = str(name)
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
         require(
             path.is_dir(),
-            f"the model's name should be a folder with a model, but {path} is not there",
+            f"the model's name should be a folder with a model, but {given} is not there",
         )
         require(
             (path / "config.json").exists(),
@@ -44,5 +45,5 @@ def load_base_model(
     except OSError as error:
         raise ValueError(
             f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
-            f"hub, but {str(name)!r} could not be loaded: {error}"
+            f"hub, but there is no folder {given!r} here and the hub did not give it: {error}"
         ) from error
