@@ -3,8 +3,8 @@
 Everything is drawn from a seed, so the corpus is code, not data. Reviews come in three moods, with
 word lists that `reward_fn_sentiment` also counts, in sentences or in terse notes. Additions are
 answered in two styles: a direct guess, which usually drops a carry and is often wrong without one,
-and worked steps that are usually right. The direct style is the common one, so a policy that maximises correctness has
-something to discover.
+and worked steps that are usually right. The direct style is the common one, so a policy that
+maximises correctness has something to discover.
 
 One pair in ten (`held_out_pairs`) never appears in the corpus, in either order.
 """
