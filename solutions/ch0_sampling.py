@@ -10,6 +10,7 @@ approximation (Sutton et al., 2000, NeurIPS 12); nucleus sampling (Holtzman et a
 arXiv:1904.09751).
 """
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def get_logprobs(
     require(1 <= prefix_len <= seq, f"prefix_len should be in [1, {seq}], but is {prefix_len}")
     require(temperature > 0, f"temperature should be positive, but is {temperature}")
     logits = at_least_float32(select_completion(logits, prefix_len))
-    scaled = logits / temperature  # [batch completion vocab]
+    scaled = logits if temperature == 1 else logits / temperature  # [batch completion vocab]
     chosen = scaled.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
 
@@ -69,7 +70,7 @@ def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]
 
     A logit of -inf has p = 0 and counts 0 (the limit of p log p), in the gradient too.
     """
-    logprobs = logits.log_softmax(-1)
+    logprobs = at_least_float32(logits).log_softmax(-1)
     # 0 * -inf is nan, so the impossible tokens leave before the product.
     finite = logprobs.masked_fill(logits == -torch.inf, 0.0)
     return -(logprobs.exp() * finite).sum(-1)
@@ -108,7 +109,10 @@ def sample_next_token(
     Raises ValueError for a negative temperature, top_k < 1 or top_p outside (0, 1].
     """
     require(temperature >= 0, f"temperature should be at least 0, but is {temperature}")
-    require(top_k is None or top_k >= 1, f"top_k should be at least 1, but is {top_k}")
+    require(
+        top_k is None or (isinstance(top_k, int) and top_k >= 1),
+        f"top_k should be an integer of at least 1, but is {top_k}",
+    )
     require(top_p is None or 0 < top_p <= 1, f"top_p should be in (0, 1], but is {top_p}")
     if temperature == 0:
         return logits.argmax(-1)
@@ -135,6 +139,9 @@ def get_completion_mask(
     The eos is in: ending is a decision of the policy like any other. The pad id plays no part, so
     this holds where pad and eos are one token.
     """
+    require(
+        isinstance(eos_token_id, int), f"eos_token_id should be an integer, but is {eos_token_id!r}"
+    )
     is_eos = completion_ids == eos_token_id
     eos_before = is_eos.cumsum(-1) - is_eos.int()
     return eos_before == 0
@@ -193,7 +200,10 @@ def get_samples(
     Raises ValueError for an empty list of prompts, a prompt without tokens, `max_new_tokens` < 1,
     and a prompt that leaves too little of the model's context.
     """
-    require(max_new_tokens >= 1, f"max_new_tokens should be at least 1, but is {max_new_tokens}")
+    require(
+        isinstance(max_new_tokens, int) and max_new_tokens >= 1,
+        f"max_new_tokens should be an integer of at least 1, but is {max_new_tokens!r}",
+    )
     tokenizer = model.tokenizer
     prompt_ids, prompt_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
 
@@ -249,18 +259,21 @@ def encode_prompts(
 
     Raises ValueError for an empty list, a prompt without tokens, and one too long for the context.
     """
-    require(not isinstance(prompts, str), "prompts should be a list of strings, but is a string")
+    require(
+        isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts),
+        f"prompts should be a list of strings, but is {reprlib.repr(prompts)}",
+    )
     require(len(prompts) > 0, "prompts should hold at least one prompt, but is empty")
     bos_token_id = model.tokenizer.bos_token_id
     prefix = [bos_token_id] if prepend_bos and bos_token_id is not None else []
-    encoded = model.tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    encoded = model.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
     sequences = [prefix + tokens for tokens in encoded]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         require(len(sequence) > 0, f"prompts should have tokens, but one is {prompt!r}")
         require(
             len(sequence) + max_new_tokens <= model.cfg.n_ctx,
             f"prompts and max_new_tokens should fit the model's context of {model.cfg.n_ctx} "
-            f"tokens, but {prompt[:40]!r} has {len(sequence)} and max_new_tokens is "
+            f"tokens, but {prompt[:40]!r} has {len(sequence)} tokens and max_new_tokens is "
             f"{max_new_tokens}",
         )
     device = next(model.parameters()).device

@@ -46,7 +46,8 @@ class LoraLayer(nn.Module):
 
     def __init__(self, d_in: int, d_out: int, rank: int = 4, alpha: float = 32):
         super().__init__()
-        require(rank >= 1, f"rank should be at least 1, but is {rank}")
+        require(isinstance(rank, int) and rank >= 1, f"rank should be at least 1, but is {rank}")
+        require(alpha > 0, f"alpha should be positive, but is {alpha}")
         self.d_in, self.d_out, self.rank, self.alpha = d_in, d_out, rank, alpha
         self.scaling = alpha / rank
         self.lora_A = nn.Parameter(torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5)
@@ -127,7 +128,7 @@ class TransformerWithLora(nn.Module):
         super().__init__()
         linears = find_lora_sites(base)
         available = sorted({site.split(".", 2)[2] for site in linears})
-        require(not isinstance(sites, str), f"sites should be a tuple of names, but is {sites!r}")
+        require(isinstance(sites, list | tuple), f"sites should be a tuple, but is {sites!r}")
         require(len(sites) > 0, f"sites should hold at least one of {available}, but is empty")
         for site in sites:
             require(site in available, f"sites should be among {available}, but one is {site!r}")
@@ -184,7 +185,17 @@ class TransformerWithLora(nn.Module):
 
         The bridge derives position ids from the mask, which matters under left padding. `kwargs` go
         to the bridge: with `return_type="logits_and_cache"` the result is (logits, cache).
+
+        Raises ValueError for a mask of another shape, which the bridge would broadcast: it should
+        cover the cached positions too.
         """
+        cache = kwargs.get("past_key_values")
+        seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+        require(
+            attention_mask is None or attention_mask.shape == (len(input_ids), seq),
+            f"attention_mask should have shape {[len(input_ids), seq]}, but has "
+            f"{None if attention_mask is None else list(attention_mask.shape)}",
+        )
         return self._run([], input_ids, attention_mask, **kwargs)
 
     def _run(self, hooks: list[tuple[str, Callable]], input_ids, attention_mask, **kwargs):
@@ -325,6 +336,6 @@ def calc_sft_loss(
     """
     is_target = loss_mask[:, 1:]
     # Chosen before the softmax: the other logits and tokens reach neither loss nor gradient.
-    chosen = select_completion(logits, prefix_len=1)[is_target]  # [targets vocab]
-    loss = F.cross_entropy(chosen, tokens[:, 1:][is_target], reduction="sum")
+    chosen = at_least_float32(select_completion(logits, prefix_len=1)[is_target])  # [targets vocab]
+    loss = F.cross_entropy(chosen, tokens[:, 1:][is_target].long(), reduction="sum")
     return loss / max(len(chosen), 1)

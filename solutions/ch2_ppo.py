@@ -14,10 +14,11 @@ Implementation Details of RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
 import copy
 import math
 import re
+import reprlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +31,7 @@ from transformer_lens.model_bridge import TransformerBridge
 
 from solutions.ch0_sampling import (
     Samples,
+    at_least_float32,
     calc_entropy,
     encode_prompts,
     get_logprobs,
@@ -247,7 +249,7 @@ def calc_ratio(
     Masked and bounded before exp: behind a clip or a mask its gradient is multiplied by 0, and
     0 * nan and 0 * inf are nan. exp(80) is 5e34, near the end of float32.
     """
-    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0)
+    logratio = at_least_float32(logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0)
     return logratio.clamp(max=80.0).exp()
 
 
@@ -299,8 +301,8 @@ def calc_kl_penalty(
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
     """
-    logprobs = logits[mask].log_softmax(-1)  # [true positions, vocab]
-    ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
+    logprobs = at_least_float32(logits[mask]).log_softmax(-1)  # [true positions, vocab]
+    ref_logprobs = at_least_float32(ref_logits.detach()[mask]).log_softmax(-1)
     # A token that the policy cannot emit counts 0, but 0 * (-inf - q) would be nan.
     logratio = torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)
     kl = (logprobs.exp() * logratio).sum(-1)
@@ -371,6 +373,10 @@ class RLHFArgs:
     kl_in: str = "loss"  # the exact KL in the objective; or "reward": k1 off each token's reward
 
     def __post_init__(self):
+        for f in fields(self):
+            if isinstance(getattr(self, f.name), float):  # NumPy's too, which no checkpoint holds
+                setattr(self, f.name, float(getattr(self, f.name)))
+        require_integers(self, 0, "seed")
         require_integers(self, 1, "total_phases", "batch_size", "gen_len", "num_minibatches")
         require_integers(self, 1, "batches_per_learning_phase", "lora_rank")
         require_integers(self, 0, "warmup_steps", "checkpoint_every", "samples_every")
@@ -388,6 +394,15 @@ class RLHFArgs:
         require(
             self.prompts is None or (isinstance(self.prompts, list) and len(self.prompts) > 0),
             f"prompts should be None or a list of at least one string, but is {self.prompts!r}",
+        )
+        require(
+            isinstance(self.lora_sites, list | tuple),
+            f"lora_sites should be a tuple of names, but is {self.lora_sites!r}",
+        )
+        self.lora_sites = tuple(self.lora_sites)
+        require(
+            isinstance(self.columns, dict) and "prompts" not in self.columns,
+            f"columns should be a dict without 'prompts', but is {reprlib.repr(self.columns)}",
         )
         for name, column in self.columns.items():
             require(
@@ -745,8 +760,8 @@ class RLHFTrainer:
     def train(self) -> list[dict[str, float]]:
         """Run the phases that are left and return the history.
 
-        Stopped by Ctrl-C or an error, it saves the state at the start of the phase, and says how to
-        go on. Raises ValueError if `args.name` is the name of an earlier run.
+        Stopped by Ctrl-C or an error, it goes back to the start of the phase, saves that, and says
+        how to go on. Raises ValueError if `args.name` is the name of an earlier run.
         """
         args = self.args
         if self.folder is None:
@@ -763,6 +778,7 @@ class RLHFTrainer:
                 if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
                     save_checkpoint(checkpoint, state)
         except BaseException as error:
+            self._set_state(state)
             if state["phase"] > 0 or isinstance(error, KeyboardInterrupt):
                 save_checkpoint(checkpoint, state)
                 hint = (
@@ -818,9 +834,12 @@ class RLHFTrainer:
         """
         state = load_checkpoint(Path(path))
         check_same_args(self.args, state["args"])
+        self._set_state(state)
+        self.folder = Path(path).parent
+
+    def _set_state(self, state: dict) -> None:
         self.model.load_trainable_state(state["trainable"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.generator.set_state(state["generator"])
-        self.phase, self.history = state["phase"], state["history"]
-        self.folder = Path(path).parent
+        self.phase, self.history = state["phase"], list(state["history"])

@@ -278,6 +278,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """
     state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    samples_table = trainer.samples_table
     memory = trainer.rollout_phase()
     for _ in range(9):
         if memory.advantages.any():
@@ -286,6 +287,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     trainer.generator.set_state(state)
     trainer.metrics.clear()
     trainer.metrics.update(metrics)
+    trainer.samples_table = samples_table
     require(
         bool(memory.advantages.any()),
         "reward_fn should tell completions apart, but all are equal in every group",
@@ -297,5 +299,6 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     objective = calc_grpo_objective(
         logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0
     )
-    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
+    adapters = trainer.model.trainable_parts()["adapters"]
+    gradients = torch.autograd.grad(objective, adapters)
     return objective.item(), nn.utils.get_total_norm(gradients).item()

@@ -67,7 +67,8 @@ def make_grpo_trainer(out: Path, seed: int, **overrides):
 
 
 def _get_run_args(name: str, out: Path, seed: int) -> dict:
-    shutil.rmtree(out / name, ignore_errors=True)  # an earlier demonstration
+    if (out / name / "metrics.jsonl").exists():  # an earlier demonstration
+        shutil.rmtree(out / name)
     return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
 
 

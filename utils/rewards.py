@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from utils.validation import require
 
@@ -51,24 +51,32 @@ def call_reward_fn(
 ) -> Float[Tensor, "batch"]:
     """`reward_fn(samples)`, and with those `columns` that it names, each of one value a sample.
 
-    Its first parameter that is no column gets the samples; `**kwargs` get every column.
+    Its first parameter that is no column gets the samples; `**kwargs` get every column, and the
+    samples as `completions` where no parameter takes them.
 
     Raises ValueError if it needs another argument, or does not return finite rewards.
     """
-    parameters = list(inspect.signature(reward_fn).parameters.values())
-    free = [p for p in parameters if p.name not in columns]
-    require(len(free) > 0, f"reward_fn should take the samples, but takes {list(columns)} alone")
-    takes_samples, *others = free
-    for parameter in others:
-        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    function = reward_fn.forward if isinstance(reward_fn, nn.Module) else reward_fn
+    parameters = list(inspect.signature(function).parameters.values())
+    kinds = {p.kind for p in parameters}
+    explicit = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named = {p.name for p in explicit}
+    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+    chosen = {name: column for name, column in columns.items() if takes_all or name in named}
+    free = [p for p in explicit if p.name not in columns]
+    for parameter in free[1:]:
         require(
-            variadic or parameter.default is not parameter.empty,
+            parameter.default is not parameter.empty,
             f"reward_fn should need no more than the samples and {sorted(columns)}, but needs "
             f"{parameter.name!r}",
         )
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name for p in parameters}
-    chosen = {name: column for name, column in columns.items() if takes_all or name in named}
-    if parameters[0] is takes_samples:
-        return check_rewards(reward_fn(samples, **chosen), samples)
-    return check_rewards(reward_fn(**{takes_samples.name: samples}, **chosen), samples)
+    if not free and inspect.Parameter.VAR_POSITIONAL in kinds:  # a plain decorator
+        rewards = reward_fn(list(samples))
+    elif not free:
+        require(takes_all, f"reward_fn should take the samples, but takes {sorted(named)}")
+        rewards = reward_fn(completions=list(samples), **chosen)
+    elif free[0] is parameters[0] and free[0].kind is not free[0].KEYWORD_ONLY:
+        rewards = reward_fn(list(samples), **chosen)
+    else:
+        rewards = reward_fn(**{free[0].name: list(samples)}, **chosen)
+    return check_rewards(rewards, samples)

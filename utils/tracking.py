@@ -7,7 +7,6 @@ import reprlib
 import time
 from dataclasses import fields
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -66,9 +65,10 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(f"path should be a checkpoint, but {path} is not there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
+    except Exception as error:  # whatever a damaged file makes of the unpickler
         raise ValueError(f"path should be a checkpoint, but {path} is not: {error}") from error
-    if not isinstance(state, dict) or "trainable" not in state:
+    keys = {"args", "phase", "trainable", "optimizer", "scheduler", "generator", "history"}
+    if not isinstance(state, dict) or not keys <= state.keys():
         raise ValueError(f"path should be a trainer's checkpoint, but {path} is another file")
     return state
 

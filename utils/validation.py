@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,11 @@ def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         require(
-            isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high,
-            f"{name} should be a number in [{low}, {high}], but is {value!r}",
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+            and low <= value <= high,
+            f"{name} should be a finite number in [{low}, {high}], but is {value!r}",
         )
 
 
@@ -55,6 +59,12 @@ def shape_checked(function: Callable) -> Callable:
         if (arrays := _array_types(parameter.annotation))
     }
 
+    optional = {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.default is None or type(None) in typing.get_args(parameter.annotation)
+    }
+
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
@@ -62,7 +72,7 @@ def shape_checked(function: Callable) -> Callable:
             sizes = []
             for name, arrays in expected.items():
                 value = arguments.get(name)
-                if value is None:
+                if value is None and name in optional:
                     continue
                 if not any(isinstance(value, array) for array in arrays):
                     wanted = " or ".join(array.__name__ for array in arrays)

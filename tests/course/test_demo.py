@@ -58,5 +58,16 @@ def test_the_demo_trains_on_nothing_that_it_measures(tmp_path):
     assert not set(ppo.args.prompts) & set(review_prompts()[1])
 
 
+def test_the_demo_removes_its_own_runs_alone(tmp_path):
+    (tmp_path / "ppo").mkdir()
+    thesis = tmp_path / "ppo" / "thesis.txt"
+    thesis.write_text("mine")
+    demo.make_ppo_trainer(tmp_path, seed=0, device="cpu")
+    assert thesis.exists()
+    (tmp_path / "ppo" / "metrics.jsonl").write_text("")
+    demo.make_ppo_trainer(tmp_path, seed=0, device="cpu")
+    assert not thesis.exists()
+
+
 def test_distinct_bigrams_by_hand():
     assert measure_distinct_bigrams(["a b a b", "a b"]) == pytest.approx(2 / 4)

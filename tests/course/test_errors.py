@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from solutions.ch0_sampling import (
+    get_completion_mask,
     get_logprobs,
     get_samples,
     left_pad,
@@ -17,6 +18,7 @@ from solutions.ch2_ppo import (
     RLHFTrainer,
     compute_advantages,
     compute_token_rewards,
+    normalize_advantages,
     normalize_reward,
 )
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective, group_advantages
@@ -38,7 +40,10 @@ X = torch.zeros(MASK.shape)
         (lambda: left_pad([], 0), "sequences should hold at least one"),
         (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
         (lambda: sample_next_token(torch.rand(1, 3), -1.0), "temperature should be at least 0"),
-        (lambda: sample_next_token(torch.rand(1, 3), top_k=0), "top_k should be at least 1"),
+        (
+            lambda: sample_next_token(torch.rand(1, 3), top_k=0),
+            "top_k should be an integer of at least 1",
+        ),
         (lambda: sample_next_token(torch.rand(1, 3), top_p=1.5), r"top_p should be in \(0, 1\]"),
         (
             lambda: get_logprobs(torch.rand(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), 4),
@@ -63,6 +68,12 @@ X = torch.zeros(MASK.shape)
             r"num_minibatches should be in \[1, 2\], the number of groups, but is 4",
         ),
         (lambda: ReplayMemory(a=None), "fields should hold at least one tensor"),
+        (lambda: LoraLayer(3, 4, rank=2.5), "rank should be"),
+        (lambda: LoraLayer(3, 4, alpha=0), "alpha should be positive"),
+        (lambda: sample_next_token(torch.rand(1, 3), top_k=1.5), "top_k should be an integer"),
+        (lambda: get_completion_mask(MASK.long(), None), "eos_token_id should be an integer"),
+        (lambda: compute_advantages(X, None, MASK), "token_rewards should be .*, but is None"),
+        (lambda: normalize_advantages(X, None), "mask should be .*, but is None"),
         (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
         (lambda: group_advantages(torch.rand(4), 2.0), "group_size should be an integer"),
     ],
@@ -80,19 +91,24 @@ def test_functions_name_the_argument(call, message):
         ({"prompts": ["a", "b"], "columns": {"c": ["1"]}}, "each of 2 prompts, but 'c' has 1"),
         ({"columns": {"answers": []}}, "each of 1 prompts, but 'answers' has 0"),
         ({"reward_fn": None}, "reward_fn should be a function"),
-        ({"base_lr": None}, "base_lr should be a number in .*, but is None"),
-        ({"clip_coef_high": -1}, "clip_coef_high should be a number in"),
+        ({"seed": "a"}, "seed should be an integer"),
+        ({"base_lr": float("inf")}, "base_lr should be a finite number"),
+        ({"columns": {"prompts": ["a"]}}, "columns should be a dict without 'prompts'"),
+        ({"columns": None}, "columns should be a dict"),
+        ({"lora_sites": "attn.q"}, "lora_sites should be a tuple of names, but is 'attn.q'"),
+        ({"base_lr": None}, "base_lr should be a finite number in .*, but is None"),
+        ({"clip_coef_high": -1}, "clip_coef_high should be a finite number in"),
         ({"top_k": 0}, "top_k should be an integer of at least 1"),
         ({"total_phases": True}, "total_phases should be an integer"),
         ({"batch_size": 0}, "batch_size should be an integer of at least 1, but is 0"),
         ({"batch_size": 130}, "batch_size should be a multiple of num_minibatches"),
         ({"gen_len": 2.5}, "gen_len should be an integer"),
-        ({"temperature": 0.0}, "temperature should be a number in"),
-        ({"base_lr": -1.0}, "base_lr should be a number in"),
-        ({"base_lr": float("nan")}, "base_lr should be a number in"),
-        ({"lam": 1.5}, r"lam should be a number in \[0, 1\], but is 1.5"),
+        ({"temperature": 0.0}, "temperature should be a finite number in"),
+        ({"base_lr": -1.0}, "base_lr should be a finite number in"),
+        ({"base_lr": float("nan")}, "base_lr should be a finite number in"),
+        ({"lam": 1.5}, r"lam should be a finite number in \[0, 1\], but is 1.5"),
         ({"warmup_steps": -1}, "warmup_steps should be an integer of at least 0"),
-        ({"kl_coef": -0.1}, "kl_coef should be a number in"),
+        ({"kl_coef": -0.1}, "kl_coef should be a finite number in"),
         ({"kl_in": "objective"}, r"kl_in should be one of \['loss', 'reward'\]"),
         ({"lora_rank": 0}, "lora_rank should be an integer of at least 1"),
     ],
@@ -121,11 +137,11 @@ def test_arguments_of_grpo_are_checked_when_they_are_made(arguments, message):
 def test_prompts_that_cannot_be_sampled(embedded):
     with pytest.raises(ValueError, match="prompts should hold at least one prompt"):
         get_samples(embedded, [], 5)
-    with pytest.raises(ValueError, match="prompts should be a list of strings, but is a string"):
+    with pytest.raises(ValueError, match="prompts should be a list of strings, but is 'Review:'"):
         get_samples(embedded, "Review:", 5)
     with pytest.raises(ValueError, match="prompts should have tokens, but one is ''"):
         get_samples(embedded, ["Review:", ""], 5, prepend_bos=False)
-    with pytest.raises(ValueError, match="max_new_tokens should be at least 1"):
+    with pytest.raises(ValueError, match="max_new_tokens should be an integer of at least 1"):
         get_samples(embedded, ["Review:"], 0)
     with pytest.raises(ValueError, match=r"context of 128 tokens, but 'Review: The The"):
         get_samples(embedded, ["Q", "Review:" + " The" * 120], 20)
@@ -165,6 +181,17 @@ def test_a_bad_reward_function_is_an_error_in_the_first_phase(reward_fn, message
     )
     with pytest.raises(ValueError, match=message):
         GrpoTrainer(args).train()
+
+
+def test_a_mask_that_does_not_cover_the_tokens(embedded):
+    ids = torch.randint(3, 512, (3, 9))
+    for shape in ((3, 4), (2, 9), (9,)):
+        with pytest.raises(ValueError, match=r"attention_mask should have shape \[3, 9\]"):
+            embedded(ids, torch.ones(shape).long())
+    caching = {"use_cache": True, "return_type": "logits_and_cache"}
+    _, cache = embedded(ids, torch.ones(3, 9).long(), **caching)
+    with pytest.raises(ValueError, match=r"attention_mask should have shape \[3, 10\]"):
+        embedded(ids[:, :1], torch.ones(3, 1).long(), past_key_values=cache, **caching)
 
 
 def test_arguments_and_models_of_another_trainer(embedded):

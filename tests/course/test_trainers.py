@@ -1,7 +1,9 @@
 """The trainers: the first step, what training leaves alone, stopping and going on."""
 
+import functools
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
@@ -20,7 +22,7 @@ from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
 from utils.evaluation import sample_prompts
 from utils.rewards import call_reward_fn
-from utils.tracking import load_checkpoint, save_checkpoint
+from utils.tracking import save_checkpoint
 
 SMALL = {
     "total_phases": 4,
@@ -284,6 +286,8 @@ def test_interrupted_in_the_middle_of_learning_loses_that_phase_only(tmp_path):
     resumed.load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")
     resumed.train()
     assert_equal_adapters(get_adapters(resumed), get_adapters(whole))
+    stopped.train()  # the interrupted trainer itself: a notebook's cell run again
+    assert_equal_adapters(get_adapters(stopped), get_adapters(whole))
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
@@ -297,9 +301,10 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         other.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
     with pytest.raises(ValueError, match="is not there"):
         other.load_checkpoint(tmp_path / "none.pt")
-    (tmp_path / "damaged.pt").write_bytes(b"PK" + b"\0" * 100)
-    with pytest.raises(ValueError, match="should be a checkpoint"):
-        other.load_checkpoint(tmp_path / "damaged.pt")
+    for damaged in (b"PK" + b"\0" * 100, b"hello", b"", bytes(range(256))):
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        with pytest.raises(ValueError, match="should be a checkpoint"):
+            other.load_checkpoint(tmp_path / "damaged.pt")
     torch.save({"model": torch.zeros(3)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="should be a trainer's checkpoint"):
         other.load_checkpoint(tmp_path / "other.pt")
@@ -352,7 +357,7 @@ def test_a_crash_while_saving_leaves_the_previous_checkpoint_whole(tmp_path, mon
     monkeypatch.setattr(torch, "save", crash)
     with pytest.raises(OSError, match="no space"):
         save_checkpoint(path, {"trainable": 2})
-    assert load_checkpoint(path) == {"trainable": 1}
+    assert torch.load(path) == {"trainable": 1}
 
 
 def test_without_a_kl_term_the_reference_never_runs(tmp_path, monkeypatch):
@@ -395,30 +400,50 @@ def test_groups_share_a_prompt_and_columns_follow_it(tmp_path):
     assert [f"Q: {int(answer) - 11}+11\n" for _, answer in seen] == texts
 
 
+class Keeping(torch.nn.Module):
+    def __init__(self, keep):
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, samples, answers):
+        return self.keep(samples, answers)
+
+
 def test_reward_functions_get_what_they_name():
-    samples, columns = ["a", "b"], {"prompts": ["p", "q"], "answers": ["1", "2"]}
+    samples, prompts, answers = ["a", "b"], ["p", "q"], ["1", "2"]
     got = []
 
     def keep(*values):
         got.append(values)
         return torch.zeros(2)
 
-    for reward_fn in (
-        lambda texts: keep(texts),
-        lambda samples, char=".": keep(samples, char),
-        lambda samples, prompts: keep(samples, prompts),
-        lambda prompts, completions, **kwargs: keep(prompts, completions, kwargs),
-        lambda samples, *, answers: keep(samples, answers),
-    ):
-        call_reward_fn(reward_fn, samples, columns)
-    p, answers = columns["prompts"], columns["answers"]
-    assert got == [
-        (samples,),
-        (samples, "."),
-        (samples, p),
-        (p, samples, {"answers": answers}),
-        (samples, answers),
-    ]
+    for reward_fn, expected in (
+        (lambda texts: keep(texts), (samples,)),
+        (lambda samples, char=".": keep(samples, char), (samples, ".")),
+        (lambda samples, prompts: keep(samples, prompts), (samples, prompts)),
+        (lambda samples, *, answers: keep(samples, answers), (samples, answers)),
+        (lambda *args, **kwargs: keep(*args, kwargs), (samples, {})),
+        (functools.partial(lambda char, texts: keep(texts, char), "e"), (samples, "e")),
+        (Keeping(keep), (samples, answers)),
+        # the form that TRL uses
+        (lambda prompts, completions, **kwargs: keep(prompts, completions, kwargs),
+         (prompts, samples, {"answers": answers})),
+        (lambda *, completions, prompts: keep(completions, prompts), (samples, prompts)),
+        (lambda **kwargs: keep(kwargs),
+         ({"completions": samples, "prompts": prompts, "answers": answers},)),
+        (lambda prompts, **kwargs: keep(prompts, kwargs),
+         (prompts, {"completions": samples, "answers": answers})),
+    ):  # fmt: skip
+        call_reward_fn(reward_fn, samples, {"prompts": prompts, "answers": answers})
+        assert got[-1] == expected
+
+
+def test_numpy_numbers_and_lists_of_sites_survive_a_checkpoint(tmp_path):
+    arguments = {"base_lr": np.float64(1e-3), "lora_sites": ["attn.q"], "total_phases": 1}
+    make_trainer("ppo", tmp_path, **arguments).train()
+    same = make_trainer("ppo", tmp_path, **arguments | {"lora_sites": ("attn.q",)})
+    same.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
+    assert same.phase == 1
 
 
 def test_a_run_begins_with_the_prefix(tmp_path):
