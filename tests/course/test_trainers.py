@@ -454,6 +454,22 @@ def test_a_run_begins_with_the_prefix(tmp_path):
     assert texts[0].startswith("The plot")
 
 
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_rollouts_are_sampled_from_the_policy_and_not_from_its_base(kind, tmp_path):
+    trainer = make_trainer(kind, tmp_path, top_k=1)  # greedy
+    for tensor in trainer.model.trainable_state().values():
+        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.manual_seed(0)))
+    memory = trainer.rollout_phase()
+    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
+    completion_ids = memory.input_ids[:, prompt_len:][memory.mask]
+    with torch.no_grad():
+        policy = trainer.model(memory.input_ids, memory.attention_mask)
+        base = trainer.model.base(memory.input_ids, attention_mask=memory.attention_mask)
+    likeliest = policy[:, prompt_len - 1 : -1].argmax(-1)[memory.mask]
+    assert torch.equal(completion_ids, likeliest)
+    assert not torch.equal(completion_ids, base[:, prompt_len - 1 : -1].argmax(-1)[memory.mask])
+
+
 def test_tables_of_samples_are_printed(tmp_path, capsys):
     make_trainer("ppo", tmp_path, total_phases=3, samples_every=2).train()
     out = capsys.readouterr().out
