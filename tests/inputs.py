@@ -1,0 +1,81 @@
+"""Inputs that hide nothing, and measures, which the checks of the chapters share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+def ragged_mask(rng, rows: int = 6, completion: int = 7) -> Tensor:
+    """Lengths in any order: a full row, one token, an empty row, the rest random."""
+    lengths = torch.cat([torch.tensor([completion, 1, 0]), rng.integers(1, completion + 1, rows)])
+    return torch.arange(completion) < lengths[:rows][rng.permutation(rows), None]
+
+
+def poison(x: Tensor, mask: Tensor, value: float = NAN) -> Tensor:
+    """`x` with `value` wherever `mask`, of the leading axes, is false."""
+    return x.masked_fill(~mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), value)
+
+
+def leaf(x: Tensor) -> Tensor:
+    """A copy that records gradients."""
+    return x.detach().clone().requires_grad_()
+
+
+def gradients(output: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
+    """d output.sum() / d input for each input, zeros where the output does not depend on it."""
+    if not output.requires_grad:
+        found = [None] * len(inputs)
+    else:
+        found = torch.autograd.grad(output.sum(), list(inputs.values()), allow_unused=True)
+    return {
+        f"the gradient for {name}": torch.zeros_like(x) if g is None else g
+        for (name, x), g in zip(inputs.items(), found, strict=True)
+    }
+
+
+def value_and_gradients(function: Callable, *args: Any, **inputs: Tensor) -> dict[str, Any]:
+    """function(*args, **inputs), and its gradient for every one of the inputs."""
+    inputs = {name: leaf(x) for name, x in inputs.items()}
+    output = function(*args, **inputs)
+    return {"the result": output} | gradients(output, **inputs)
+
+
+def with_inputs_after(function: Callable, *args: Tensor, **kwargs: Any) -> dict[str, Any]:
+    """What a function returns, and what it left of its arguments."""
+    output = function(*args, **kwargs)
+    return {"the result": output} | {
+        f"argument {i} afterwards": a for i, a in enumerate(args) if isinstance(a, Tensor)
+    }
+
+
+def error_of(name: str, function: Callable, *args: Any, **kwargs: Any) -> str:
+    """How a function answers a bad argument: a ValueError should name it."""
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        named = "that names it" if name in str(error) else f"that does not name {name}: {error}"
+        return f"a ValueError {named}"
+    except Exception as error:  # an observation: whatever it is
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def misfit(draws: Tensor, probs: Tensor) -> str | None:
+    """What is wrong with draws from `probs`: support, or frequencies with p < 1e-9."""
+    if draws.numel() and not bool(((draws >= 0) & (draws < len(probs))).all()):
+        return "a draw is outside the vocabulary"
+    counts = torch.bincount(draws.flatten(), minlength=len(probs)).double()
+    probs = probs.double()
+    if counts[probs == 0].any():
+        return "a token was drawn that has probability 0"
+    possible = probs > 0
+    expected = counts.sum() * probs[possible] / probs.sum()
+    statistic = ((counts[possible] - expected).square() / expected).sum()
+    degrees = torch.tensor(int(possible.sum()) - 1, dtype=torch.float64)
+    if degrees == 0 or torch.special.gammaincc(degrees / 2, statistic / 2) >= 1e-9:
+        return None
+    return "the frequencies of the draws do not fit the probabilities"

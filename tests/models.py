@@ -1,0 +1,97 @@
+"""Small random checkpoints for the checks: each shows what the embedded model hides.
+
+"gpt2": dropout 0.1 in its config, absolute positions. "ending": the same, and eos is likely.
+"llama": grouped-query attention, rotary positions. All have two layers, an unembedding of their
+own, as a tied one would repeat its input, and the embedded model's tokenizer.
+"""
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+import transformer_lens  # noqa: F401  before transformers
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.utils import logging
+
+from utils.models.loading import EMBEDDED_MODEL
+
+SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+N_LAYERS, D_MODEL, N_CTX = 2, 32, 64
+EOS_BONUS = 5.0
+ENDING_PROMPTS = ["This movie is", "I liked it", "Great", "Q: "]  # greedy: 3, 6, 2 and 1 tokens
+
+
+@functools.cache
+def get_checkpoint(kind: str) -> Path:
+    """The folder of a checkpoint, made at its first use and removed at exit."""
+    logging.disable_progress_bar()
+    folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        _build(kind).save_pretrained(folder)
+    load_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _build(kind: str):
+    shape = SPECIAL | {"tie_word_embeddings": False}
+    if kind == "llama":
+        config = LlamaConfig(
+            **shape,
+            hidden_size=D_MODEL,
+            intermediate_size=48,
+            num_hidden_layers=N_LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=N_CTX,
+        )
+        model = LlamaForCausalLM(config)
+    else:
+        config = GPT2Config(
+            **shape,
+            n_positions=N_CTX,
+            n_embd=D_MODEL,
+            n_layer=N_LAYERS,
+            n_head=4,
+            activation_function="gelu_pytorch_tanh",
+        )
+        model = GPT2LMHeadModel(config)
+    model = model.to(torch.float32)
+    for name, parameter in model.named_parameters():  # away from the tiny initial weights
+        spread = 0.5 if any(part in name for part in ("wte", "wpe", "embed", "lm_head")) else 0.15
+        parameter.data += spread * torch.randn_like(parameter)
+    if kind == "ending":  # a constant on top of the logit of eos
+        bias = model.transformer.ln_f.bias.data
+        model.lm_head.weight.data[SPECIAL["eos_token_id"]] += EOS_BONUS * bias / bias.square().sum()
+    return model.eval()
+
+
+@functools.cache
+def load_hf(kind: str, dtype: torch.dtype = torch.float32):
+    """The plain Hugging Face model of a checkpoint, for oracles."""
+    return AutoModelForCausalLM.from_pretrained(get_checkpoint(kind), dtype=dtype).eval()
+
+
+@functools.cache
+def load_tokenizer():
+    return AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+
+
+@torch.no_grad()
+def score_unpadded(kind: str, input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
+    """The logits of plain Hugging Face for each row's real tokens, one row after the other."""
+    model = load_hf(kind)
+    rows = zip(input_ids, attention_mask.bool(), strict=True)
+    return [model(ids[real][None]).logits[0] for ids, real in rows]

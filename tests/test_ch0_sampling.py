@@ -1,0 +1,711 @@
+"""Checks of chapter 0: scoring, sampling, and the policy gradient."""
+
+import itertools
+from types import SimpleNamespace
+
+import torch
+from torch.distributions import Categorical
+
+from tests import models
+from tests.inputs import (
+    NAN,
+    gradients,
+    leaf,
+    misfit,
+    poison,
+    ragged_mask,
+    value_and_gradients,
+    with_inputs_after,
+)
+from utils.grading.checks import check
+from utils.models.loading import load_base_model
+
+# --- get_logprobs -------------------------------------------------------------------------------
+
+
+def logprobs_by_categorical(logits, tokens, prefix_len=1, temperature=1.0):
+    """Token by token with torch.distributions."""
+    rows = []
+    for row_logits, row in zip(logits, tokens, strict=True):
+        pairs = zip(row_logits[prefix_len - 1 :], row[prefix_len:], strict=False)
+        rows.append([Categorical(logits=z / temperature).log_prob(t) for z, t in pairs])
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+@check("get_logprobs", public=True, expected=[[-0.25131443, -1.50407740]])
+def worked_by_hand(student, rng):
+    """Odds of 7 to 2 and of 2 to 7, one row of three tokens"""
+    odds = rng.tensor([[[7.0, 2.0], [7.0, 2.0], [1.0, 1.0]]])
+    return student.get_logprobs(odds.log(), torch.tensor([[1, 0, 1]]))
+
+
+@check("get_logprobs", points=2, seeds=2, expected=logprobs_by_categorical)
+def every_prefix_and_temperature(student, rng):
+    """Random logits, prefixes of several lengths, temperatures 1 and 0.7"""
+    logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
+    return {
+        f"prefix_len {p}, temperature {t}": student.get_logprobs(logits, tokens, p, t)
+        for p, t in itertools.product((1, 2, 5), (1.0, 0.7))
+    } | {"defaults": student.get_logprobs(logits, tokens)}
+
+
+@check("get_logprobs", expected=logprobs_by_categorical)
+def huge_logits(student, rng):
+    """Logits of 1e4, and small differences on top of 1e4"""
+    large = rng.normal(2, 4, 9, std=1e4)
+    offset = 1e4 + rng.integers(0, 9, 2, 4, 9).to(rng.dtype)
+    tokens = rng.integers(0, 9, 2, 4)
+    return [student.get_logprobs(logits, tokens, 2) for logits in (large, offset)]
+
+
+@check("get_logprobs", expected=logprobs_by_categorical)
+def gradient_of_logits(student, rng):
+    """The gradient for the logits; a column that predicts no counted token gets none"""
+    tokens = rng.integers(0, 7, 2, 5)
+    weights = rng.normal(2, 3)
+    logits = leaf(rng.normal(2, 5, 7))
+    logprobs = student.get_logprobs(logits, tokens, 2, 0.7)
+    return {"the result": logprobs} | gradients(logprobs * weights, logits=logits)
+
+
+@check("get_logprobs")
+def one_row_and_edges(student, rng):
+    """One row, one completion token, an empty completion; the inputs stay as they were"""
+    logits, tokens = rng.normal(1, 4, 5), rng.integers(0, 5, 1, 4)
+    return {
+        "one token": with_inputs_after(student.get_logprobs, logits, tokens, 3, 0.7),
+        "none": student.get_logprobs(logits, tokens, 4),
+    }
+
+
+def keeps_a_distribution(function, *args):
+    """The result, and whether a (log-)softmax over the vocabulary is kept for the backward pass."""
+    vocab, kept = args[0].shape[-1], []
+
+    def pack(x):
+        if x.is_floating_point() and x.shape[-1:] == (vocab,):
+            totals = torch.stack([x.logsumexp(-1).abs(), (x.sum(-1) - 1).abs()]).flatten(1)
+            kept.append(bool((totals.amax(-1) < 1e-3).any()))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output = function(*args)
+    return {"the result": output, "a softmax is kept": any(kept)}
+
+
+@check("get_logprobs")
+def memory(student, rng):
+    """No log-softmax over the vocabulary is kept for the backward pass"""
+    logits, tokens = leaf(rng.normal(2, 9, 30)), rng.integers(0, 30, 2, 9)
+    return keeps_a_distribution(student.get_logprobs, logits, tokens, 2, 0.7)
+
+
+# --- calc_entropy -------------------------------------------------------------------------------
+
+
+def entropy_by_categorical(logits):
+    return Categorical(logits=logits).entropy()
+
+
+@check("calc_entropy", public=True, expected=[0.69314718, 0.56233514, 0.0])
+def worked_entropies(student, rng):
+    """A fair coin, one of 3 to 1, a certain one"""
+    return student.calc_entropy(rng.tensor([[1.0, 1.0], [3.0, 1.0], [1.0, 0.0]]).log())
+
+
+@check("calc_entropy", seeds=2, expected=entropy_by_categorical)
+def entropy_of_any_shape(student, rng):
+    """One distribution, and several with one to three leading axes"""
+    shapes = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 7)]
+    return [student.calc_entropy(rng.normal(*shape, std=2)) for shape in shapes]
+
+
+@check("calc_entropy", points=2, expected=entropy_by_categorical)
+def gradient_of_the_entropy(student, rng):
+    """The gradient for the logits"""
+    return value_and_gradients(student.calc_entropy, logits=rng.normal(3, 4, 6, std=2))
+
+
+@check("calc_entropy", expected=entropy_by_categorical)
+def entropy_of_huge_logits(student, rng):
+    """Logits of 1e4 and small differences on top of 1e4: no overflow, no nan, gradients too"""
+    large = rng.normal(3, 5, std=1e4)
+    offset = rng.integers(-3, 4, 4, 5).to(rng.dtype) + 1e4
+    return [value_and_gradients(student.calc_entropy, logits=x) for x in (large, offset)]
+
+
+def entropy_of_possible_tokens(logits):
+    rows = [row[row > -torch.inf] for row in logits]
+    return torch.stack([Categorical(logits=row).entropy() for row in rows])
+
+
+@check("calc_entropy", expected=entropy_of_possible_tokens)
+def impossible_tokens(student, rng):
+    """Logits of -inf, as top-k leaves them, count 0, in the gradient too"""
+    logits = poison(rng.normal(4, 6), ragged_mask(rng, 4, 6), -torch.inf)
+    logits[:, 0] = rng.normal(4)
+    return value_and_gradients(student.calc_entropy, logits=logits)
+
+
+# --- masked_mean --------------------------------------------------------------------------------
+
+
+def mean_of_selected(values, mask, dim=None):
+    """One selection after the other."""
+    if dim is None:
+        chosen = values[mask]
+        return chosen.sum() / max(len(chosen), 1)
+    rows = zip(values.movedim(dim, 0).flatten(1).T, mask.movedim(dim, 0).flatten(1).T, strict=True)
+    means = torch.stack([mean_of_selected(v, m) for v, m in rows])
+    return means.reshape([n for i, n in enumerate(values.shape) if i != dim % values.ndim])
+
+
+@check(
+    "masked_mean", public=True, expected={"all": 2.5, "rows": [2.0, 3.5, 0], "columns": [1, 3.25]}
+)
+def worked_means(student, rng):
+    """[[1, 3], [., 3.5], [., .]]: over everything, by row, by column, with NaN in the gaps"""
+    values = rng.tensor([[1.0, 3.0], [NAN, 3.5], [NAN, NAN]])
+    mask = ~values.isnan()
+    return {
+        "all": student.masked_mean(values, mask),
+        "rows": student.masked_mean(values, mask, 1),
+        "columns": student.masked_mean(values, mask, 0),
+    }
+
+
+@check("masked_mean", points=2, seeds=2, expected=mean_of_selected)
+def ragged_means(student, rng):
+    """Ragged masks with an empty row and NaN or inf beyond, every dim; the inputs stay"""
+    mask = ragged_mask(rng, 5, 4)
+    values = rng.normal(5, 4, mean=1)
+    mean = student.masked_mean
+    return {
+        "nan": with_inputs_after(mean, poison(values, mask), mask),
+        "inf": mean(poison(values, mask, torch.inf), mask, -1),
+    } | {f"dim {dim}": mean(poison(values, mask), mask, dim) for dim in (0, 1, -2)}
+
+
+@check("masked_mean", expected=mean_of_selected)
+def other_ranks(student, rng):
+    """One axis and three"""
+    values, mask = rng.normal(3, 4, 2), rng.integers(0, 2, 3, 4, 2).bool()
+    return {f"dim {dim}": student.masked_mean(values, mask, dim) for dim in (None, 0, 1, 2)} | {
+        "one axis": student.masked_mean(values[0, :, 0], mask[0, :, 0])
+    }
+
+
+@check("masked_mean", expected=mean_of_selected)
+def gradient_of_the_mean(student, rng):
+    """The gradient where NaN or inf is masked out, in a row without true positions too"""
+    mask = ragged_mask(rng, 5, 4)
+    values = rng.normal(5, 4)
+    return {
+        f"{fill}, dim {dim}": value_and_gradients(
+            lambda values: student.masked_mean(values, mask, dim),  # noqa: B023
+            values=poison(values, mask, fill),
+        )
+        for fill in (NAN, torch.inf)
+        for dim in (None, 1)
+    }
+
+
+@check("masked_mean")
+def nothing_to_average(student, rng):
+    """0 where no position is true, with gradient 0"""
+    values = rng.normal(2, 3)
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    return {
+        "none": value_and_gradients(
+            lambda values: student.masked_mean(values, mask), values=values
+        ),
+        "all": student.masked_mean(values, ~mask),
+    }
+
+
+# --- sample_next_token --------------------------------------------------------------------------
+
+DRAWS = 4000
+
+
+def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
+    """What may be drawn and how often, token after token from the likeliest down."""
+    probs = torch.softmax(logits.double() / temperature, -1)
+    order = sorted(range(len(probs)), key=lambda v: -probs[v])[: top_k or len(probs)]
+    total, kept, mass = sum(probs[v] for v in order), [], 0.0
+    for v in order:
+        kept.append(v)
+        mass += probs[v] / total
+        if top_p is not None and top_p < 1 and mass >= top_p:
+            break
+    chosen = torch.zeros_like(probs)
+    chosen[kept] = probs[kept]
+    return chosen / chosen.sum()
+
+
+SETTINGS = {
+    "temperature 1": {},
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 2": {"temperature": 2.0},
+    "top_k 3": {"top_k": 3},
+    "top_k 1": {"top_k": 1},
+    "top_k beyond the vocabulary": {"top_k": 99},
+    "top_p 0.6": {"top_p": 0.6},
+    "top_p 1": {"top_p": 1.0},
+    "a tiny top_p": {"top_p": 1e-6},
+    "top_k 3, top_p 0.75": {"top_k": 3, "top_p": 0.75},
+    "temperature 0.5, top_p 0.8": {"temperature": 0.5, "top_p": 0.8},
+    "temperature 2, top_k 4, top_p 0.9": {"temperature": 2.0, "top_k": 4, "top_p": 0.9},
+}
+
+
+def _fits_every_setting(observed, reference):
+    for name, options in SETTINGS.items():
+        for row, logits in enumerate(reference["logits"]):
+            wrong = misfit(observed[name][:, row], probabilities(logits, **options))
+            if wrong is not None:
+                return f"{name}: {wrong}"
+    return None
+
+
+@check("sample_next_token", points=3, seeds=2, holds=_fits_every_setting)
+def frequencies(student, rng):
+    """Temperature, top-k, top-p and all together, against exact probabilities"""
+    # Neither sorted nor alike by row; the masses keep away from the thresholds.
+    probs = rng.tensor([0.4, 0.27, 0.17, 0.1, 0.06])
+    logits = torch.stack([probs[rng.permutation(5)].log() for _ in range(2)]) + 3
+    batch = logits.repeat(DRAWS, 1)
+    draws = {
+        name: student.sample_next_token(batch, generator=rng.new_generator(), **options)
+        for name, options in SETTINGS.items()
+    }
+    return {"logits": logits} | {name: ids.reshape(DRAWS, 2) for name, ids in draws.items()}
+
+
+@check("sample_next_token", public=True, expected=[[2, 0, 1], [2, 0, 1], [2, 0, 1], [2, 0, 1]])
+def what_leaves_no_choice(student, rng):
+    """Temperature 0, a temperature of 1e-4, top-k 1 and a tiny top-p take the likeliest"""
+    logits = rng.tensor([[0.0, 1.0, 3.0], [2.0, -1.0, 0.0], [-torch.inf, 0.0, -torch.inf]])
+    sample = student.sample_next_token
+    return [
+        sample(logits, temperature=0.0),
+        sample(logits, temperature=1e-4),
+        sample(logits, top_k=1),
+        sample(logits, top_p=1e-9),
+    ]
+
+
+def _fits_the_crossing(observed, reference):
+    probs = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.double)
+    crossing = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.double)
+    # At p = 0.8, 0.5 + 0.25 falls short and the third token crosses; at 0.5 the first one reaches.
+    wanted = {"p 0.8": crossing / crossing.sum(), "p 0.7": probs * torch.tensor([1, 1, 0, 0])}
+    wanted["p 0.45"] = torch.tensor([1.0, 0, 0, 0])
+    for name, target in wanted.items():
+        # The last two tokens are equally likely: either may be the one that crosses.
+        draws = observed[name].clone()
+        if name == "p 0.8":
+            if len(set(draws[draws >= 2].tolist())) > 1:
+                return "p 0.8: of two tokens that are equally likely, one crosses p, not both"
+            draws[draws == 3] = 2
+        wrong = misfit(draws, target)
+        if wrong is not None:
+            return f"{name}: {wrong}"
+    return None
+
+
+@check("sample_next_token", holds=_fits_the_crossing)
+def the_token_that_crosses_p(student, rng):
+    """Probabilities 1/2, 1/4, 1/8, 1/8: top-p keeps the token that crosses p, and no more"""
+    logits = rng.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(DRAWS, 1)
+    return {
+        f"p {p}": student.sample_next_token(logits, top_p=p, generator=rng.new_generator())
+        for p in (0.8, 0.7, 0.45)
+    }
+
+
+def _is_repeatable(observed, reference):
+    if not torch.equal(observed["seed a"], observed["seed a again"]):
+        return "two generators of one seed should give the same draws"
+    if torch.equal(observed["seed a"], observed["seed b"]):
+        return "generators of different seeds should give different draws"
+    if torch.equal(observed["no generator"], observed["no generator again"]):
+        return "without a generator, two calls should give different draws"
+    if not torch.equal(observed["logits afterwards"], reference["logits afterwards"]):
+        return "the logits should stay as they were"
+    return None
+
+
+@check("sample_next_token", holds=_is_repeatable)
+def generator(student, rng):
+    """The generator decides the draws, and the logits stay as they were"""
+    logits = rng.normal(200, 6)
+    a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
+
+    def draw(seed=None):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        return student.sample_next_token(logits, 0.9, top_k=5, top_p=0.95, generator=generator)
+
+    return {
+        "seed a": draw(a),
+        "seed a again": draw(a),
+        "seed b": draw(b),
+        "no generator": draw(),
+        "no generator again": draw(),
+        "logits afterwards": logits,
+    }
+
+
+def _fits_hard_logits(observed, reference):
+    for row, logits in enumerate(reference["logits"]):
+        wrong = misfit(observed["draws"][:, row], torch.softmax(logits.double(), -1))
+        if wrong is not None:
+            return wrong
+    return None
+
+
+@check("sample_next_token", holds=_fits_hard_logits)
+def hard_logits(student, rng):
+    """Logits of 1e4, logits of -inf, and one row that is certain"""
+    logits = rng.normal(4, 6)
+    logits[0] += 1e4
+    logits[1, rng.permutation(6)[:3]] = -torch.inf
+    logits[2] *= 1e4
+    draws = student.sample_next_token(logits.repeat(1000, 1), generator=rng.new_generator())
+    return {"logits": logits, "draws": draws.reshape(1000, 4)}
+
+
+# --- get_completion_mask ------------------------------------------------------------------------
+
+
+def mask_by_loops(completion_ids, eos_token_id):
+    rows = []
+    for row in completion_ids.tolist():
+        end = row.index(eos_token_id) if eos_token_id in row else len(row)
+        rows.append([t <= end for t in range(len(row))])
+    return torch.tensor(rows)
+
+
+@check(
+    "get_completion_mask",
+    public=True,
+    expected=[[True, True, True, False], [True, False, False, False], [True] * 4, [True] * 4],
+)
+def worked_mask(student, rng):
+    """Eos in the middle and again after it, eos first, no eos, eos last"""
+    ids = torch.tensor([[5, 6, 2, 2], [2, 7, 8, 2], [5, 6, 7, 8], [5, 6, 7, 2]])
+    return student.get_completion_mask(ids, 2)
+
+
+@check("get_completion_mask", points=2, seeds=2, expected=mask_by_loops)
+def random_completions(student, rng):
+    """Random ids with several eos in a row; the ids stay as they were"""
+    ids = rng.integers(0, 4, 12, 7)
+    return {
+        f"eos {eos}": with_inputs_after(student.get_completion_mask, ids, eos) for eos in range(4)
+    } | {"one row of one": student.get_completion_mask(ids[:1, :1], 3)}
+
+
+@check("get_completion_mask", expected=mask_by_loops)
+def long_completions(student, rng):
+    """More eos after the first than an 8-bit count could hold"""
+    ids = torch.full((3, 300), 1)
+    ids[:, 0] = rng.integers(2, 9, 3)
+    return student.get_completion_mask(ids, 1)
+
+
+# --- left_pad -----------------------------------------------------------------------------------
+
+
+def pad_by_loops(sequences, pad_token_id):
+    width = max(len(s) for s in sequences)
+    ids = torch.full((len(sequences), width), pad_token_id)
+    mask = torch.zeros(len(sequences), width, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        for back, token in enumerate(reversed(sequence), start=1):
+            ids[row, -back], mask[row, -back] = token, 1
+    return ids, mask
+
+
+def _pad(student, sequences, pad_token_id):
+    ids, mask = student.left_pad(sequences, pad_token_id)
+    return {"the ids": ids, "the attention mask": mask, "the sequences afterwards": sequences}
+
+
+@check(
+    "left_pad",
+    public=True,
+    expected={
+        "the ids": [[0, 0, 7], [4, 5, 6], [0, 0, 8]],
+        "the attention mask": [[0, 0, 1], [1, 1, 1], [0, 1, 1]],
+        "the sequences afterwards": [[7], [4, 5, 6], [0, 8]],
+    },
+)
+def worked_padding(student, rng):
+    """[7], [4, 5, 6] and [0, 8] with pad 0: the last row begins with a real 0"""
+    return _pad(student, [[7], [4, 5, 6], [0, 8]], 0)
+
+
+@check("left_pad", points=2, seeds=2, expected=pad_by_loops)
+def random_sequences(student, rng):
+    """Random lengths, ids that may equal the pad id, an empty sequence, one sequence"""
+    sequences = [rng.integers(0, 4, rng.integer(1, 7)).tolist() for _ in range(6)]
+    pad = rng.integer(0, 4)
+    return [_pad(student, s, pad) for s in (sequences, [[], *sequences], sequences[:1])]
+
+
+# --- get_samples --------------------------------------------------------------------------------
+
+PROMPTS = ["This movie is", "A", "The plot was dull, and"]
+
+
+def _sample(student, model, *args, **kwargs):
+    """What `Samples` holds; ids count where the attention mask says so."""
+    samples = student.get_samples(model, *args, **kwargs)
+    prompt = samples.attention_mask[:, : samples.prompt_len]
+    mask = torch.cat([prompt.bool(), samples.completion_mask], dim=1)
+    return {
+        "prompt_len": samples.prompt_len,
+        "the completion mask": samples.completion_mask,
+        "the ids of real tokens": samples.input_ids * mask,
+        "the attention of real tokens": samples.attention_mask * mask,
+        "the attention of the prompts": prompt,
+        "the completion's ids": samples.completion_ids * samples.completion_mask,
+        "texts": samples.texts,
+    }
+
+
+def _greedy_by_hugging_face(kind, stop_id=None):
+    """Prompt by prompt, without padding, a cache or TransformerLens."""
+
+    def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
+        tokenizer = models.load_tokenizer()
+        rows, completions = [], []
+        for prompt in prompts:
+            ids = [tokenizer.bos_token_id] * prepend_bos + tokenizer.encode(prompt)
+            new = []
+            while len(new) < max_new_tokens and tokenizer.eos_token_id not in new:
+                logits = models.load_hf(kind)(torch.tensor([ids + new])).logits[0, -1]
+                new.append(int(logits.argmax()))
+            rows.append(ids)
+            completions.append(new)
+        width, n_new = max(map(len, rows)), max(map(len, completions))
+        pairs = list(zip(rows, completions, strict=True))
+        pads = [[0] * (width - len(ids)) for ids in rows]
+        ends = [[0] * (n_new - len(new)) for new in completions]
+        filled = [p + ids + new + e for p, (ids, new), e in zip(pads, pairs, ends, strict=True)]
+        attention = [
+            p + [1] * (len(ids) + len(new)) + e
+            for p, (ids, new), e in zip(pads, pairs, ends, strict=True)
+        ]
+        attention = torch.tensor(attention)
+        return SimpleNamespace(
+            input_ids=torch.tensor(filled),
+            attention_mask=attention,
+            prompt_len=width,
+            completion_mask=attention[:, width:].bool(),
+            completion_ids=torch.tensor(filled)[:, width:],
+            texts=[tokenizer.decode(new, skip_special_tokens=True) for new in completions],
+        )
+
+    return get_samples
+
+
+def _greedy(student, kind, prompts, **options):
+    model = load_base_model(models.get_checkpoint(kind), device="cpu")
+    return _sample(student, model, prompts, 8, temperature=0.0, **options)
+
+
+@check("get_samples", points=2, expected=_greedy_by_hugging_face("gpt2"))
+def greedy_gpt2(student, rng):
+    """Greedy, prompts of different lengths, a model with absolute positions and dropout"""
+    order = rng.permutation(len(PROMPTS)).tolist()
+    return _greedy(student, "gpt2", [PROMPTS[i] for i in order])
+
+
+@check("get_samples", expected=_greedy_by_hugging_face("llama"))
+def greedy_llama(student, rng):
+    """Greedy, without bos, a model with rotary positions and grouped-query attention"""
+    order = rng.permutation(len(PROMPTS)).tolist()
+    return _greedy(student, "llama", [PROMPTS[i] for i in order], prepend_bos=False)
+
+
+@check("get_samples", expected=_greedy_by_hugging_face("ending"))
+def greedy_until_the_end(student, rng):
+    """Rows end at different steps, one at once; sampling stops when all have ended"""
+    prompts = [models.ENDING_PROMPTS[i] for i in rng.permutation(4).tolist()]
+    return _greedy(student, "ending", prompts)
+
+
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+
+
+def _fits_the_model(observed, reference):
+    """The surprise of all tokens together, against its mean and variance under the model."""
+    surprise, variance = 0.0, 0.0
+    prompt_len, mask = observed["prompt_len"], observed["the completion mask"]
+    ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
+    if prompt_len != reference["prompt_len"] or ids.shape[1] != prompt_len + mask.shape[1]:
+        return "input_ids should be prompt_len columns of prompts, then the completions"
+    for row, logits in enumerate(models.score_unpadded("ending", ids, attention)):
+        start = int(attention[row, :prompt_len].sum())
+        new = ids[row][attention[row].bool()][start:]
+        for token, at_token in zip(new, logits[start - 1 : -1], strict=True):
+            probs = probabilities(at_token, **SAMPLING)
+            if probs[token] == 0:
+                return "a token was drawn that temperature, top_k and top_p leave out"
+            logprobs = probs[probs > 0].log()
+            entropy = -(logprobs.exp() * logprobs).sum()
+            surprise += float(probs[token].log() + entropy)
+            variance += float((logprobs.exp() * (logprobs + entropy).square()).sum())
+    if abs(surprise) > 6.1 * variance**0.5:  # p < 1e-9
+        return "the tokens do not have the probabilities that the model gives them"
+    if not observed["the completion mask"].any(0).all():
+        return "sampling should stop when all rows have ended"
+    return None
+
+
+@check("get_samples", points=2, seeds=2, holds=_fits_the_model)
+def samples_of_the_model(student, rng):
+    """Temperature, top-k and top-p: every token against plain Hugging Face's probabilities"""
+    model = load_base_model(models.get_checkpoint("ending"), device="cpu")
+    prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
+    samples = student.get_samples(model, prompts, 12, generator=rng.new_generator(), **SAMPLING)
+    return {
+        "prompt_len": samples.prompt_len,
+        "the completion mask": samples.completion_mask,
+        "the ids of real tokens": samples.input_ids,
+        "the attention of real tokens": samples.attention_mask,
+    }
+
+
+def _reuses_the_cache(observed, reference):
+    rows, prompt_len, width = 3, reference["prompt_len"], reference["completion"].shape[1]
+    if not torch.equal(observed["completion"], observed["again"]):
+        return "the same generator should give the same completions"
+    if torch.equal(observed["completion"], observed["another seed"]):
+        return "another generator should give other completions"
+    if observed["positions that the model ran"] > rows * (prompt_len + width):
+        return "with a key-value cache each step feeds the newest token only"
+    return None
+
+
+@check("get_samples", holds=_reuses_the_cache)
+def cache_and_generator(student, rng):
+    """How many positions the model runs, and that the generator decides the draws"""
+    model = load_base_model(models.get_checkpoint("gpt2"), device="cpu")
+    ran = []
+
+    def count(module, args, kwargs):
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
+        ran.append(ids.numel())
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
+    seeds = {"completion": a, "again": a, "another seed": b}
+    found = {}
+    for name, seed in seeds.items():
+        generator = torch.Generator().manual_seed(seed)
+        samples = student.get_samples(model, PROMPTS, 10, generator=generator)
+        found |= {name: samples.completion_ids, "prompt_len": samples.prompt_len}
+    return found | {"positions that the model ran": sum(ran) // len(seeds)}
+
+
+# --- calc_reinforce_objective -------------------------------------------------------------------
+
+
+def reinforce_by_loops(logprobs, advantages, mask):
+    terms = [logprobs[i, t] * advantages[i, t].detach() for i, t in mask.nonzero().tolist()]
+    return torch.stack(terms).mean() if terms else logprobs.nan_to_num().sum() * 0
+
+
+@check("calc_reinforce_objective", public=True, expected=-1.75)
+def worked_objective(student, rng):
+    """(-1)(1) + (-2)(-1) + (-3)(2) + (-1)(-2) ... over four true positions, NaN beyond"""
+    logprobs = rng.tensor([[-1.0, -2.0, -3.0], [-1.0, NAN, NAN]])
+    advantages = rng.tensor([[1.0, -1.0, 2.0], [2.0, NAN, NAN]])
+    return student.calc_reinforce_objective(logprobs, advantages, ~logprobs.isnan())
+
+
+@check("calc_reinforce_objective", points=2, seeds=2, expected=reinforce_by_loops)
+def reinforce_and_its_gradient(student, rng):
+    """Ragged, NaN beyond the mask: the value, and a gradient for the log-probs alone"""
+    mask = ragged_mask(rng)
+    logprobs, advantages = poison(-rng.uniform(6, 7), mask), poison(rng.normal(6, 7), mask)
+    return value_and_gradients(
+        lambda **x: student.calc_reinforce_objective(mask=mask, **x),
+        logprobs=logprobs,
+        advantages=advantages,
+    )
+
+
+@check("calc_reinforce_objective", expected=reinforce_by_loops)
+def reinforce_edges(student, rng):
+    """One row, one token, inf beyond the mask, no true position; the inputs stay"""
+    f = student.calc_reinforce_objective
+    logprobs, advantages = -rng.uniform(1, 3), rng.normal(1, 3)
+    mask = torch.tensor([[True, False, False]])
+    beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
+    return {
+        "one token": with_inputs_after(f, *beyond, mask),
+        "none": f(logprobs, advantages, torch.zeros_like(mask)),
+        "all": f(logprobs, advantages, torch.ones_like(mask)),
+    }
+
+
+# --- calc_expected_policy_gradient --------------------------------------------------------------
+
+
+def policy_gradient_by_autograd(logits, rewards, baseline):
+    """Action by action, the gradient of log p by autograd, and moments about the mean."""
+    logits = leaf(logits)
+    policy = Categorical(logits=logits)
+    gradients = torch.stack(
+        [
+            (rewards[a] - baseline).detach()
+            * torch.autograd.grad(policy.log_prob(torch.tensor(a)), logits, retain_graph=True)[0]
+            for a in range(len(logits))
+        ]
+    )
+    probs = policy.probs.detach()[:, None]
+    mean = (probs * gradients).sum(0)
+    return mean, (probs * gradients**2).sum(0) - mean**2
+
+
+@check("calc_expected_policy_gradient", public=True, expected=[[0.25, -0.25], [0.0625, 0.0625]])
+def a_fair_coin(student, rng):
+    """Two equally likely actions with rewards 1 and 0, no baseline"""
+    return student.calc_expected_policy_gradient(
+        rng.tensor([0.0, 0.0]), rng.tensor([1.0, 0.0]), 0.0
+    )
+
+
+@check("calc_expected_policy_gradient", points=2, seeds=2, expected=policy_gradient_by_autograd)
+def random_policies(student, rng):
+    """Random policies and rewards, several baselines"""
+    logits, rewards = rng.normal(5), rng.normal(5, mean=2)
+    return {
+        f"baseline {b:.2f}": student.calc_expected_policy_gradient(logits, rewards, b)
+        for b in (0.0, 2.0, -1.5)
+    } | {"logits": logits, "rewards": rewards}
+
+
+def _baseline_cuts_the_variance(observed, reference):
+    without, with_mean = observed["without"], observed["with the mean reward"]
+    if not torch.allclose(without[0], with_mean[0], atol=1e-4):
+        return "the mean should not depend on the baseline"
+    if not bool((with_mean[1].sum() < 0.1 * without[1].sum()) & (with_mean[1] >= 0).all()):
+        return "here the mean reward as baseline should cut the variance to less than a tenth"
+    return None
+
+
+@check("calc_expected_policy_gradient", holds=_baseline_cuts_the_variance)
+def what_a_baseline_does(student, rng):
+    """A baseline keeps the mean and cuts the variance"""
+    logits, rewards = rng.normal(4), rng.normal(4, mean=20)
+    mean_reward = float(logits.softmax(-1) @ rewards)
+    f = student.calc_expected_policy_gradient
+    return {
+        "without": f(logits, rewards, 0.0),
+        "with the mean reward": f(logits, rewards, mean_reward),
+    }

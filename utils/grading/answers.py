@@ -1,0 +1,186 @@
+"""Answers that are known to be wrong or right, and building a chapter that contains one.
+
+`tests/mistakes/<stem>.py` and `tests/alternatives/<stem>.py` hold them, as edits of the reference
+or as whole functions:
+
+    MISTAKES = [
+        edit("compute_advantages", "lambda_left_out", "gamma * lam", "gamma", "The recursion ..."),
+    ]
+
+    @wrong("compute_advantages", "The value after the last token ...")
+    def bootstraps_from_the_last_value(values, token_rewards, mask, gamma=1.0, lam=0.95):
+        ...
+"""
+
+import ast
+import functools
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from utils.grading.checks import get_reference
+from utils.grading.observation import Answers
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the source of `within`, `pattern` must occur exactly once and becomes `replacement`."""
+
+    within: str
+    pattern: str
+    replacement: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A wrong or a right answer to one exercise. `sentence` is what a good teacher says of it."""
+
+    stem: str
+    exercise: str
+    name: str
+    sentence: str = ""
+    edits: tuple[Edit, ...] = ()
+    definition: Any = None  # the whole function, or class
+
+    @functools.cache  # noqa: B019  answers live as long as the process
+    def build(self) -> Answers:
+        if self.definition is not None:
+            return replace(self.stem, self.exercise, self.definition)
+        return Answers(vars(build_module(self.stem, apply_edits(self.stem, self.edits))))
+
+
+def edit(
+    exercise: str,
+    name: str,
+    pattern: str,
+    replacement: str,
+    sentence: str = "",
+    within: str | None = None,
+) -> Answer:
+    """An answer that differs from the reference in one place, of `within` if not the exercise."""
+    stem = _caller_stem()
+    return Answer(
+        stem, exercise, name, sentence, edits=(Edit(within or exercise, pattern, replacement),)
+    )
+
+
+def wrong(exercise: str, sentence: str) -> Callable[[Any], Answer]:
+    """A whole function, or class, that is a mistake; its name is the mistake's."""
+    stem = _caller_stem()
+    return lambda f: Answer(stem, exercise, f.__name__, sentence, definition=f)
+
+
+def right(exercise: str) -> Callable[[Any], Answer]:
+    """A whole function, or class, that is right."""
+    return wrong(exercise, "")
+
+
+def _caller_stem() -> str:
+    frame = inspect.currentframe().f_back.f_back
+    if frame.f_globals["__name__"] == __name__:  # right() calls wrong()
+        frame = frame.f_back
+    return frame.f_globals["__name__"].rpartition(".")[2]
+
+
+def get_mistakes(stem: str) -> tuple[Answer, ...]:
+    return _collect(f"tests.mistakes.{stem}")
+
+
+def get_alternatives(stem: str) -> tuple[Answer, ...]:
+    return _collect(f"tests.alternatives.{stem}")
+
+
+@functools.cache
+def _collect(module_name: str) -> tuple[Answer, ...]:
+    """The answers of a module; none where it is not shipped, as in a student's bundle."""
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not module_name.startswith(str(error.name)):
+            raise
+        return ()
+    found = []
+    for value in vars(module).values():
+        values = value if isinstance(value, list) else [value]
+        found += [answer for answer in values if isinstance(answer, Answer)]
+    names = [(answer.exercise, answer.name) for answer in found]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"{module_name}: the names should differ, but these do not: {twice}")
+    return tuple(found)
+
+
+# --- Building a chapter -------------------------------------------------------------------------
+
+
+def get_source(stem: str) -> str:
+    return inspect.getsource(get_reference(stem))
+
+
+@functools.cache
+def find_definitions(stem: str) -> dict[str, ast.AST]:
+    """Functions, classes and methods of a chapter's solutions by dotted name."""
+    return dict(_walk_definitions(ast.parse(get_source(stem))))
+
+
+def _walk_definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name, node
+        if isinstance(node, ast.ClassDef):
+            yield from _walk_definitions(node, f"{prefix}{node.name}.")
+
+
+def get_lines(stem: str, name: str) -> tuple[int, int]:
+    """First and last line of a definition, decorators included, from 0, the end exclusive."""
+    definitions = find_definitions(stem)
+    if name not in definitions:
+        raise ValueError(f"{stem}: within should be one of {sorted(definitions)}, but is {name!r}")
+    node = definitions[name]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return first - 1, node.end_lineno
+
+
+def apply_edits(stem: str, edits: tuple[Edit, ...]) -> str:
+    """The chapter's source with the edits made.
+
+    Raises ValueError for a pattern that does not occur exactly once.
+    """
+    lines = get_source(stem).splitlines(keepends=True)
+    for e in edits:
+        first, last = get_lines(stem, e.within)
+        segment = "".join(lines[first:last])
+        if (count := segment.count(e.pattern)) != 1:
+            raise ValueError(
+                f"{stem}: pattern should occur once in {e.within}, but {e.pattern!r} occurs "
+                f"{count} times"
+            )
+        # As one line: the numbers of the lines that follow stay.
+        lines[first:last] = [segment.replace(e.pattern, e.replacement)] + [""] * (last - first - 1)
+    return "".join(lines)
+
+
+def build_module(stem: str, source: str) -> ModuleType:
+    """A module of this source, importable under a name of its own as dataclasses ask."""
+    module = ModuleType(f"{stem}_built_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    module.__dict__["__file__"] = f"<{stem}>"
+    exec(compile(source, f"<{stem}>", "exec"), module.__dict__)
+    return module
+
+
+def replace(stem: str, exercise: str, definition: Any) -> Answers:
+    """The reference with one definition replaced: a name of the module, or a class's method."""
+    name, _, method = exercise.partition(".")
+    if not method:
+        return Answers({name: definition}, vars(get_reference(stem)))
+    module = build_module(stem, get_source(stem))
+    setattr(getattr(module, name), method, definition)
+    return Answers(vars(module))

@@ -1,0 +1,156 @@
+"""Checks: probes that exercise a student's code and return what they observed, never a verdict.
+
+    @check("compute_advantages", points=2, seeds=3, expected=advantages_by_double_sum)
+    def random_rollouts(student, rng):
+        \"\"\"Ragged random rollouts.\"\"\"
+        return student.compute_advantages(*inputs.rollouts(rng), gamma=0.9, lam=0.8)
+
+A probe runs on the student's code, and with the same seed on the reference; `utils.grading.engine`
+compares. It is the check's name, and its docstring the line that a student reads.
+"""
+
+import hashlib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Rng:
+    """Random inputs: the same numbers for the student and for the reference, in each of its dtypes.
+
+    Floats are drawn in float32 and then cast, so that a run in float64 sees the same inputs.
+    """
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32):
+        self.seed, self.dtype = seed, dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        draws = torch.randn(shape, generator=self.generator, dtype=torch.float32)
+        return (draws * std + mean).to(self.dtype)
+
+    def uniform(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
+        draws = torch.rand(shape, generator=self.generator, dtype=torch.float32)
+        return (draws * (high - low) + low).to(self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Uniform in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self.integers(low, high, 1))
+
+    def permutation(self, n: int) -> Tensor:
+        return torch.randperm(n, generator=self.generator)
+
+    def tensor(self, values: list) -> Tensor:
+        """Numbers worked by hand, in the dtype of this run."""
+        return torch.tensor(values, dtype=self.dtype)
+
+    def new_generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.integer(0, 2**31))
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """One probe of one exercise, and how what it observes is judged.
+
+    exercise: a name of the chapter's solutions, dotted for a method ("RLHFTrainer.rollout_phase").
+    points: what it is worth. seeds: how many times it runs, each with other inputs.
+    public: whether a student's bundle keeps it, and failures show values.
+    slow: not run in a notebook unless asked for.
+    expected: an independent oracle. A callable stands in for the exercise and the probe runs on it;
+        anything else is the observation itself, worked by hand.
+    holds: a predicate `(observed, reference) -> None or what is wrong` on the observation, given
+        the reference's for the inputs that it carries. Nothing else is then compared but structure.
+    rtol, atol: |difference| <= atol + rtol |expected| + 10 |reference in float32 - in float64|.
+    """
+
+    exercise: str
+    probe: Callable[[Any, Rng], Any]
+    points: float = 1
+    seeds: int = 1
+    public: bool = False
+    slow: bool = False
+    expected: Any = None
+    holds: Callable[[Any, Any], str | None] | None = None
+    rtol: float = 1e-4
+    atol: float = 1e-6
+
+    @property
+    def name(self) -> str:
+        return self.probe.__name__
+
+    @property
+    def title(self) -> str:
+        """The first line of the docstring, without its full stop."""
+        return (self.probe.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
+
+    @property
+    def stem(self) -> str:
+        """The chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
+        return self.probe.__module__.rpartition(".")[2].removeprefix("test_")
+
+    @property
+    def path(self) -> str:
+        return f"{self.stem}::{self.exercise}::{self.name}"
+
+    def seed(self, index: int, secret: str = "") -> int:
+        """The seed of the run with this index; unpredictable where `secret` is."""
+        digest = hashlib.sha256(f"{secret}|{self.path}|{index}".encode()).digest()
+        return int.from_bytes(digest[:7], "big")
+
+
+def check(exercise: str, **options: Any) -> Callable[[Callable[[Any, Rng], Any]], Check]:
+    """Make a check of a probe; `options` are the fields of `Check`."""
+
+    def decorate(probe: Callable[[Any, Rng], Any]) -> Check:
+        return Check(exercise, probe, **options)
+
+    return decorate
+
+
+# --- Where things are ---------------------------------------------------------------------------
+
+
+@cache
+def get_stems() -> tuple[str, ...]:
+    """The chapters that have checks, in order."""
+    tests = importlib.import_module("tests")
+    names = sorted(module.name for module in pkgutil.iter_modules(tests.__path__))
+    return tuple(name.removeprefix("test_") for name in names if name.startswith("test_ch"))
+
+
+def get_reference(stem: str) -> ModuleType:
+    """The reference solutions of a chapter."""
+    return importlib.import_module(f"solutions.{stem}")
+
+
+@cache
+def get_checks(stem: str) -> dict[str, tuple[Check, ...]]:
+    """The checks of a chapter by exercise, in the order in which they are written."""
+    module = importlib.import_module(f"tests.test_{stem}")
+    by_exercise: dict[str, list[Check]] = {}
+    for found in iterate_checks(module):
+        by_exercise.setdefault(found.exercise, []).append(found)
+    return {exercise: tuple(checks) for exercise, checks in by_exercise.items()}
+
+
+def iterate_checks(module: ModuleType) -> Iterator[Check]:
+    return (value for value in vars(module).values() if isinstance(value, Check))
+
+
+def find_stem(exercise: str) -> str:
+    """The chapter of an exercise. Raises ValueError, with the names that there are."""
+    for stem in get_stems():
+        if exercise in get_checks(stem):
+            return stem
+    names = [name for stem in get_stems() for name in get_checks(stem)]
+    raise ValueError(f"the exercise should be one of {names}, but is {exercise!r}")

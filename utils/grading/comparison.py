@@ -1,0 +1,178 @@
+"""Comparing two observations: the first place where they differ, and what to say about it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from utils.grading.observation import Raised, Unsupported
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Where an observation differs. `values` is for public checks only."""
+
+    message: str
+    values: str = ""
+
+
+def find_mismatch(
+    yours: Any,
+    expected: Any,
+    gap: Any = None,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+    where: str = "the result",
+    structure_only: bool = False,
+) -> Mismatch | None:
+    """The first difference, or None: type, keys or length, shape, dtype, finiteness, values.
+
+    `gap` is an observation like `expected` with the absolute rounding error of the reference; ten
+    times that is allowed on top of atol + rtol |expected|.
+    """
+    if isinstance(yours, Raised) or isinstance(expected, Raised):
+        return _compare_raised(yours, expected)
+    yours_kind, expected_kind = _describe_kind(yours), _describe_kind(expected)
+    if yours_kind != expected_kind:
+        return Mismatch(f"{where} is {yours_kind}, where {expected_kind} is expected")
+    if isinstance(expected, dict):
+        if yours.keys() != expected.keys():
+            return Mismatch(
+                f"{where} has the entries {sorted(yours)}, where {sorted(expected)} are expected"
+            )
+        pairs = [(f"{key}", yours[key], expected[key], _enter(gap, key)) for key in expected]
+    elif isinstance(expected, list):
+        if len(yours) != len(expected):
+            return Mismatch(f"{where} has {len(yours)} entries, where {len(expected)} are expected")
+        pairs = [
+            (f"{where}[{i}]", yours[i], expected[i], _enter(gap, i)) for i in range(len(expected))
+        ]
+    elif isinstance(expected, Tensor):
+        return _compare_tensors(yours, expected, gap, rtol, atol, where, structure_only)
+    else:
+        if structure_only:
+            return None
+        return _compare_scalars(yours, expected, gap, rtol, atol, where)
+    for name, y, e, g in pairs:
+        mismatch = find_mismatch(y, e, g, rtol, atol, name, structure_only)
+        if mismatch is not None:
+            return mismatch
+    return None
+
+
+def measure_gap(a: Any, b: Any) -> Any:
+    """|a - b| for every number of two observations of one structure; None where they differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {key: measure_gap(a[key], b[key]) for key in a.keys() & b.keys()}
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [measure_gap(x, y) for x, y in zip(a, b, strict=True)]
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
+        return (a.double() - b.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) if math.isfinite(a - b) else 0.0
+    return None
+
+
+def _enter(gap: Any, key: Any) -> Any:
+    if isinstance(gap, dict):
+        return gap.get(key)
+    return gap[key] if isinstance(gap, list) else None
+
+
+def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
+    if not isinstance(expected, Raised):
+        return Mismatch(f"raised {yours.kind}: {yours.message}", yours.trace)
+    if not isinstance(yours, Raised):
+        return Mismatch(f"raised nothing, where {expected.kind} is expected")
+    if yours.kind == expected.kind:
+        return None
+    return Mismatch(f"raised {yours.kind}: {yours.message}, where {expected.kind} is expected")
+
+
+def _describe_kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, Tensor):
+        return "a tensor"
+    if isinstance(value, Unsupported):
+        return f"a {value.kind}"
+    names = {bool: "a bool", int: "an int", float: "a float", str: "a string", list: "a sequence"}
+    return names.get(type(value), "a dict")
+
+
+def _compare_tensors(
+    yours: Tensor,
+    expected: Tensor,
+    gap: Any,
+    rtol: float,
+    atol: float,
+    where: str,
+    structure_only: bool,
+) -> Mismatch | None:
+    if yours.shape != expected.shape:
+        return Mismatch(
+            f"{where} has shape {list(yours.shape)}, where {list(expected.shape)} is expected"
+        )
+    if _dtype_kind(yours) != _dtype_kind(expected):
+        return Mismatch(f"{where} is {yours.dtype}, where {expected.dtype} is expected")
+    if structure_only:
+        return None
+    y, e = yours.double(), expected.double()
+    allowed = atol + rtol * e.abs() if expected.is_floating_point() else torch.zeros_like(e)
+    if isinstance(gap, Tensor) and gap.shape == e.shape:
+        allowed = allowed + 10 * gap
+    same = (y == e) | (y.isnan() & e.isnan())
+    differs = ~(same | ((y - e).abs() <= allowed))
+    # inf - inf and inf <= inf: what is not finite has to be the same.
+    differs |= (y.isfinite() != e.isfinite()) & ~same
+    if not differs.any():
+        return None
+    position = differs.nonzero()[0].tolist()
+    count = f"{int(differs.sum())} of {differs.numel()} differ"
+    at = f" at {position}, the first of those that differ ({count})" if position else ""
+    y_first, e_first = yours[tuple(position)].item(), expected[tuple(position)].item()
+    what = f"{where} is wrong{at}"
+    if not math.isfinite(y_first) and math.isfinite(e_first):
+        what = f"{where} is {y_first}{at}"
+    values = f"yours     {_format(yours, position)}\nexpected  {_format(expected, position)}"
+    return Mismatch(what, values)
+
+
+def _dtype_kind(x: Tensor) -> Any:
+    """Integers of every width are alike; floats are not."""
+    if x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        return int
+    return x.dtype
+
+
+def _format(x: Tensor, position: list[int]) -> str:
+    """A number; the row that it is in; or all of a small tensor."""
+    shown = x if x.numel() <= 12 else x[tuple(position[:-1])]
+    if shown.numel() > 12:
+        start = min(max(position[-1] - 3, 0), shown.shape[-1] - 7)
+        return f"... {_format_numbers(shown[start : start + 7].tolist())} ..."
+    at = "" if x.numel() <= 12 or len(position) < 2 else f"row {position[:-1]}: "
+    return at + _format_numbers(shown.tolist())
+
+
+def _format_numbers(numbers: Any) -> str:
+    if isinstance(numbers, list):
+        return f"[{', '.join(map(_format_numbers, numbers))}]"
+    return f"{numbers:.6g}" if isinstance(numbers, float) else str(numbers)
+
+
+def _compare_scalars(
+    yours: Any, expected: Any, gap: Any, rtol: float, atol: float, where: str
+) -> Mismatch | None:
+    values = f"yours     {yours!r}\nexpected  {expected!r}"
+    if isinstance(expected, float):
+        allowed = atol + rtol * abs(expected) + 10 * (gap if isinstance(gap, float) else 0.0)
+        if yours == expected or abs(yours - expected) <= allowed:
+            return None
+        if math.isnan(yours) and math.isnan(expected):
+            return None
+    elif yours == expected:
+        return None
+    return Mismatch(f"{where} is wrong", values)

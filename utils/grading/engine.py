@@ -1,0 +1,182 @@
+"""The trusted side: what was observed of the student, held against the reference or an oracle.
+
+The same verdicts in a notebook (`utils.grading.notebook`) and in pytest (`tests/conftest.py`).
+"""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from utils.grading import answers
+from utils.grading.checks import Check, get_checks, get_reference
+from utils.grading.comparison import Mismatch, find_mismatch, measure_gap
+from utils.grading.observation import Answers, Raised, run_check
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How one check went: the observations of the seeds that ran, and the first mismatch."""
+
+    check: Check
+    observations: tuple[Any, ...]
+    mismatch: Mismatch | None
+    printed: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.mismatch is None
+
+    @property
+    def points(self) -> float:
+        return self.check.points if self.passed else 0
+
+    @property
+    def is_stub(self) -> bool:
+        """Whether the exercise has not been started."""
+        last = self.observations[-1]
+        return isinstance(last, Raised) and last.kind == "NotImplementedError"
+
+    def describe(self) -> str:
+        """What failed, for the student: values, prints and frames for public checks only."""
+        if self.passed:
+            return ""
+        lines = [self.mismatch.message]
+        if self.check.public:
+            lines += self.mismatch.values.splitlines()
+            if self.printed.strip():
+                lines += ["printed:", *self.printed.rstrip().splitlines()[-10:]]
+        return "\n".join(lines)
+
+
+def grade(check: Check, student: Answers, secret: str = "", all_seeds: bool = False) -> Verdict:
+    """Run one check on a student's code, up to the first seed that fails unless `all_seeds`."""
+    observations, first, printed = [], None, ""
+    for index in range(check.seeds):
+        observed, output = run_check(check, student, index, secret)
+        observations.append(observed)
+        if first is None:
+            first = judge(check, observed, index, secret)
+            printed = output
+        if first is not None and not all_seeds:
+            break
+    return Verdict(check, tuple(observations), first, printed)
+
+
+def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
+    """What is wrong with an observation, by the check's oracle or else by the reference."""
+    reference = observe_reference(check, index, secret)
+    if isinstance(reference, Raised):
+        raise RuntimeError(f"{check.path}: the reference raised {reference}\n{reference.trace}")
+    if check.holds is not None:
+        mismatch = find_mismatch(observed, reference, structure_only=True)
+        if mismatch is None:
+            message = check.holds(observed, reference)
+            mismatch = None if message is None else Mismatch(message)
+        return mismatch
+    gap = measure_reference_gap(check, index, secret)
+    mismatch = find_mismatch(observed, reference, structure_only=True)
+    if mismatch is None:
+        target = observe_expected(check, index, secret)
+        mismatch = find_mismatch(observed, target, gap, check.rtol, check.atol)
+    return mismatch
+
+
+@functools.lru_cache(maxsize=4096)
+def observe_reference(
+    check: Check, index: int, secret: str = "", dtype: torch.dtype = torch.float32
+) -> Any:
+    """What the reference gives."""
+    reference = Answers(vars(get_reference(check.stem)))
+    return run_check(check, reference, index, secret, dtype)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def measure_reference_gap(check: Check, index: int, secret: str = "") -> Any:
+    """|reference in float32 - reference in float64|, number by number."""
+    exact = observe_reference(check, index, secret, torch.float64)
+    return measure_gap(observe_reference(check, index, secret), exact)
+
+
+@functools.lru_cache(maxsize=4096)
+def observe_expected(check: Check, index: int, secret: str = "") -> Any:
+    """The oracle's observation, in the reference's dtypes; without an oracle the reference's."""
+    reference = observe_reference(check, index, secret)
+    if check.expected is None:
+        return reference
+    if not callable(check.expected):
+        return _as_tensors_like(check.expected, reference)
+    stand_in = answers.replace(check.stem, check.exercise, check.expected)
+    observed = run_check(check, stand_in, index, secret, torch.float64)[0]
+    if isinstance(observed, Raised):
+        raise RuntimeError(f"{check.path}: the oracle raised {observed}\n{observed.trace}")
+    return _as_tensors_like(observed, reference)
+
+
+def _as_tensors_like(worked: Any, reference: Any) -> Any:
+    """Numbers worked by hand, as tensors where the reference has those."""
+    if isinstance(reference, dict):
+        return {key: _as_tensors_like(worked[key], value) for key, value in reference.items()}
+    if isinstance(reference, list):
+        return [_as_tensors_like(w, r) for w, r in zip(worked, reference, strict=True)]
+    if isinstance(reference, torch.Tensor):
+        return torch.as_tensor(worked, dtype=reference.dtype)
+    return worked
+
+
+# --- Which mistake it is ------------------------------------------------------------------------
+
+
+def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
+    """The sentence of the mistake whose observations equal the student's over all checks.
+
+    None if no known mistake does, or more than one.
+    """
+    verdicts = sorted(verdicts, key=lambda verdict: verdict.passed)  # the telling ones first
+    if not verdicts or any(verdict.is_stub for verdict in verdicts):
+        return None
+    first = verdicts[0].check
+    fitting = [
+        mistake
+        for mistake in answers.get_mistakes(first.stem)
+        if mistake.exercise == first.exercise
+        and all(_same_as_mistake(verdict, mistake, secret) for verdict in verdicts)
+    ]
+    return fitting[0].sentence if len(fitting) == 1 else None
+
+
+def _same_as_mistake(verdict: Verdict, mistake: "answers.Answer", secret: str) -> bool:
+    return all(
+        same_observation(
+            verdict.check, observed, observe_answer(mistake, verdict.check, i, secret), i, secret
+        )
+        for i, observed in enumerate(verdict.observations)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def observe_answer(answer: "answers.Answer", check: Check, index: int, secret: str = "") -> Any:
+    return run_check(check, answer.build(), index, secret)[0]
+
+
+def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
+    """Whether two answers did the same: what they returned, or for a predicate its verdict."""
+    if check.holds is not None:
+        return judge(check, a, index, secret) == judge(check, b, index, secret)
+    gap = measure_reference_gap(check, index, secret)
+    return find_mismatch(a, b, gap, check.rtol, check.atol) is None
+
+
+# --- Exercises ----------------------------------------------------------------------------------
+
+
+def grade_exercise(
+    stem: str, exercise: str, student: Answers, secret: str = "", slow: bool = False
+) -> tuple[list[Verdict], str | None]:
+    """Every check of an exercise, and the mistake's sentence if exactly one fits."""
+    checks = [check for check in get_checks(stem)[exercise] if slow or not check.slow]
+    verdicts = [grade(check, student, secret) for check in checks]
+    failed = any(not verdict.passed for verdict in verdicts)
+    return verdicts, diagnose(verdicts, secret) if failed else None

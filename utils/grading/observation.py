@@ -1,0 +1,113 @@
+"""Running a probe, and what it observed as plain data: tensors, numbers, strings, lists, dicts."""
+
+import contextlib
+import io
+import random
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from utils.grading.checks import Check, Rng
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What is observed of code that raised."""
+
+    kind: str  # the exception's class name
+    message: str
+    trace: str  # the frames of the student's code
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Something that is no observation: its type is all that is known of it."""
+
+    kind: str
+
+
+class NotDefined(Exception):
+    """The submission does not define what a probe asked for."""
+
+
+class Answers:
+    """What a probe sees as `student`: names, each looked up in one namespace after the other."""
+
+    def __init__(self, *namespaces: Mapping[str, Any]):
+        self._namespaces = namespaces
+
+    def __getattr__(self, name: str) -> Any:
+        for namespace in self._namespaces:
+            if name in namespace:
+                return namespace[name]
+        raise NotDefined(f"{name} is not defined")
+
+
+def observe(
+    probe: Callable[[Any, Rng], Any], student: Answers, seed: int, dtype: torch.dtype
+) -> tuple[Any, str]:
+    """Run a probe: the plain observation or `Raised`, and what was printed.
+
+    One thread, seeded, and everything that is global afterwards as it was.
+    """
+    printed = io.StringIO()
+    with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
+        try:
+            with contextlib.redirect_stderr(printed):
+                observed = to_plain(probe(student, Rng(seed, dtype)))
+        except (Exception, SystemExit) as error:
+            observed = Raised(type(error).__name__, str(error), _format_frames(error, probe))
+    return observed, printed.getvalue()
+
+
+@contextlib.contextmanager
+def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
+    threads, default, python_state = (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        random.getstate(),
+    )
+    torch.set_num_threads(1)
+    torch.set_default_dtype(dtype)
+    random.seed(seed)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(default)
+        random.setstate(python_state)
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as plain data that shares nothing with it; a tuple becomes a list."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (Tensor, nn.Parameter):
+        return value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if type(value) is dict:
+        return {str(key): to_plain(item) for key, item in value.items()}
+    return Unsupported(type(value).__name__)
+
+
+def _format_frames(error: BaseException, probe: Callable) -> str:
+    """The traceback without the engine's and the check's own frames."""
+    own = (__file__, probe.__code__.co_filename)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+def run_check(
+    check: Check, student: Answers, index: int, secret: str, dtype: torch.dtype = torch.float32
+) -> tuple[Any, str]:
+    """`observe` with the seed that a check derives."""
+    return observe(check.probe, student, check.seed(index, secret), dtype)

@@ -1,0 +1,174 @@
+"""Collects the checks of `tests/test_ch*.py` as pytest items of their own.
+
+    pytest tests                        the reference, every mistake and every alternative
+    pytest tests --submission PATH      a student's notebook or script
+    pytest tests -k compute_advantages  one exercise; -m "not slow" leaves out the slow checks
+
+A check returns what it observed, so it can be no test function: pytest warns of those that return.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from utils.grading.answers import Answer, get_alternatives, get_mistakes
+from utils.grading.checks import Check, get_checks, get_reference
+from utils.grading.engine import Verdict, diagnose, grade
+from utils.grading.observation import Answers
+from utils.grading.submission import load_submission
+
+_student = pytest.StashKey[dict[str, Answers]]()
+_verdicts = pytest.StashKey[list[Verdict]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("grading")
+    group.addoption("--submission", type=Path, metavar="PATH", help="a student's .ipynb or .py")
+    group.addoption("--secret", default="", help="what the seeds of the checks derive from")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: not run in a notebook unless asked for")
+    config.stash[_verdicts] = []
+    path = config.getoption("--submission")
+    if path is not None:
+        try:
+            config.stash[_student] = load_submission(path)
+        except (ValueError, SyntaxError) as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With a submission, only the checks."""
+    if _student in config.stash and collection_path.name == "course":
+        return True
+    return None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
+    if module_path.name.startswith("test_ch"):
+        return CheckFile.from_parent(parent, path=module_path)
+    return None
+
+
+class CheckFile(pytest.Module):
+    """`tests/test_chN_topic.py`: one collector for each exercise."""
+
+    def collect(self) -> Iterator[pytest.Collector]:
+        stem = Path(self.path).stem.removeprefix("test_")
+        submission = self.config.stash.get(_student, None)
+        if submission is not None and stem not in submission:
+            return
+        for exercise, checks in get_checks(stem).items():
+            yield Exercise.from_parent(self, name=exercise, stem=stem, checks=checks)
+
+
+class Exercise(pytest.Collector):
+    def __init__(self, *, stem: str, checks: tuple[Check, ...], **kwargs):
+        super().__init__(**kwargs)
+        self.stem, self.checks = stem, checks
+        self.secret = self.config.getoption("--secret")
+        submission = self.config.stash.get(_student, None)
+        self.is_reference = submission is None
+        self.student = submission[stem] if submission else Answers(vars(get_reference(stem)))
+
+    def collect(self) -> Iterator[pytest.Item]:
+        for check in self.checks:
+            item = CheckItem.from_parent(self, name=check.name, check=check)
+            if check.slow:
+                item.add_marker("slow")
+            yield item
+        if self.is_reference:
+            for mistake in self._mine(get_mistakes(self.stem)):
+                yield MistakeItem.from_parent(self, name=f"mistake:{mistake.name}", answer=mistake)
+            for answer in self._mine(get_alternatives(self.stem)):
+                name = f"alternative:{answer.name}"
+                yield AlternativeItem.from_parent(self, name=name, answer=answer)
+
+    def _mine(self, answers: tuple[Answer, ...]) -> list[Answer]:
+        return [answer for answer in answers if answer.exercise == self.name]
+
+    @property
+    def quick_checks(self) -> list[Check]:
+        return [check for check in self.checks if not check.slow]
+
+
+class Failed(Exception):
+    """A check, a mistake or an alternative that did not go as it should."""
+
+
+class Item(pytest.Item):
+    parent: Exercise
+
+    def repr_failure(self, excinfo, style=None):
+        if isinstance(excinfo.value, Failed):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self):
+        return self.path, None, f"{self.parent.name}::{self.name}"
+
+
+class CheckItem(Item):
+    def __init__(self, *, check: Check, **kwargs):
+        super().__init__(**kwargs)
+        self.check = check
+
+    def runtest(self) -> None:
+        exercise = self.parent
+        verdict = grade(self.check, exercise.student, exercise.secret)
+        self.config.stash[_verdicts].append(verdict)
+        if verdict.passed:
+            return
+        lines = [f"{self.check.title}:", verdict.describe()]
+        if not exercise.is_reference:
+            quick = exercise.quick_checks
+            all_verdicts = [grade(check, exercise.student, exercise.secret) for check in quick]
+            lines.append(diagnose(all_verdicts, exercise.secret) or "")
+        raise Failed("\n".join(lines).rstrip())
+
+
+class MistakeItem(Item):
+    """Passes if the exercise's own checks reject the mistake."""
+
+    def __init__(self, *, answer: Answer, **kwargs):
+        super().__init__(**kwargs)
+        self.answer = answer
+
+    def runtest(self) -> None:
+        student = self.answer.build()
+        # Lazily: the first check that rejects it is enough.
+        if all(grade(check, student).passed for check in self.parent.quick_checks):
+            raise Failed(f"all checks of {self.parent.name} accept this: {self.answer.sentence}")
+
+
+class AlternativeItem(MistakeItem):
+    """Passes if every check accepts the alternative."""
+
+    def runtest(self) -> None:
+        student = self.answer.build()
+        for check in self.parent.checks:
+            verdict = grade(check, student)
+            if not verdict.passed:
+                detail = f"{verdict.mismatch.message}\n{verdict.mismatch.values}"
+                raise Failed(f"{check.path} rejects this right answer: {detail}")
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Points by exercise, for a submission."""
+    if _student not in config.stash:
+        return
+    totals: dict[str, list[float]] = {}
+    for verdict in config.stash[_verdicts]:
+        check = verdict.check
+        row = totals.setdefault(f"{check.stem}  {check.exercise}", [0, 0])
+        row[0] += verdict.points
+        row[1] += check.points
+    terminalreporter.section("points")
+    for name, (earned, total) in totals.items():
+        terminalreporter.line(f"{name:60} {earned:g} of {total:g}")
+    earned, total = (
+        (sum(column) for column in zip(*totals.values(), strict=True)) if totals else (0, 0)
+    )
+    terminalreporter.line(f"{'all':60} {earned:g} of {total:g}")
