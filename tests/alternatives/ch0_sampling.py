@@ -1,6 +1,8 @@
 """Right answers to chapter 0, written differently."""
 
 import torch
+import torch.nn.functional as F
+from torch.distributions import Categorical
 
 from utils.grading.answers import right
 
@@ -10,3 +12,156 @@ def in_float64(logits, tokens, prefix_len=1, temperature=1.0):
     scaled = logits[:, prefix_len - 1 : -1].double() / temperature
     chosen = torch.take_along_dim(scaled, tokens[:, prefix_len:].unsqueeze(-1), dim=-1)[..., 0]
     return (chosen - torch.logsumexp(scaled, dim=-1)).to(logits.dtype)
+
+
+@right("get_logprobs")
+def token_by_token(logits, tokens, prefix_len=1, temperature=1.0):
+    def score(z, token):
+        return (z.index_select(-1, token) - z.logsumexp(-1)).squeeze(-1)
+
+    columns = [
+        torch.stack(
+            [
+                score(z[t - 1] / temperature, row[t : t + 1])
+                for z, row in zip(logits, tokens, strict=True)
+            ]
+        )
+        for t in range(prefix_len, tokens.shape[1])
+    ]
+    return torch.stack(columns, dim=1) if columns else logits.new_zeros(len(logits), 0)
+
+
+@right("calc_entropy")
+def entropy_of_torch(logits):
+    logprobs = logits - logits.logsumexp(-1, keepdim=True)
+    probs = logprobs.exp()
+    return -torch.where(probs > 0, probs * torch.where(probs > 0, logprobs, 0.0), 0.0).sum(-1)
+
+
+@right("calc_entropy")
+def entropy_of_distributions(logits):
+    possible = logits > -torch.inf
+    lowest = torch.finfo(logits.dtype).min / 2
+    return Categorical(logits=torch.where(possible, logits, lowest)).entropy()
+
+
+@right("masked_mean")
+def masked_mean_by_where(values, mask, dim=None):
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    if dim is None:
+        return torch.sum(kept) / max(int(mask.sum()), 1)
+    return kept.sum(dim=dim) / torch.maximum(mask.sum(dim=dim), torch.tensor(1))
+
+
+@right("masked_mean")
+def masked_mean_by_nan_to_num(values, mask, dim=None):
+    kept = torch.nan_to_num(values * mask, nan=0.0, posinf=0.0, neginf=0.0)
+    dims = tuple(range(values.ndim)) if dim is None else dim
+    return kept.sum(dims) / mask.sum(dims).clamp(min=1)
+
+
+@right("masked_mean")
+def masked_mean_in_float64(values, mask, dim=None):
+    kept = values.double().masked_fill(~mask, 0.0)
+    count = mask.double().sum(dim)
+    return (kept.sum(dim) / count.where(count > 0, 1.0)).to(values.dtype)
+
+
+@right("sample_next_token")
+def by_inverse_transform(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.max(-1).indices
+    vocab = logits.shape[-1]
+    z, order = (logits.double() / temperature).sort(-1, descending=True)
+    rank = torch.arange(vocab)
+    if top_k is not None:
+        z = z.masked_fill(rank >= top_k, -torch.inf)
+    probs = z.softmax(-1)
+    if top_p is not None and top_p < 1:
+        probs = probs * ((probs.cumsum(-1) - probs) < top_p)
+    cumulative = probs.cumsum(-1)
+    u = torch.rand(len(logits), 1, generator=generator, dtype=torch.double) * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, u, right=True).clamp(max=vocab - 1)
+    return order.gather(-1, chosen).squeeze(-1)
+
+
+@right("sample_next_token")
+def by_gumbel_noise(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(dim=1)
+    z = (logits - logits.max(dim=1, keepdim=True).values) / temperature
+    if top_k is not None:
+        kth = z.topk(min(top_k, z.shape[1])).values[:, -1:]
+        z = torch.where(z < kth, -torch.inf, z)
+    if top_p is not None:
+        probs, order = z.softmax(-1).sort(descending=True, stable=True)
+        n_kept = (probs.cumsum(-1) < top_p).sum(-1, keepdim=True) + 1
+        z = z.masked_fill(order.argsort(-1) >= n_kept, -torch.inf)
+    exponential = torch.empty(z.shape).exponential_(generator=generator)
+    return (z - exponential.log()).argmax(-1)
+
+
+@right("get_completion_mask")
+def mask_by_cummax(completion_ids, eos_token_id):
+    ended = (completion_ids == eos_token_id).int().cummax(-1).values.bool()
+    return ~F.pad(ended, (1, 0))[:, :-1]
+
+
+@right("get_completion_mask")
+def mask_by_first_position(completion_ids, eos_token_id):
+    n = completion_ids.shape[1]
+    positions = torch.arange(n, device=completion_ids.device)
+    first = torch.where(completion_ids == eos_token_id, positions, n).amin(-1, keepdim=True)
+    return positions <= first
+
+
+@right("left_pad")
+def padded_by_torch(sequences, pad_token_id):
+    rows = [torch.tensor(tokens[::-1], dtype=torch.long) for tokens in sequences]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(rows, batch_first=True, padding_value=pad_token_id).flip(-1)
+    mask = pad([torch.ones_like(row) for row in rows], batch_first=True).flip(-1)
+    return ids, mask
+
+
+@right("left_pad")
+def padded_row_by_row(sequences, pad_token_id):
+    longest = max(len(tokens) for tokens in sequences)
+    ids = torch.full((len(sequences), longest), pad_token_id)
+    mask = torch.zeros_like(ids, dtype=torch.int32)
+    for row, tokens in enumerate(sequences):
+        if len(tokens) > 0:
+            ids[row, -len(tokens) :] = torch.tensor(tokens)
+            mask[row, -len(tokens) :] = 1
+    return [ids, mask]
+
+
+@right("calc_reinforce_objective")
+def reinforce_of_selected(logprobs, advantages, mask):
+    products = logprobs[mask] * advantages[mask].detach()
+    return products.mean() if len(products) else logprobs.new_zeros(())
+
+
+@right("calc_reinforce_objective")
+def reinforce_by_einsum(logprobs, advantages, mask):
+    a = torch.where(mask, advantages.detach(), 0.0)
+    return torch.einsum("bt,bt->", torch.where(mask, logprobs, 0.0), a) / max(mask.sum().item(), 1)
+
+
+@right("calc_expected_policy_gradient")
+def policy_gradient_by_loops(logits, rewards, baseline):
+    probs = torch.exp(logits - torch.logsumexp(logits, 0))
+    onehots = torch.eye(len(probs), dtype=probs.dtype)
+    gradients = [(r - baseline) * (e - probs) for r, e in zip(rewards, onehots, strict=True)]
+    mean = sum(p * g for p, g in zip(probs, gradients, strict=True))
+    second = sum(p * (g - mean) ** 2 for p, g in zip(probs, gradients, strict=True))
+    return mean, second
+
+
+@right("calc_expected_policy_gradient")
+def policy_gradient_in_closed_form(logits, rewards, baseline):
+    p, r = logits.double().softmax(0), (rewards - baseline).double()
+    mean = p * (r - (p * r).sum())
+    scores = torch.diag(torch.ones_like(p)) - p[None, :]
+    deviations = r[:, None] * scores - mean
+    return mean.to(logits.dtype), torch.einsum("a,av->v", p, deviations**2).to(logits.dtype)

@@ -2,6 +2,7 @@
 
 import torch
 
+from solutions.ch0_sampling import Samples, encode_prompts, get_completion_mask, sample_next_token
 from utils.grading.answers import edit, wrong
 
 GET_LOGPROBS = [
@@ -100,3 +101,790 @@ def keeps_a_log_softmax(logits, tokens, prefix_len=1, temperature=1.0):
 def log_of_a_softmax(logits, tokens, prefix_len=1, temperature=1.0):
     probs = (logits[:, prefix_len - 1 : -1] / temperature).softmax(-1)
     return torch.log(probs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1))
+
+
+CALC_ENTROPY = [
+    edit(
+        "calc_entropy",
+        "sign_forgotten",
+        "-(logprobs.exp() * finite).sum(-1)",
+        "(logprobs.exp() * finite).sum(-1)",
+        "An entropy is never negative: the sum of p log p is its negative.",
+    ),
+    edit(
+        "calc_entropy",
+        "in_bits",
+        "-(logprobs.exp() * finite).sum(-1)",
+        "-(logprobs.exp() * finite).sum(-1) / torch.tensor(2.0).log()",
+        "This is in bits. With the natural logarithm it is in nats.",
+    ),
+    edit(
+        "calc_entropy",
+        "mean_over_the_vocabulary",
+        ".sum(-1)",
+        ".mean(-1)",
+        "Sum over the vocabulary: p already is the weight, dividing by the number of tokens again "
+        "makes the entropy shrink as the vocabulary grows.",
+    ),
+    edit(
+        "calc_entropy",
+        "without_the_weights",
+        "-(logprobs.exp() * finite).sum(-1)",
+        "-finite.sum(-1)",
+        "Each -log p counts with its probability p: you add them up unweighted.",
+    ),
+    edit(
+        "calc_entropy",
+        "nan_for_impossible_tokens",
+        "logprobs.masked_fill(logits == -torch.inf, 0.0)",
+        "logprobs",
+        "A logit of -inf gives 0 * -inf = nan. The limit of p log p is 0: take such tokens out "
+        "before the product.",
+    ),
+    edit(
+        "calc_entropy",
+        "detached",
+        "at_least_float32(logits)",
+        "at_least_float32(logits.detach())",
+        "The value is right and its gradient is 0, so that an entropy bonus would do nothing. "
+        "Nothing may be detached, the weights p neither.",
+    ),
+    edit(
+        "calc_entropy",
+        "wrong_axis",
+        "log_softmax(-1)",
+        "log_softmax(0)",
+        "The softmax runs over the first axis. The vocabulary is the last one.",
+    ),
+]
+
+
+@wrong(
+    "calc_entropy",
+    "An epsilon inside the logarithm changes the entropy of rare tokens and their gradient. "
+    "log_softmax needs none.",
+)
+def epsilon_in_the_log(logits):
+    probs = logits.softmax(-1)
+    return -(probs * (probs + 1e-4).log()).sum(-1)
+
+
+@wrong("calc_entropy", "A probability that underflows to 0 gives 0 * log 0 = nan. Use log_softmax.")
+def log_of_the_softmax(logits):
+    probs = logits.softmax(-1)
+    return -(probs * probs.log()).sum(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "The value is right, but the gradient where p is 0 is nan: nan_to_num hides 0 * -inf only "
+    "going forward. Take impossible tokens out before the product.",
+)
+def nan_replaced_afterwards(logits):
+    logprobs = logits.log_softmax(-1)
+    return -torch.nan_to_num(logprobs.exp() * logprobs).sum(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "exp overflows for large logits: subtract the largest first, or use log_softmax.",
+)
+def exp_overflows(logits):
+    weights = logits.exp()
+    probs = weights / weights.sum(-1, keepdim=True)
+    return -torch.special.xlogy(probs, probs).sum(-1)
+
+
+MASKED_MEAN = [
+    edit(
+        "masked_mean",
+        "multiplied_by_the_mask",
+        "values.masked_fill(~mask, 0.0)",
+        "values * mask",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+    ),
+    edit(
+        "masked_mean",
+        "divided_by_all",
+        "mask.sum(dim).clamp(min=1)",
+        "(mask | True).sum(dim)",
+        "You divide by the number of all positions. Divide by the number of true ones.",
+    ),
+    edit(
+        "masked_mean",
+        "nan_where_none_is_true",
+        ".clamp(min=1)",
+        "",
+        "Without a true position this is 0 / 0. The mean there should be 0.",
+    ),
+    edit(
+        "masked_mean",
+        "dim_ignored",
+        "kept.sum(dim) / mask.sum(dim)",
+        "kept.sum() / mask.sum()",
+        "dim has no effect: you average over everything.",
+    ),
+    edit(
+        "masked_mean",
+        "mask_turned_around",
+        "~mask, 0.0",
+        "mask, 0.0",
+        "You keep what is masked out: masked_fill fills where its mask is true.",
+    ),
+    edit(
+        "masked_mean",
+        "epsilon_in_the_count",
+        ".clamp(min=1)",
+        " + 1e-3",
+        "An epsilon added to the count makes every mean a little too small. Clamp the count to at "
+        "least 1 instead.",
+    ),
+    edit(
+        "masked_mean",
+        "counts_of_everything",
+        "mask.sum(dim).clamp(min=1)",
+        "mask.sum().clamp(min=1)",
+        "The sum is along dim and the count over everything: both have to be along dim.",
+    ),
+    edit(
+        "masked_mean",
+        "detached",
+        "kept.sum(dim) /",
+        "kept.detach().sum(dim) /",
+        "The value is right but carries no gradient.",
+    ),
+    edit(
+        "masked_mean",
+        "filled_in_place",
+        "values.masked_fill(",
+        "values.detach().masked_fill_(",
+        "You write into the caller's values. Make a new tensor: masked_fill without underscore.",
+    ),
+]
+
+
+@wrong(
+    "masked_mean",
+    "Averaging the rows' means gives short rows too much weight: every true position counts alike.",
+)
+def mean_of_row_means(values, mask, dim=None):
+    def along(values, mask, dim):
+        return values.masked_fill(~mask, 0.0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+    if dim is not None or values.ndim == 1:
+        return along(values, mask, -1 if dim is None else dim)
+    return along(values, mask, -1).mean()
+
+
+SAMPLE_NEXT_TOKEN = [
+    edit(
+        "sample_next_token",
+        "multiplied_by_the_temperature",
+        "logits.amax(-1, keepdim=True)) / temperature",
+        "logits.amax(-1, keepdim=True)) * temperature",
+        "A temperature below 1 should sharpen the distribution: divide the logits by it.",
+    ),
+    edit(
+        "sample_next_token",
+        "temperature_ignored",
+        "(logits - logits.amax(-1, keepdim=True)) / temperature",
+        "logits - logits.amax(-1, keepdim=True)",
+        "The temperature has no effect unless it is 0.",
+    ),
+    edit(
+        "sample_next_token",
+        "the_crossing_token_is_dropped",
+        "before >= top_p",
+        "probs.cumsum(-1) >= top_p",
+        "The token that crosses p belongs to the kept ones: compare the mass before each token "
+        "with p, not the mass after it.",
+    ),
+    edit(
+        "sample_next_token",
+        "top_p_order_not_undone",
+        "torch.empty_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)",
+        "before >= top_p",
+        "The mask is in sorted order and the logits are not: scatter it back.",
+    ),
+    edit(
+        "sample_next_token",
+        "top_k_ignored",
+        "if top_k is not None and top_k < logits.shape[-1]:",
+        "if False:",
+        "top_k has no effect.",
+    ),
+    edit(
+        "sample_next_token",
+        "top_p_ignored",
+        "if top_p is not None and top_p < 1:",
+        "if False:",
+        "top_p has no effect.",
+    ),
+    edit(
+        "sample_next_token",
+        "one_too_many",
+        "[:, top_k:]",
+        "[:, top_k + 1 :]",
+        "top_k keeps one token too many.",
+    ),
+    edit(
+        "sample_next_token",
+        "the_unlikeliest",
+        "logits.argsort(descending=True)",
+        "logits.argsort()",
+        "top_k keeps the least likely tokens: sort in descending order.",
+    ),
+    edit(
+        "sample_next_token",
+        "dropped_logits_are_zero",
+        "logits.scatter(-1, dropped, -torch.inf)",
+        "logits.scatter(-1, dropped, 0.0)",
+        "A logit of 0 is no probability of 0: what top_k drops needs -inf.",
+    ),
+    edit(
+        "sample_next_token",
+        "generator_ignored",
+        "1, generator=generator",
+        "1",
+        "The generator is not used: pass it on to torch.multinomial.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_always",
+        "torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)",
+        "logits.argmax(-1)",
+        "This takes the likeliest token each time; draw from the distribution.",
+    ),
+    edit(
+        "sample_next_token",
+        "column_kept",
+        ".squeeze(-1)",
+        "",
+        "torch.multinomial returns [batch, 1]: take the last axis off.",
+    ),
+    edit(
+        "sample_next_token",
+        "uniform_over_the_kept",
+        "torch.multinomial(logits.softmax(-1)",
+        "torch.multinomial((logits > -torch.inf).float()",
+        "All tokens that are kept are drawn equally often; draw by their probabilities.",
+    ),
+    edit(
+        "sample_next_token",
+        "zero_temperature_divides",
+        "if temperature == 0:\n        return logits.argmax(-1)",
+        "temperature = max(temperature, 1.0) if temperature == 0 else temperature",
+        "Temperature 0 should take the likeliest token; yours samples.",
+    ),
+    edit(
+        "sample_next_token",
+        "k_beyond_the_vocabulary",
+        "top_k is not None and top_k < logits.shape[-1]",
+        "top_k is not None and logits.topk(top_k) is not None",
+        "A top_k beyond the vocabulary should keep all tokens; topk raises there.",
+    ),
+]
+
+
+@wrong(
+    "sample_next_token",
+    "The temperature comes after top-p here. Apply it first: it changes which tokens reach p.",
+)
+def temperature_last(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if top_p is not None and top_p < 1:
+        probs, order = logits.softmax(-1).sort(descending=True)
+        dropped = torch.zeros_like(probs, dtype=torch.bool)
+        dropped.scatter_(-1, order, probs.cumsum(-1) - probs >= top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "top-p is measured on the probabilities before top-k. Apply top-k first and renormalise: the "
+    "same p then keeps fewer tokens.",
+)
+def not_renormalized(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    probs, order = (logits / temperature).softmax(-1).sort(descending=True)
+    keep = torch.ones_like(probs, dtype=torch.bool)
+    if top_k is not None:
+        keep[:, top_k:] = False
+    if top_p is not None and top_p < 1:
+        keep &= probs.cumsum(-1) - probs < top_p
+    chosen = torch.multinomial(probs * keep, 1, generator=generator)
+    return order.gather(-1, chosen).squeeze(-1)
+
+
+GET_COMPLETION_MASK = [
+    edit(
+        "get_completion_mask",
+        "eos_left_out",
+        "is_eos.cumsum(-1) - is_eos.int()",
+        "is_eos.cumsum(-1)",
+        "The first eos is left out. Ending is a decision of the policy and is trained on too.",
+    ),
+    edit(
+        "get_completion_mask",
+        "every_eos_kept",
+        "return eos_before == 0",
+        "return (eos_before == 0) | is_eos",
+        "Only the first eos is in; you keep later ones as well.",
+    ),
+    edit(
+        "get_completion_mask",
+        "only_eos_masked",
+        "return eos_before == 0",
+        "return ~is_eos",
+        "What follows the eos is still true, and the eos itself is not.",
+    ),
+    edit(
+        "get_completion_mask",
+        "one_too_many",
+        "return eos_before == 0",
+        "return (eos_before == 0).roll(1, -1).index_fill(-1, torch.tensor([0]), True)",
+        "The token after the first eos is true as well: the mask is one too long.",
+    ),
+    edit(
+        "get_completion_mask",
+        "turned_around",
+        "eos_before == 0",
+        "eos_before > 0",
+        "The mask is the wrong way around: it is true on what is trained on.",
+    ),
+    edit(
+        "get_completion_mask",
+        "ones_and_zeros",
+        "return eos_before == 0",
+        "return (eos_before == 0).long()",
+        "The mask should be boolean: with numbers, ~mask and x[mask] mean something else.",
+    ),
+    edit(
+        "get_completion_mask",
+        "first_and_last",
+        "eos_before == 0",
+        "eos_before <= 1",
+        "The mask runs to the second eos; it ends with the first.",
+    ),
+    edit(
+        "get_completion_mask",
+        "over_the_batch",
+        "is_eos.cumsum(-1)",
+        "is_eos.cumsum(0)",
+        "The count runs down the batch. Count along each completion.",
+    ),
+]
+
+
+@wrong(
+    "get_completion_mask",
+    "argmax is 0 both for an eos in the first place and for none at all: a row without eos is cut "
+    "to one token.",
+)
+def rows_without_eos_are_cut(completion_ids, eos_token_id):
+    first = (completion_ids == eos_token_id).int().argmax(-1)
+    return torch.arange(completion_ids.shape[1]) <= first[:, None]
+
+
+@wrong(
+    "get_completion_mask",
+    "An eos in the first place is taken for no eos, because its position is 0.",
+)
+def eos_first_is_overlooked(completion_ids, eos_token_id):
+    first = (completion_ids == eos_token_id).int().argmax(-1)
+    first = torch.where(first == 0, completion_ids.shape[1], first)
+    return torch.arange(completion_ids.shape[1]) <= first[:, None]
+
+
+@wrong("get_completion_mask", "The mask runs to the last eos; it ends with the first.")
+def up_to_the_last_eos(completion_ids, eos_token_id):
+    is_eos = completion_ids == eos_token_id
+    after = is_eos.flip(-1).cumsum(-1).flip(-1) > 0
+    return after | ~is_eos.any(-1, keepdim=True)
+
+
+LEFT_PAD = [
+    edit(
+        "left_pad",
+        "on_the_right",
+        "[pad_token_id] * (seq - len(tokens)) + list(tokens)",
+        "list(tokens) + [pad_token_id] * (seq - len(tokens))",
+        "The ids are padded on the right and the mask on the left. With padding on the left, all "
+        "completions start at one column.",
+    ),
+    edit(
+        "left_pad",
+        "mask_from_the_pad_id",
+        "return torch.tensor(ids, dtype=torch.long), torch.tensor(mask, dtype=torch.long)",
+        "return torch.tensor(ids), (torch.tensor(ids) != pad_token_id).long()",
+        "The mask is made from the pad id, which may be a real token as well (GPT-2 pads with its "
+        "eos). Make it from the lengths.",
+    ),
+    edit(
+        "left_pad",
+        "mask_on_the_right",
+        "[0] * (seq - len(tokens)) + [1] * len(tokens)",
+        "[1] * len(tokens) + [0] * (seq - len(tokens))",
+        "The ids are padded on the left and the mask on the right.",
+    ),
+    edit(
+        "left_pad",
+        "cut_to_the_shortest",
+        "seq = max(map(len, sequences))",
+        "seq = min(map(len, sequences)); sequences = [s[:seq] for s in sequences]",
+        "Nothing should be cut: pad to the longest sequence.",
+    ),
+    edit(
+        "left_pad",
+        "mask_turned_around",
+        "[0] * (seq - len(tokens)) + [1] * len(tokens)",
+        "[1] * (seq - len(tokens)) + [0] * len(tokens)",
+        "The mask is 1 on the padding; it should be 1 on the real tokens.",
+    ),
+    edit(
+        "left_pad",
+        "one_column_too_many",
+        "seq = max(map(len, sequences))",
+        "seq = max(map(len, sequences)) + 1",
+        "There is one column of padding too many: the longest sequence needs none.",
+    ),
+    edit(
+        "left_pad",
+        "padded_with_zeros",
+        "[pad_token_id] * (seq - len(tokens))",
+        "[0] * (seq - len(tokens))",
+        "pad_token_id has no effect: you pad with 0.",
+    ),
+    edit(
+        "left_pad",
+        "mask_of_booleans",
+        "torch.tensor(mask, dtype=torch.long)",
+        "torch.tensor(mask, dtype=torch.bool)",
+        "The attention mask should hold integers, as models take it; yours is boolean.",
+    ),
+]
+
+
+@wrong("left_pad", "The caller's lists grow: insert changes them. Make new lists.")
+def padded_in_place(sequences, pad_token_id):
+    lengths = [len(tokens) for tokens in sequences]
+    for tokens in sequences:
+        while len(tokens) < max(lengths):
+            tokens.insert(0, pad_token_id)
+    mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return torch.tensor(sequences, dtype=torch.long), mask.long()
+
+
+GET_SAMPLES = [
+    edit(
+        "get_samples",
+        "mask_of_the_last_step_only",
+        "attention_mask=attention_mask,\n            past_key_values",
+        "attention_mask=attention_mask if cache is None else attention_mask[:, -1:],\n"
+        "            past_key_values",
+        "With a cache the mask has to cover what is cached too; one column of it makes the padding "
+        "visible.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "no_mask",
+        "attention_mask=attention_mask,\n            past_key_values",
+        "past_key_values",
+        "The model never gets the attention mask, so it attends to padding and counts positions "
+        "from it.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "first_column_of_logits",
+        "logits[:, -1]",
+        "logits[:, 0]",
+        "The next token is predicted by the last position's logits.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "never_stops",
+        "while len(columns) < max_new_tokens and not ended.all():",
+        "while len(columns) < max_new_tokens:",
+        "Sampling goes on after every row has ended. Stop then: the rest is wasted.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "stops_with_the_first_row",
+        "not ended.all()",
+        "not ended.any()",
+        "Sampling stops when the first row has ended; the others are cut short.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "one_token_too_few",
+        "while len(columns) < max_new_tokens",
+        "while len(columns) < max_new_tokens - 1",
+        "max_new_tokens is the number of new tokens; you stop one before.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "temperature_lost",
+        "sample_next_token(logits, temperature, top_k, top_p, generator)",
+        "sample_next_token(logits, 1.0, top_k, top_p, generator)",
+        "The temperature is not passed on to sample_next_token.",
+    ),
+    edit(
+        "get_samples",
+        "top_k_lost",
+        "sample_next_token(logits, temperature, top_k, top_p, generator)",
+        "sample_next_token(logits, temperature, None, top_p, generator)",
+        "top_k is not passed on to sample_next_token.",
+    ),
+    edit(
+        "get_samples",
+        "top_p_lost",
+        "sample_next_token(logits, temperature, top_k, top_p, generator)",
+        "sample_next_token(logits, temperature, top_k, None, generator)",
+        "top_p is not passed on to sample_next_token.",
+    ),
+    edit(
+        "get_samples",
+        "generator_lost",
+        "sample_next_token(logits, temperature, top_k, top_p, generator)",
+        "sample_next_token(logits, temperature, top_k, top_p)",
+        "The generator is not passed on, so a run cannot be repeated.",
+    ),
+    edit(
+        "get_samples",
+        "texts_with_the_prompt",
+        "for row, keep in zip(completion_ids, mask, strict=True)",
+        "for row, keep in zip(torch.cat([prompt_ids, completion_ids], 1), "
+        "torch.cat([prompt_mask.bool(), mask], 1), strict=True)",
+        "texts holds the prompts too, so a reward function would pay for what it was given. "
+        "Decode the completions alone.",
+    ),
+    edit(
+        "get_samples",
+        "special_tokens_in_texts",
+        "skip_special_tokens=True",
+        "skip_special_tokens=False",
+        "The texts should be free of special tokens such as the eos.",
+    ),
+    edit(
+        "get_samples",
+        "bos_forgotten",
+        "max_new_tokens, prepend_bos)",
+        "max_new_tokens, False)",
+        "prepend_bos has no effect: the bos is never there.",
+    ),
+    edit(
+        "get_samples",
+        "texts_run_on_after_the_eos",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "tokenizer.decode([5 if i > keep.sum() else t for i, t in enumerate(row.tolist())], "
+        "skip_special_tokens=True)",
+        "The texts go on after the eos. Decode only what the completion mask keeps.",
+    ),
+    edit(
+        "get_samples",
+        "prompt_len_without_padding",
+        "prompt_len=prompt_ids.shape[1]",
+        "prompt_len=int(prompt_mask[0].sum())",
+        "prompt_len is the number of columns that the prompts take, padding included.",
+    ),
+]
+
+
+@wrong(
+    "get_samples",
+    "Every step runs the whole text again. Keep the key-value cache and feed the newest token.",
+)
+def without_a_cache(
+    model,
+    prompts,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=None,
+    top_p=None,
+    generator=None,
+    prepend_bos=True,
+):
+    prompt_ids, attention = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
+    ids, eos = prompt_ids, model.tokenizer.eos_token_id
+    with torch.no_grad():
+        for _ in range(max_new_tokens):
+            logits = model(ids, attention_mask=attention)[:, -1]
+            tokens = sample_next_token(logits, temperature, top_k, top_p, generator)
+            ids = torch.cat([ids, tokens[:, None]], dim=1)
+            attention = torch.cat([attention, torch.ones_like(tokens)[:, None]], dim=1)
+            if get_completion_mask(ids[:, prompt_ids.shape[1] :], eos)[:, -1].logical_not().all():
+                break
+    new = ids[:, prompt_ids.shape[1] :]
+    mask = get_completion_mask(new, eos)
+    texts = [
+        model.tokenizer.decode(row[keep], skip_special_tokens=True)
+        for row, keep in zip(new, mask, strict=True)
+    ]
+    attention[:, prompt_ids.shape[1] :] = mask
+    return Samples(ids, attention, prompt_ids.shape[1], mask, texts)
+
+
+CALC_REINFORCE_OBJECTIVE = [
+    edit(
+        "calc_reinforce_objective",
+        "a_loss",
+        "return masked_mean(",
+        "return -masked_mean(",
+        "The sign is that of a loss; an objective is maximised.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "advantages_not_detached",
+        "advantages.detach()",
+        "advantages",
+        "The advantages get a gradient. They are constants: detach them.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "probabilities",
+        "logprobs.masked_fill(~mask, 0.0) * weights",
+        "logprobs.masked_fill(~mask, 0.0).exp() * weights",
+        "REINFORCE weighs log-probabilities, not probabilities.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "mask_ignored",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)",
+        "return (logprobs.masked_fill(~mask, 0.0) * weights).mean()",
+        "The mean runs over all positions; divide by the number of true ones.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "summed",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)",
+        "return (logprobs.masked_fill(~mask, 0.0) * weights).sum()",
+        "This is the sum, which grows with the batch: take the mean over the true positions.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "mean_of_row_means",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask, 1).mean()",
+        "Every true position counts alike here: you average each row first.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "detached",
+        "logprobs.masked_fill(~mask, 0.0) * weights",
+        "logprobs.detach().masked_fill(~mask, 0.0) * weights",
+        "The value is right, but the log-probs are detached: nothing would be learned.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "means_multiplied",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)",
+        "return masked_mean(logprobs.masked_fill(~mask, 0.0), mask) * masked_mean(weights, mask)",
+        "The mean of a product is not the product of the means: multiply position by position.",
+    ),
+]
+
+
+@wrong(
+    "calc_reinforce_objective",
+    "Beyond the mask the product is nan, and masking it afterwards leaves 0 * nan = nan in the "
+    "gradient. Mask the factors first.",
+)
+def mask_after_the_product(logprobs, advantages, mask):
+    products = (logprobs * advantages.detach()).masked_fill(~mask, 0.0)
+    return products.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_reinforce_objective",
+    "nan_to_num leaves what is masked out in the mean wherever it is a number. Use the mask.",
+)
+def nan_to_num_for_a_mask(logprobs, advantages, mask):
+    products = torch.nan_to_num(logprobs, 0.0, 0.0, 0.0) * torch.nan_to_num(advantages, 0.0, 0, 0)
+    return products.sum() / mask.sum().clamp(min=1)
+
+
+CALC_EXPECTED_POLICY_GRADIENT = [
+    edit(
+        "calc_expected_policy_gradient",
+        "uniform_over_actions",
+        "mean = probs @ gradients",
+        "mean = gradients.mean(0)",
+        "The expectation is over the policy: weigh each action's gradient by its probability.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "second_moment",
+        "(gradients - mean).square()",
+        "gradients.square()",
+        "This is the second moment: subtract the mean before you square.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "standard_deviation",
+        "return mean, variance",
+        "return mean, variance.sqrt()",
+        "This is the standard deviation; the variance is its square.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "baseline_added",
+        "rewards.detach() - baseline",
+        "rewards.detach() + baseline",
+        "The baseline is subtracted from the reward.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "baseline_ignored",
+        "(rewards.detach() - baseline)",
+        "rewards.detach()",
+        "The baseline has no effect; the variance shows it.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "gradient_of_p",
+        "- probs\n",
+        "- probs\n    scores = probs[:, None] * scores\n",
+        "REINFORCE uses the gradient of log p. You took that of p, which counts the probability "
+        "twice.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "softmax_forgotten",
+        "probs = logits.softmax(-1)",
+        "probs = logits / logits.sum()",
+        "The policy is the softmax of the logits.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "without_the_normalizer",
+        "device=probs.device) - probs",
+        "device=probs.device)",
+        "The gradient of log softmax is onehot - p: you left out the part of the normaliser.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "variance_of_a_sample",
+        "variance = probs @ (gradients - mean).square()",
+        "variance = gradients.var(0)",
+        "The variance is over the policy as well: weigh each squared deviation by p.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "sign_turned_around",
+        "- probs\n",
+        "- probs\n    scores = -scores\n",
+        "The sign of the gradient is turned around: that is a loss's.",
+    ),
+]

@@ -78,7 +78,7 @@ def measure_gap(a: Any, b: Any) -> Any:
 def _enter(gap: Any, key: Any) -> Any:
     if isinstance(gap, dict):
         return gap.get(key)
-    return gap[key] if isinstance(gap, list) else None
+    return gap[key] if isinstance(gap, list) and key < len(gap) else None
 
 
 def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
