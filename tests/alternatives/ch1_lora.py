@@ -1,0 +1,522 @@
+"""Right answers to chapter 1, written differently.
+
+Two whole models stand in for the reference's in every exercise of `TransformerWithLora`: one whose
+hooks are added once and stay, and one without TransformerLens.
+"""
+
+import functools
+from contextlib import contextmanager
+
+import einops
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from utils.grading.answers import edit, right
+from utils.models.loading import load_base_model
+
+ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
+
+# --- LoraLayer ----------------------------------------------------------------------------------
+
+
+@right("LoraLayer")
+class WithLinear(nn.Module):
+    """The library's initialisation and products, on transposed views."""
+
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.alpha, self.rank = alpha, rank
+        self.lora_B = nn.Parameter(torch.zeros((rank, d_out)))
+        self.lora_A = nn.Parameter(torch.empty((d_in, rank)))
+        nn.init.uniform_(self.lora_A, -(d_in**-0.5), d_in**-0.5)
+
+    def forward(self, x):
+        return self.alpha / self.rank * F.linear(F.linear(x, self.lora_A.T), self.lora_B.T)
+
+
+@right("LoraLayer")
+class InFloat64(nn.Module):
+    """kaiming_uniform_ on the transpose, where the fan-in is d_in; products in float64."""
+
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.scaling = float(alpha) / rank
+        lora_A = nn.init.kaiming_uniform_(torch.empty(rank, d_in), a=5**0.5).T.contiguous()
+        self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(torch.zeros(rank, d_out))
+
+    def forward(self, x):
+        product = x.double() @ (self.lora_A.double() @ self.lora_B.double())
+        return (self.scaling * product).to(self.lora_B.dtype)
+
+
+@right("LoraLayer")
+class WithEinsum(nn.Module):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        bound = 1 / d_in**0.5
+        self.register_buffer("scaling", torch.tensor(alpha / rank), persistent=False)
+        self.register_parameter("lora_A", nn.Parameter(torch.rand(d_in, rank) * 2 * bound - bound))
+        self.register_parameter("lora_B", nn.Parameter(torch.zeros(rank, d_out)))
+
+    def forward(self, x):
+        low = einops.einsum(x, self.lora_A, "... d_in, d_in rank -> ... rank")
+        return einops.einsum(low, self.lora_B, "... rank, rank d_out -> ... d_out") * self.scaling
+
+
+# --- make_lora_hooks ----------------------------------------------------------------------------
+
+
+class _Pair:
+    """Methods of an object, which knows itself: a reference cycle."""
+
+    def __init__(self, layer):
+        self.layer, self.x, self.itself = layer, None, self
+
+    def read(self, tensor, hook):
+        self.x = tensor
+        return tensor
+
+    def add(self, tensor, hook):
+        x, self.x = self.x, None
+        change = self.layer(x.flatten(2).to(self.layer.lora_A.dtype))
+        return (tensor.to(change.dtype) + change.view_as(tensor)).to(tensor.dtype)
+
+
+@right("make_lora_hooks")
+def methods_of_an_object(site, layer):
+    pair = _Pair(layer)
+    return [(f"{site}.hook_out", pair.add), (f"{site}.hook_in", pair.read)]
+
+
+def _read(kept, value, hook):
+    kept["x"] = einops.rearrange(value, "batch seq ... -> batch seq (...)")
+
+
+def _add(kept, layer, value, hook):
+    value += layer(kept.pop("x")).to(value.dtype).reshape(value.shape)
+    return value
+
+
+@right("make_lora_hooks")
+def partials_that_add_in_place(site, layer):
+    kept = {}
+    reads, adds = functools.partial(_read, kept), functools.partial(_add, kept, layer)
+    return [(site + ".hook_in", reads), (site + ".hook_out", adds)]
+
+
+@right("make_lora_hooks")
+def lambdas(site, layer):
+    """The adapter's output is made at once, and kept instead of the input."""
+    kept = []
+    read = lambda x, hook: kept.__setitem__(slice(None), [layer(x.reshape(*x.shape[:2], -1))])  # noqa: E731
+    add = lambda out, hook: out + kept.pop().to(out.dtype).reshape(out.shape)  # noqa: E731
+    return [(f"{site}.hook_in", lambda x, hook: read(x, hook)), (f"{site}.hook_out", add)]
+
+
+# --- Whole models -------------------------------------------------------------------------------
+
+
+class _Adapter(nn.Module):
+    def __init__(self, d_in, d_out, rank, alpha):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(rank, d_out, dtype=torch.float32))
+        self.down = nn.Parameter((torch.rand(d_in, rank, dtype=torch.float32) * 2 - 1) / d_in**0.5)
+        self.scaling = alpha / rank
+
+    def forward(self, x):
+        return x.float() @ self.down @ self.up * self.scaling
+
+
+class _Common(nn.Module):
+    """Files and parameters, by the names that nn.Module gives them."""
+
+    def trainable_parameters(self):
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def save_adapter(self, path):
+        state = {k: v.contiguous() for k, v in self.adapters.state_dict().items()}
+        save_file(state | {"scaling": torch.tensor(self.scaling)}, path)
+
+    def load_adapter(self, path):
+        state = load_file(path)
+        del state["scaling"]
+        self.adapters.load_state_dict(state)
+
+
+class HooksThatStay(_Common):
+    """The hooks are added once, and look at a flag; merging swaps the weight's Parameter."""
+
+    def __init__(self, base, rank=4, alpha=32, sites=ATTENTION):
+        super().__init__()
+        self.base, self.scaling, self.state = base.eval(), alpha / rank, "on"
+        for parameter in base.parameters():
+            parameter.requires_grad = False
+        for p in base.original_model.parameters():
+            p.requires_grad = False
+        self.adapters, self.linears = nn.ModuleDict(), {}
+        for site in sites:
+            for block in range(base.cfg.n_layers):
+                self._add_adapter(f"blocks.{block}.{site}", site, rank, alpha)
+
+    def _add_adapter(self, name, site, rank, alpha):
+        if site.endswith("qkv") or f"{name}.hook_in" not in self.base.hook_dict:
+            raise ValueError(f"there is no {site} in this model")
+        linear = self.base.get_submodule(name).original_component
+        flipped = isinstance(linear, nn.Linear)
+        d_in, d_out = linear.weight.T.shape if flipped else linear.weight.shape
+        adapter = self.adapters[name.replace(".", "-")] = _Adapter(d_in, d_out, rank, alpha)
+        self.linears[name] = (linear, adapter, flipped)
+        kept = {}
+
+        def read(x, hook):
+            if self.state == "on":
+                kept["change"] = adapter(x.reshape(*x.shape[:2], d_in))
+
+        def add(out, hook):
+            if self.state == "on":
+                out = out + kept.pop("change").reshape(out.shape).to(out.dtype)
+            return out
+
+        self.base.add_hook(f"{name}.hook_in", read)
+        self.base.add_hook(f"{name}.hook_out", add)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        return self.base(input_ids, attention_mask=attention_mask, **kwargs)
+
+    @contextmanager
+    def _state(self, state):
+        assert self.state == "on", f"{state} inside {self.state}"
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = "on"
+
+    def reference(self):
+        return self._state("off")
+
+    @contextmanager
+    def merged(self):
+        with self._state("merged"):
+            weights = {name: linear.weight for name, (linear, _, _) in self.linears.items()}
+            try:
+                for linear, adapter, flipped in self.linears.values():
+                    delta = (adapter.down @ adapter.up * adapter.scaling).detach()
+                    total = linear.weight.float() + (delta.T if flipped else delta)
+                    total = total.to(linear.weight.dtype)
+                    linear.weight = nn.Parameter(total, requires_grad=False)
+                yield
+            finally:
+                for name, weight in weights.items():
+                    self.linears[name][0].weight = weight
+
+
+class WithoutTransformerLens(_Common):
+    """Plain Hugging Face with PyTorch's own hooks; GPT-2's q, k and v are columns of one output."""
+
+    NAMES = {  # noqa: RUF012
+        "gpt2": {
+            "attn.q": "attn.c_attn 0",
+            "attn.k": "attn.c_attn 1",
+            "attn.v": "attn.c_attn 2",
+            "attn.o": "attn.c_proj",
+            "mlp.in": "mlp.c_fc",
+            "mlp.out": "mlp.c_proj",
+        },
+        "llama": {
+            "attn.q": "self_attn.q_proj",
+            "attn.k": "self_attn.k_proj",
+            "attn.v": "self_attn.v_proj",
+            "attn.o": "self_attn.o_proj",
+            "mlp.in": "mlp.up_proj",
+            "mlp.gate": "mlp.gate_proj",
+            "mlp.out": "mlp.down_proj",
+        },
+    }
+
+    def __init__(self, name, rank=4, alpha=32, sites=ATTENTION, device=None, dtype=None):
+        super().__init__()
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.base = AutoModelForCausalLM.from_pretrained(name, dtype=dtype or torch.float32)
+        self.base.to(device).requires_grad_(False)
+        self.scaling, self.mode = alpha / rank, []
+        for module in self.base.modules():  # no dropout in any mode
+            for field in ("p", "attention_dropout"):
+                if isinstance(getattr(module, field, None), float):
+                    setattr(module, field, 0.0)
+        kind = self.base.config.model_type
+        blocks = self.base.transformer.h if kind == "gpt2" else self.base.model.layers
+        self.adapters, self.places = nn.ModuleDict(), []
+        for index, block in enumerate(blocks):
+            for site in sites:
+                if site not in self.NAMES[kind]:
+                    raise ValueError(f"{site} is not one of {list(self.NAMES[kind])}")
+                path, _, part = self.NAMES[kind][site].partition(" ")
+                linear = block.get_submodule(path)
+                is_conv = isinstance(linear, Conv1D)
+                d_in, d_out = linear.weight.shape if is_conv else linear.weight.T.shape
+                start, d_out = (int(part) * d_in, d_in) if part else (0, d_out)
+                adapter = _Adapter(d_in, d_out, rank, alpha).to(device)
+                self.adapters[f"{index}-{site.replace('.', '-')}"] = adapter
+                columns = slice(start, start + d_out)
+                self.places.append((linear, adapter, columns, is_conv))
+
+    def _change(self, adapter, columns, module, args, output):
+        change = adapter(args[0]).to(output.dtype)
+        end = output.shape[-1] - columns.stop
+        return output + F.pad(change, (columns.start, end))
+
+    def forward(self, input_ids, attention_mask=None, return_type="logits", **kwargs):
+        if attention_mask is None:
+            cache = kwargs.get("past_key_values")
+            seq = input_ids.shape[1] + (cache.get_seq_length() if cache is not None else 0)
+            attention_mask = input_ids.new_ones(len(input_ids), seq)
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        handles = []
+        try:
+            for linear, adapter, columns, _ in self.places if not self.mode else ():
+                hook = functools.partial(self._change, adapter, columns)
+                handles.append(linear.register_forward_hook(hook))
+            output = self.base(
+                input_ids, attention_mask=attention_mask, position_ids=positions, **kwargs
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        if return_type == "logits_and_cache":
+            return output.logits, output.past_key_values
+        return output.logits
+
+    @contextmanager
+    def _enter(self, mode):
+        if self.mode:
+            raise RuntimeError("contexts do not nest")
+        self.mode.append(mode)
+        try:
+            yield self
+        finally:
+            self.mode.clear()
+
+    @contextmanager
+    def reference(self):
+        with self._enter("reference"), torch.no_grad():
+            yield self
+
+    @contextmanager
+    def merged(self):
+        with self._enter("merged"):
+            saved = {id(linear): (linear, linear.weight.data) for linear, *_ in self.places}
+            try:
+                for linear, weight in saved.values():
+                    total = weight.double()
+                    for other, adapter, columns, is_conv in self.places:
+                        if other is linear:
+                            delta = adapter.down.detach() @ adapter.up.detach() * self.scaling
+                            delta = delta if is_conv else delta.T
+                            where = (slice(None), columns) if is_conv else (columns, slice(None))
+                            total[where] += delta
+                    linear.weight.data = total.to(weight.dtype)
+                yield self
+            finally:
+                for linear, weight in saved.values():
+                    linear.weight.data = weight
+
+
+def build_hooks_that_stay(name, rank, alpha, sites, device, dtype):
+    return HooksThatStay(load_base_model(name, device, dtype), rank, alpha, sites)
+
+
+METHODS = (
+    "from_pretrained",
+    "forward",
+    "reference",
+    "merged",
+    "trainable_parameters",
+    "save_adapter",
+    "load_adapter",
+)
+
+
+def _whole_models(builder: str) -> list:
+    """The model for every exercise of the class: `from_pretrained` gives this one instead."""
+    return [
+        edit(
+            f"TransformerWithLora.{method}",
+            builder,
+            "return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+            f"import tests.alternatives.ch1_lora as alternatives; "
+            f"return alternatives.{builder}(name, rank, alpha, sites, device, dtype)",
+            within="TransformerWithLora.from_pretrained",
+        )
+        for method in METHODS
+    ]
+
+
+HOOKS_THAT_STAY = _whole_models("build_hooks_that_stay")
+WITHOUT_TRANSFORMER_LENS = _whole_models("WithoutTransformerLens")
+
+# --- TransformerWithLora, in small --------------------------------------------------------------
+
+BUILD, RUN = "TransformerWithLora.from_pretrained", "TransformerWithLora._run"
+CONSTRUCT = "TransformerWithLora.__init__"
+
+SMALL_CHANGES = [
+    edit(
+        BUILD,
+        "frozen_one_by_one",
+        "        base.original_model.requires_grad_(False)\n        self.requires_grad_(False)\n",
+        "        for p in [*base.original_model.parameters(), *base.parameters()]:\n"
+        "            p.requires_grad = False\n",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "sites_as_given",
+        'self._linears = {k: v for k, v in linears.items() if k.split(".", 2)[2] in sites}',
+        "self._linears = {k: linears[k] for site in sites for k in sorted(linears)[::-1] "
+        "if k.endswith('.' + site)}",
+        within=CONSTRUCT,
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "logits_in_the_dtype_of_the_base",
+        "return at_least_float32(output)",
+        "return output",
+        within=RUN,
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "an_all_true_mask",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, torch.ones(len(input_ids), seq, dtype=torch.long) "
+        "if attention_mask is None else attention_mask.long(), **kwargs)",
+    ),
+    edit(
+        "TransformerWithLora.merged",
+        "on_the_rank_side_in_float64",
+        "delta = layer.compute_delta().detach()",
+        "delta = ((layer.scaling * layer.lora_A).double() @ layer.lora_B.double()).detach()",
+    ),
+    edit(
+        "TransformerWithLora.trainable_parameters",
+        "backwards",
+        "[parameter for part in self.trainable_parts().values() for parameter in part]",
+        "[p for p in self.parameters() if p.requires_grad][::-1]",
+    ),
+    edit(
+        "TransformerWithLora.trainable_parameters",
+        "a_generator",
+        "return [parameter for part in self.trainable_parts().values() for parameter in part]",
+        "yield from self._layers.parameters()",
+    ),
+    edit(
+        "TransformerWithLora.save_adapter",
+        "to_the_path_at_once",
+        'save_file(state, partial, metadata={"scaling": str(self._layers[0].scaling)})',
+        "partial.write_bytes(__import__('safetensors.torch').torch.save(state))",
+    ),
+]
+
+
+@right("TransformerWithLora.reference")
+@contextmanager
+def scaled_by_zero(self):
+    """The hooks stay on, and add nothing."""
+    with self._in_mode("reference"):
+        self._mode = "hooked"
+        scalings = [layer.scaling for layer in self._layers]
+        self._in_mode, enter = _refuse, self._in_mode
+        try:
+            for layer in self._layers:
+                layer.scaling = 0.0
+            yield
+        finally:
+            del self._in_mode, enter
+            for layer, scaling in zip(self._layers, scalings, strict=True):
+                layer.scaling = scaling
+
+
+def _refuse(mode):
+    raise RuntimeError(f"{mode} cannot be entered here")
+
+
+class _Off:
+    """A context written as a class."""
+
+    def __init__(self, model):
+        self.model = model
+        if model._mode != "hooked":
+            raise ValueError("the adapters are off already")
+
+    def __enter__(self):
+        self.model._mode = "off"
+
+    def __exit__(self, *error):
+        self.model._mode = "hooked"
+
+
+@right("TransformerWithLora.reference")
+def a_context_written_as_a_class(self):
+    return _Off(self)
+
+
+@right("TransformerWithLora.load_adapter")
+def through_bytes(self, path):
+    from safetensors.torch import load
+
+    with open(path, "rb") as file:
+        state = load(file.read())
+    for site, layer in self.adapters.items():
+        layer.lora_A.data = _fitting(state.pop(f"{site}.lora_A"), layer.lora_A)
+        layer.lora_B.data = _fitting(state.pop(f"{site}.lora_B"), layer.lora_B)
+    assert not state, f"unknown: {list(state)}"
+
+
+def _fitting(tensor, parameter):
+    assert tensor.shape == parameter.shape, f"{tensor.shape} should be {parameter.shape}"
+    return tensor.to(parameter.device)
+
+
+# --- calc_sft_loss ------------------------------------------------------------------------------
+
+
+@right("calc_sft_loss")
+def by_gather(logits, tokens, loss_mask):
+    predicted, mask = logits[:, :-1].double(), loss_mask[:, 1:]
+    predicted = predicted.masked_fill(~mask[..., None], 0)
+    chosen = predicted.gather(-1, tokens[:, 1:, None])[..., 0] - predicted.logsumexp(-1)
+    return -(chosen.where(mask, 0).sum() / mask.sum()).to(logits.dtype)
+
+
+@right("calc_sft_loss")
+def by_cross_entropy(logits, tokens, loss_mask):
+    rows, columns = loss_mask[:, 1:].nonzero(as_tuple=True)
+    return F.cross_entropy(logits[rows, columns], tokens[rows, columns + 1])
+
+
+@right("calc_sft_loss")
+def with_ignored_labels(logits, tokens, loss_mask):
+    labels = tokens.masked_fill(~loss_mask, -100).roll(-1, 1)
+    labels[:, -1] = -100
+    clean = logits.masked_fill((labels == -100)[..., None], 0)
+    return F.cross_entropy(einops.rearrange(clean, "b s v -> (b s) v"), labels.flatten())
+
+
+as_a_lambda = right("calc_sft_loss")(
+    lambda logits, tokens, loss_mask: (
+        -logits[:, :-1][loss_mask[:, 1:]]
+        .log_softmax(dim=-1)[
+            torch.arange(int(loss_mask[:, 1:].sum())), tokens[:, 1:][loss_mask[:, 1:]]
+        ]
+        .mean()
+    )
+)

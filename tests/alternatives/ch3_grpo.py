@@ -1,0 +1,337 @@
+"""Right answers to chapter 3, written differently."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from utils.grading.answers import right
+
+# --- group_advantages ---------------------------------------------------------------------------
+
+
+def _check_groups(group_size, batch):
+    if group_size < 2 or batch % group_size != 0:
+        raise ValueError(f"group_size should divide {batch} and be at least 2: {group_size}")
+
+
+@right("group_advantages")
+def group_by_group(rewards, group_size, scale="group", eps=1e-4):
+    _check_groups(group_size, len(rewards))
+    if scale not in {"group", "batch", "none"}:
+        raise ValueError(f"unknown scale {scale}")
+    advantages = []
+    for group in rewards.detach().split(group_size):
+        if bool((group == group[0]).all()):
+            advantages.append(torch.zeros_like(group))
+            continue
+        spread = {"group": group, "batch": rewards.detach()}.get(scale)
+        divisor = 1.0 if spread is None else torch.std(spread) + eps
+        advantages.append((group - group.mean()) / divisor)
+    return torch.cat(advantages)
+
+
+@right("group_advantages")
+@torch.no_grad()
+def in_float64(rewards, group_size, scale="group", eps=1e-4):
+    _check_groups(group_size, len(rewards))
+    exact = rewards.double()
+    groups = exact.unflatten(0, (-1, group_size))
+    centered = groups - groups.mean(1, keepdim=True)
+    match scale:
+        case "group":
+            divisor = groups.std(1, keepdim=True) + eps
+        case "batch":
+            divisor = exact.std() + eps
+        case "none":
+            divisor = 1.0
+        case _:
+            raise ValueError(f"scale is {scale!r}")
+    return (centered / divisor).flatten().to(rewards.dtype)
+
+
+@right("group_advantages")
+def repeated_means(rewards, group_size, scale="group", eps=1e-4):
+    _check_groups(group_size, rewards.numel())
+    if scale not in ("group", "batch", "none"):
+        raise ValueError("scale")
+    rewards = rewards.detach()
+    index = torch.arange(len(rewards)) // group_size
+    sums = torch.zeros(len(rewards) // group_size, dtype=rewards.dtype)
+    means = sums.index_add(0, index, rewards) / group_size
+    squares = sums.index_add(0, index, (rewards - means[index]) ** 2)
+    stds = (squares / (group_size - 1)).sqrt()
+    first = rewards[::group_size]
+    differs = torch.stack([rewards[g::group_size] != first for g in range(group_size)]).any(0)
+    advantages = torch.where(differs[index], rewards - means[index], 0.0)
+    if scale == "group":
+        return advantages / (stds[index] + eps)
+    return advantages if scale == "none" else advantages / (rewards.std() + eps)
+
+
+@right("group_advantages")
+def with_numpy(rewards, group_size, scale="group", eps=1e-4):
+    _check_groups(group_size, len(rewards))
+    groups = rewards.detach().cpu().numpy().reshape(-1, group_size)
+    stds = {
+        "group": groups.std(1, ddof=1, keepdims=True) + eps,
+        "batch": groups.std(ddof=1) + eps,
+        "none": 1,
+    }
+    if scale not in stds:
+        raise ValueError(f"scale should be one of {list(stds)}, but is {scale}")
+    varied = np.ptp(groups, axis=1, keepdims=True) > 0
+    advantages = varied * (groups - groups.mean(1, keepdims=True)) / stds[scale]
+    return torch.from_numpy(advantages.reshape(-1).astype(groups.dtype))
+
+
+# --- calc_single_update_objective ---------------------------------------------------------------
+
+
+@right("calc_single_update_objective")
+def completion_by_completion(logprobs, advantages, mask):
+    total = 0.0 * logprobs.nan_to_num(0, 0, 0).sum()
+    for row, advantage, kept in zip(logprobs, advantages.detach(), mask, strict=True):
+        if kept.any():
+            ratio = torch.exp(row[kept] - row[kept].detach())
+            total = total + advantage * ratio.mean()
+    return total / logprobs.shape[0]
+
+
+@right("calc_single_update_objective")
+def weights_of_tokens(logprobs, advantages, mask):
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+    weights = torch.where(mask, advantages.detach().unsqueeze(1) / lengths, 0) / len(mask)
+    chosen = torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    return torch.einsum("bt,bt->", weights, (chosen - chosen.detach()).exp())
+
+
+@right("calc_single_update_objective")
+def one_plus_the_difference(logprobs, advantages, mask):
+    logprobs = logprobs.masked_fill(~mask, 0)
+    surrogate = (1 + logprobs - logprobs.detach()) * mask
+    return torch.mean(surrogate.sum(1) / mask.sum(1).clamp_min(1) * advantages.detach())
+
+
+@right("calc_single_update_objective")
+def in_double(logprobs, advantages, mask):
+    x = logprobs.double()[mask]
+    rows = mask.nonzero()[:, 0]
+    share = advantages.detach().double()[rows] / mask.sum(1)[rows]
+    return ((x - x.detach()).exp() * share).sum().div(len(mask)).to(logprobs.dtype)
+
+
+# --- calc_per_token_kl --------------------------------------------------------------------------
+
+as_a_lambda = right("calc_per_token_kl")(
+    lambda logprobs, ref_logprobs: (
+        torch.special.expm1(ref_logprobs.detach() - logprobs) + (logprobs - ref_logprobs.detach())
+    )
+)
+
+
+@right("calc_per_token_kl")
+def k3_in_float64(logprobs, ref_logprobs):
+    d = ref_logprobs.detach().double() - logprobs.double()
+    return (d.exp() - 1 - d).to(logprobs.dtype)
+
+
+@right("calc_per_token_kl")
+@torch.enable_grad()
+def with_the_reference_copied(logprobs, ref_logprobs):
+    with torch.no_grad():
+        ref = ref_logprobs.clone()
+    logratio = logprobs - ref
+    return logratio + torch.expm1(-logratio)
+
+
+@right("calc_per_token_kl")
+def series_for_small_differences(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    small = d.abs() < 0.01
+    near = torch.where(small, d, 0.0)
+    far = torch.where(small, 0.0, d)
+    series = near**2 / 2 + near**3 / 6 + near**4 / 24 + near**5 / 120
+    return torch.where(small, series, far.exp() - 1 - far)
+
+
+# --- calc_grpo_objective ------------------------------------------------------------------------
+
+
+@right("calc_grpo_objective")
+def on_the_true_tokens(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """Only the true positions are ever touched."""
+    upper = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
+    if advantages.dim() == 1:
+        advantages = advantages.unsqueeze(-1).repeat(1, mask.shape[1])
+    new, old, a = logprobs[mask], old_logprobs[mask].detach(), advantages[mask].detach()
+    ratio = torch.exp(torch.clamp(new - old, max=50.0))
+    surrogate = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, upper) * a)
+    if ref_logprobs is not None and beta != 0:
+        d = ref_logprobs[mask].detach() - new
+        surrogate = surrogate - beta * (torch.expm1(d) - d)
+    per_token = torch.zeros(mask.shape, dtype=logprobs.dtype).masked_scatter(mask, surrogate)
+    return (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+@right("calc_grpo_objective")
+def loss_of_ppo_negated(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """The larger of two losses, the KL inside both of them; then the sign is turned."""
+    high = clip_coef_high if clip_coef_high is not None else clip_coef
+    zero = torch.zeros((), dtype=logprobs.dtype)
+    new, old = torch.where(mask, logprobs, zero), torch.where(mask, old_logprobs.detach(), zero)
+    a = advantages.detach().reshape(len(mask), -1)
+    a = torch.where(mask, a, zero)
+    ratio = (new - old).clamp(-60, 60).exp()
+    penalty = zero
+    if beta > 0:
+        d = torch.where(mask, ref_logprobs.detach(), zero) - new
+        penalty = beta * (d.expm1() - d)
+    losses = torch.stack([-a * ratio, -a * ratio.clamp(1 - clip_coef, 1 + high)]) + penalty
+    per_token = losses.amax(0) if not losses.requires_grad else torch.maximum(*losses)
+    lengths = mask.sum(-1)
+    rows = torch.where(lengths > 0, (per_token * mask).sum(-1) / lengths.clamp(min=1), zero)
+    return -rows.mean()
+
+
+@right("calc_grpo_objective")
+def by_cases_of_the_sign(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """The minimum is a cap on the ratio for positive A, and a floor for negative A."""
+    top = clip_coef if clip_coef_high is None else clip_coef_high
+    rows = []
+    for i in range(logprobs.shape[0]):
+        kept = mask[i]
+        new, old = logprobs[i, kept].double(), old_logprobs[i, kept].detach().double()
+        a = (advantages[i].expand(len(kept)) if advantages.ndim == 1 else advantages[i])[kept]
+        a = a.detach().double()
+        ratio = torch.exp((new - old).clamp(max=200))
+        objective = torch.where(a > 0, ratio.clamp(max=1 + top), ratio.clamp(min=1 - clip_coef)) * a
+        if beta:
+            d = ref_logprobs[i, kept].detach().double() - new
+            objective = objective - beta * (d.exp() - 1 - d)
+        rows.append(objective.sum() / max(len(new), 1))
+    return torch.stack(rows).mean().to(logprobs.dtype)
+
+
+@right("calc_grpo_objective")
+def with_relu(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """The clipped, less what the unclipped falls short: min(x, y) = y - relu(y - x)."""
+    if clip_coef_high is None:
+        clip_coef_high = clip_coef
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
+    a = a.expand_as(mask).masked_fill(~mask, 0)
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    weights = mask / lengths / len(mask)
+    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0).clamp(max=30)
+    unclipped = logratio.exp() * a
+    clipped = logratio.exp().clamp(1 - clip_coef, 1 + clip_coef_high) * a
+    objective = (weights * (clipped - F.relu(clipped - unclipped))).sum()
+    if beta == 0:
+        return objective
+    d = (ref_logprobs.detach() - logprobs).masked_fill(~mask, 0)
+    return objective - beta * (weights * (d.expm1() - d)).sum()
+
+
+# --- process_advantages -------------------------------------------------------------------------
+
+
+def _normalise(group, eps):
+    together = torch.cat(group)
+    if together.unique().numel() < 2:
+        return [torch.zeros_like(rewards) for rewards in group]
+    return [(rewards - together.mean()) / (together.std() + eps) for rewards in group]
+
+
+@right("process_advantages")
+def step_by_step(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    _check_groups(group_size, len(step_rewards))
+    advantages = torch.zeros(len(step_rewards), completion_len)
+    for first in range(0, len(step_rewards), group_size):
+        group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
+        for member, rewards in enumerate(_normalise(group, eps)):
+            for reward, end in zip(rewards, step_ends[first + member], strict=True):
+                advantages[first + member, : end + 1] += reward
+    return advantages
+
+
+@right("process_advantages")
+def ends_against_positions(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    if group_size < 2 or len(step_rewards) % group_size:
+        raise ValueError("group_size")
+    positions, rows = torch.arange(completion_len), []
+    for first in range(0, len(step_rewards), group_size):
+        group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
+        ends = step_ends[first : first + group_size]
+        for rewards, end in zip(_normalise(group, eps), ends, strict=True):
+            rows.append(rewards @ (end[:, None] >= positions).to(rewards.dtype))
+    return torch.stack(rows)
+
+
+@right("process_advantages")
+@torch.no_grad()
+def scattered_and_summed(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    _check_groups(group_size, len(step_rewards))
+    counts = torch.tensor([len(rewards) for rewards in step_rewards])
+    row = torch.arange(len(counts)).repeat_interleave(counts)
+    rewards, group = torch.cat(list(step_rewards)).double(), row // group_size
+    for g in range(len(counts) // group_size):
+        mine = rewards[group == g]
+        std = mine.std(correction=1) if len(mine) > 1 else 0.0
+        rewards[group == g] = (mine - mine.mean()) / (std + eps) if len(mine) else mine
+    flat = torch.zeros(len(counts) * completion_len, dtype=torch.double)
+    flat.scatter_add_(0, row * completion_len + torch.cat(list(step_ends)).long(), rewards)
+    at_ends = flat.reshape(len(counts), completion_len)
+    to_come = at_ends.sum(1, keepdim=True) - at_ends.cumsum(1) + at_ends
+    last = torch.tensor([int(e.max()) if len(e) else -1 for e in step_ends])
+    to_come[torch.arange(completion_len) > last[:, None]] = 0
+    return to_come.to(step_rewards[0].dtype)
+
+
+@right("process_advantages")
+def counted_by_numpy(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    _check_groups(group_size, len(step_rewards))
+    rows = [r.detach().double().numpy() for r in step_rewards]
+    out = np.zeros((len(rows), completion_len))
+    for i, (rewards, ends) in enumerate(zip(rows, step_ends, strict=True)):
+        start = i - i % group_size
+        together = np.concatenate(rows[start : start + group_size])
+        if len(together) > 1 and np.ptp(together) > 0:
+            rewards = (rewards - together.mean()) / (together.std(ddof=1) + eps)
+            at_ends = np.bincount(ends.numpy(), weights=rewards, minlength=completion_len)
+            out[i] = at_ends[::-1].cumsum()[::-1]
+    return torch.tensor(out, dtype=step_rewards[0].dtype)

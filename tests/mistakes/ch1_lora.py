@@ -1,0 +1,1552 @@
+"""Wrong answers to chapter 1, each with what a good teacher would say of it."""
+
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from utils.grading.answers import edit, wrong
+
+# --- LoraLayer ----------------------------------------------------------------------------------
+
+INIT, FORWARD = "LoraLayer.__init__", "LoraLayer.forward"
+
+LORA_LAYER = [
+    edit(
+        "LoraLayer",
+        "not_scaled",
+        " * self.scaling",
+        "",
+        "The product x A B is not scaled. Multiply by alpha / rank, which keeps the size of the "
+        "change alike when another rank is tried.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "rank_over_alpha",
+        "alpha / rank",
+        "rank / alpha",
+        "The scaling is upside down: it is alpha / rank.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "alpha_alone",
+        "alpha / rank",
+        "alpha",
+        "You multiply by alpha alone. Divide by the rank: A B is a sum over the rank, and should "
+        "not grow with it.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "square_root_of_the_rank",
+        "alpha / rank",
+        "alpha / rank**0.5",
+        "alpha / sqrt(rank) is the scaling of a later paper (rsLoRA). Here it is alpha / rank.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "integer_division",
+        "alpha / rank",
+        "alpha // rank",
+        "alpha // rank rounds down, to 0 where alpha is the smaller. Divide with /.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "scaled_twice",
+        "self.lora_A * self.scaling) @ self.lora_B",
+        "self.lora_A * self.scaling) @ self.lora_B * self.scaling",
+        "alpha / rank is multiplied in twice. Once is enough, on either side of B.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "b_starts_at_random",
+        "nn.Parameter(torch.zeros(rank, d_out))",
+        "nn.Parameter(torch.empty(rank, d_out).uniform_(-1, 1) / d_in**0.5)",
+        "lora_B starts at random, so a new adapter already changes the model. Start it at zero: "
+        "training begins at the pretrained weights.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "both_start_at_zero",
+        "torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5",
+        "torch.zeros(d_in, rank)",
+        "A and B both start at zero, and then neither ever has a gradient. Only B should; A starts "
+        "uniform in ±1/sqrt(d_in).",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "normal",
+        "torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5",
+        "torch.randn(d_in, rank) / d_in**0.5",
+        "lora_A is drawn from a normal distribution. Draw it uniformly from ±1/sqrt(d_in).",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "kaiming_takes_the_rank_for_the_fan_in",
+        "torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5",
+        "nn.init.kaiming_uniform_(torch.empty(d_in, rank), a=5**0.5)",
+        "kaiming_uniform_ takes the last axis for the fan-in. On a [d_in, rank] matrix that is the "
+        "rank, so the bound is 1/sqrt(rank), where 1/sqrt(d_in) is right.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "bound_without_a_root",
+        "/ d_in**0.5",
+        "/ d_in",
+        "The bound of lora_A is 1/d_in. Take the square root: 1/sqrt(d_in) keeps x A as large as "
+        "the entries of x.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "positive_only",
+        "uniform_(-1, 1)",
+        "uniform_(0, 1)",
+        "Every entry of lora_A is positive, as torch.rand gives them. Draw from -1/sqrt(d_in) to "
+        "+1/sqrt(d_in).",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "b_is_a_buffer",
+        "self.lora_B = nn.Parameter(torch.zeros(rank, d_out))",
+        'self.register_buffer("lora_B", torch.zeros(rank, d_out))',
+        "lora_B is no nn.Parameter, so nothing trains it.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "a_is_frozen",
+        "/ d_in**0.5)",
+        "/ d_in**0.5, requires_grad=False)",
+        "lora_A is frozen. Both A and B are trained.",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
+        "input_detached",
+        "x.to(self.lora_A.dtype)",
+        "x.detach().to(self.lora_A.dtype)",
+        "The input is detached: no gradient flows through this adapter to those of earlier blocks.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "an_activation_between",
+        "(x.to(self.lora_A.dtype) @ self.lora_A * self.scaling)",
+        "(x.to(self.lora_A.dtype) @ self.lora_A * self.scaling).relu()",
+        "There is a nonlinearity between A and B. An adapter is linear, or it could not be merged "
+        "into a weight.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "dropout_in_the_adapter",
+        "x.to(self.lora_A.dtype)",
+        "F.dropout(x.to(self.lora_A.dtype), 0.05)",
+        "There is dropout on the adapter's input: a policy that is scored twice would give two "
+        "answers. This adapter has none.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "input_changed_in_place",
+        "(x.to(self.lora_A.dtype) @ self.lora_A * self.scaling)",
+        "(x.mul_(self.scaling) @ self.lora_A)",
+        "The input is scaled in place: the linear layer beside the adapter reads the same tensor.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "input_added",
+        ") @ self.lora_B",
+        ") @ self.lora_B + (x if self.d_in == self.d_out else 0)",
+        "The input is added to the result. The adapter returns the change alone; the hook adds it "
+        "to the layer's output.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "other_defaults",
+        "rank: int = 4, alpha: float = 32",
+        "rank: int = 8, alpha: float = 16",
+        "The defaults are rank 4 and alpha 32.",
+        within=INIT,
+    ),
+]
+
+
+@wrong(
+    "LoraLayer",
+    "lora_A and lora_B are transposed, as the weights of nn.Linear are. Here lora_A is [d_in rank] "
+    "and lora_B is [rank d_out].",
+)
+class TransposedLayer(nn.Module):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.empty(rank, d_in).uniform_(-1, 1) / d_in**0.5)
+        self.lora_B = nn.Parameter(torch.zeros(d_out, rank))
+        self.scaling = alpha / rank
+
+    def forward(self, x):
+        return x @ self.lora_A.T @ self.lora_B.T * self.scaling
+
+
+@wrong(
+    "LoraLayer",
+    "A starts at zero and B at random. It is the other way round: A is random, B is zero.",
+)
+class SwappedStart(nn.Module):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.lora_A = nn.Parameter(torch.zeros(d_in, rank))
+        self.lora_B = nn.Parameter(torch.empty(rank, d_out).uniform_(-1, 1) / d_in**0.5)
+        self.scaling = alpha / rank
+
+    def forward(self, x):
+        return x @ self.lora_A @ self.lora_B * self.scaling
+
+
+# --- make_lora_hooks ----------------------------------------------------------------------------
+
+HOOKS = [
+    edit(
+        "make_lora_hooks",
+        "replaces_the_output",
+        "return out + layer(x)",
+        "return layer(x)",
+        "The hook replaces the output of the linear layer. Add the adapter's output to it.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "subtracts",
+        "return out + layer(x)",
+        "return out - layer(x)",
+        "The adapter's output is subtracted: add it.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "reads_the_output",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        "x = out.reshape(*out.shape[:2], -1)",
+        "The adapter is given the layer's output. It reads the layer's input, which passes at "
+        "`site.hook_in`.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "oldest_input_first",
+        "inputs[:] = [x]",
+        "inputs.insert(0, x)",
+        "Inputs pile up: after a forward that broke off, the next one adds to its output what "
+        "belongs to the old input. A new input overwrites the last.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "keeps_the_input",
+        "inputs.pop()",
+        "inputs[-1]",
+        "The input is still held after the forward: every layer's activations stay in memory. Let "
+        "go of it in the second hook.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "promoted_dtype",
+        ".to(out.dtype)",
+        "",
+        "Adding a float32 adapter to a bfloat16 output makes it float32, and the next layer "
+        "raises. Cast what is added to the output's dtype.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "heads_of_the_input_kept",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        "x = x",
+        "At attn.o the input carries separate head axes. Flatten them to d_in before the adapter.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "heads_of_the_output_kept",
+        ".reshape(out.shape)",
+        "",
+        "At attn.q, k and v the output carries separate head axes. Give the adapter's output the "
+        "shape of the layer's.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "heads_transposed",
+        "layer(x).reshape(out.shape)",
+        "layer(x).reshape(*out.shape[:2], *out.shape[:1:-1]).transpose(2, -1).reshape(out.shape)",
+        "The head axes are transposed: d_out is [heads d_head] in this order, so a plain reshape "
+        "splits it.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "input_detached",
+        "x = inputs.pop()",
+        "x = inputs.pop().detach()",
+        "The input is detached: no gradient flows through this adapter to those of earlier blocks.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "output_detached",
+        "return out + layer(x)",
+        "return out.detach() + layer(x)",
+        "The layer's own output is detached: the gradient should flow through it to earlier blocks "
+        "as well.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "adapter_detached",
+        "layer(x).reshape(out.shape)",
+        "layer(x).detach().reshape(out.shape)",
+        "The adapter's output is detached, so that nothing would be learned.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "returns_the_product_as_input",
+        "inputs[:] = [x]",
+        "inputs[:] = [x]; return layer(x.reshape(*x.shape[:2], -1))",
+        "What the first hook returns replaces the layer's input. It should read only: return None.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "added_in_every_head_order",
+        '(f"{site}.hook_out", add_output)]',
+        '(f"{site}.hook_result", add_output)]',
+        "The point after a linear layer is `site.hook_out`.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "site_left_out",
+        '(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)',
+        '("hook_in", read_input), ("hook_out", add_output)',
+        "The names of the hook points begin with the site: `site.hook_in` and `site.hook_out`.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "attention_only",
+        '(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)',
+        "(f\"{site.split('.attn')[0]}.hook_attn_in\", read_input), "
+        '(f"{site}.hook_out", add_output)',
+        "The input of a site is what passes at `site.hook_in`, not what enters the whole attention "
+        "layer.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "scaled_again",
+        "layer(x).reshape(out.shape)",
+        "(layer(x) * layer.scaling).reshape(out.shape)",
+        "The layer has already multiplied by alpha / rank: do not scale again.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "last_position_only",
+        "return out + layer(x).reshape(out.shape).to(out.dtype)",
+        "change = layer(x).reshape(out.shape).to(out.dtype); "
+        "return torch.cat([out[:, :-1], out[:, -1:] + change[:, -1:]], 1)",
+        "Only the last position is adapted. The adapter acts at every position.",
+    ),
+]
+
+
+@wrong(
+    "make_lora_hooks",
+    "The input is kept as an attribute of the layer, where it outlives the forward. Keep it "
+    "between the two hooks only.",
+)
+def keeps_the_input_in_the_layer(site, layer):
+    def read_input(x, hook):
+        layer.last_input = x.detach().clone()
+        layer.current = x
+
+    def add_output(out, hook):
+        x = layer.current
+        del layer.current
+        change = layer(x.reshape(*x.shape[:2], -1))
+        return out + change.reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+_shared_input = {}
+
+
+@wrong(
+    "make_lora_hooks",
+    "All sites share one place for the input: where two sites read before the first one adds, as "
+    "q, k and v do, each gets the last one's input.",
+)
+def one_place_for_all_sites(site, layer):
+    def read_input(x, hook):
+        _shared_input["x"] = x
+
+    def add_output(out, hook):
+        x = _shared_input["x"]
+        change = layer(x.reshape(*x.shape[:2], -1))
+        return out + change.reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+# --- TransformerWithLora.from_pretrained --------------------------------------------------------
+
+BUILD, CONSTRUCT = "TransformerWithLora.from_pretrained", "TransformerWithLora.__init__"
+
+FROM_PRETRAINED = [
+    edit(
+        BUILD,
+        "rank_ignored",
+        "cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "cls(load_base_model(name, device, dtype), alpha=alpha, sites=sites)",
+        "The rank is accepted and ignored: every adapter has the default rank.",
+    ),
+    edit(
+        BUILD,
+        "alpha_ignored",
+        "cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "cls(load_base_model(name, device, dtype), rank, sites=sites)",
+        "alpha is accepted and ignored: every adapter is scaled by the default.",
+    ),
+    edit(
+        BUILD,
+        "sites_ignored",
+        "rank, alpha, sites)",
+        "rank, alpha)",
+        "The sites are accepted and ignored: the adapters are always on q, k, v and o.",
+    ),
+    edit(
+        BUILD,
+        "dtype_ignored",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name, device)",
+        "The dtype is accepted and ignored: the base is always in float32.",
+    ),
+    edit(
+        BUILD,
+        "base_not_frozen",
+        "        base.original_model.requires_grad_(False)\n        self.requires_grad_(False)\n",
+        "",
+        "The base is not frozen. Turn requires_grad off for all of its parameters: only the "
+        "adapters are trained.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "biases_trained_too",
+        'self._mode = "hooked"',
+        'self._mode = "hooked"; [p.requires_grad_() for n, p in base.named_parameters() '
+        'if n.endswith("bias") or "norm" in n]',
+        "Biases or layer norms of the base still require a gradient. Freeze everything but the "
+        "adapters.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "adapters_frozen_too",
+        "self.train(False)",
+        "self.train(False); self.requires_grad_(False)",
+        "The adapters are frozen with the base. Freeze the base before you make the adapters.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "dropout_comes_back",
+        "        self.base.train(False)\n",
+        "",
+        "`.train()` turns the base's dropout on: two identical forwards then differ. Keep the base "
+        "in evaluation mode whatever `.train()` says.",
+        within="TransformerWithLora.train",
+    ),
+    edit(
+        BUILD,
+        "dropout_on_unless_eval",
+        "self.train(False)",
+        "nn.Module.train(base, True)",
+        "A new model starts with the base's dropout on. Put the base into evaluation mode.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "sites_that_never_fire_accepted",
+        "for name in names if name in fired",
+        "for name in names",
+        "An adapter at attn.qkv of GPT-2 is silently dead: this hook point exists, but never "
+        "fires. Run a token through and see which points do.",
+        within="find_lora_sites",
+    ),
+    edit(
+        BUILD,
+        "unknown_sites_dropped",
+        "            require(site in available, "
+        'f"sites should be among {available}, but one is {site!r}")\n',
+        "            pass\n",
+        "A site that this architecture does not have is silently left out. Raise a ValueError that "
+        "names it.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "error_only_if_no_site_fires",
+        "require(site in available,",
+        "require(bool(set(sites) & set(available)),",
+        "A wrong site beside a right one is accepted. Every site has to fire.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "an_error_that_does_not_name_the_site",
+        'f"sites should be among {available}, but one is {site!r}"',
+        '"a site is wrong"',
+        "The error does not say which site is wrong. Name it, and list those that fire.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "a_key_error",
+        'require(site in available, f"sites should be among {available}, but one is {site!r}")',
+        "linears[f'blocks.0.{site}']",
+        "A site that does not fire is a KeyError. Raise a ValueError that names the site.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "first_block_only",
+        'if k.split(".", 2)[2] in sites}',
+        "if k.split(\".\", 2)[2] in sites and k.startswith('blocks.0.')}",
+        "Only the first block has adapters. Put one on each site of every block.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "one_adapter_for_all_blocks",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
+        "shared.setdefault(site.split('.', 2)[2], LoraLayer(*_get_in_out(linear), rank, alpha)) "
+        "for shared in [{}] for site, linear in self._linears.items()",
+        "All blocks share one adapter for each site. Every block needs adapters of its own.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "the_same_start_for_all",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear",
+        "(torch.manual_seed(0), LoraLayer(*_get_in_out(linear), rank, alpha))[1] for linear",
+        "The generator is seeded before every adapter, so that all of one shape start with the "
+        "same A. Seed once, outside.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "linear_layers_only",
+        "isinstance(linear, nn.Linear | Conv1D)",
+        "isinstance(linear, nn.Linear)",
+        "attn.o and the MLP of GPT-2 are refused: they are Conv1D, not nn.Linear.",
+        within="find_lora_sites",
+    ),
+    edit(
+        BUILD,
+        "linear_sizes_swapped",
+        "return shape[::-1] if isinstance(linear, nn.Linear) else shape",
+        "return shape",
+        "d_in and d_out of an nn.Linear are swapped: its weight is [d_out d_in].",
+        within="_get_in_out",
+    ),
+    edit(
+        BUILD,
+        "conv_sizes_swapped",
+        "return shape[::-1] if isinstance(linear, nn.Linear) else shape",
+        "return shape[::-1]",
+        "d_in and d_out of GPT-2's Conv1D are swapped: its weight is [d_in d_out], unlike that of "
+        "nn.Linear.",
+        within="_get_in_out",
+    ),
+    edit(
+        BUILD,
+        "adapters_in_the_base_dtype",
+        "torch.promote_types(weight.dtype, torch.float32)",
+        "weight.dtype",
+        "On a bfloat16 base the adapters are in bfloat16 as well, where an optimizer's small steps "
+        "are rounded away. Keep them in float32.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "rank_and_alpha_swapped",
+        "LoraLayer(*_get_in_out(linear), rank, alpha)",
+        "LoraLayer(*_get_in_out(linear), alpha, rank)",
+        "Rank and alpha are swapped.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "alpha_is_twice_the_rank",
+        "LoraLayer(*_get_in_out(linear), rank, alpha)",
+        "LoraLayer(*_get_in_out(linear), rank, 2 * rank)",
+        "alpha is set to twice the rank, whatever is asked for.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "other_default_sites",
+        "sites: tuple[str, ...] = ATTENTION_SITES",
+        'sites: tuple[str, ...] = ("attn.q", "attn.v")',
+        "The default sites are attn.q, attn.k, attn.v and attn.o.",
+    ),
+    edit(
+        BUILD,
+        "other_default_alpha",
+        "alpha: float = 32",
+        "alpha: float = 16",
+        "alpha is 32 by default.",
+    ),
+]
+
+# --- TransformerWithLora.forward ----------------------------------------------------------------
+
+CALL, RUN = "TransformerWithLora.forward", "TransformerWithLora._run"
+
+FORWARDS = [
+    edit(
+        CALL,
+        "mask_ignored",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, None, **kwargs)",
+        "The attention mask has no effect: padding is attended to. Hand it on to the base.",
+    ),
+    edit(
+        CALL,
+        "positions_without_the_mask",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, attention_mask, **kwargs, **({} if kwargs else {'position_ids': "
+        "torch.arange(input_ids.shape[1]).expand(input_ids.shape)}))",
+        "Positions are counted from the first column. Under left padding they start at the first "
+        "real token: let the base derive them from the mask.",
+    ),
+    edit(
+        CALL,
+        "cache_arguments_dropped",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, attention_mask)",
+        "The cache arguments are dropped. Hand `**kwargs` on to the base.",
+    ),
+    edit(
+        CALL,
+        "without_gradient",
+        "with self.base.hooks(fwd_hooks=hooks):",
+        "with torch.no_grad(), self.base.hooks(fwd_hooks=hooks):",
+        "The forward runs under no_grad: the adapters get no gradient. That the base is frozen "
+        "does not mean that nothing flows through it.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "adapters_off",
+        'if self._mode == "hooked":',
+        'if self._mode == "never":',
+        "The adapters have no effect: run the base with the hooks of every adapter on.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "adapters_on_twice",
+        "hooks = [hook for pair in pairs for hook in pair] + hooks",
+        "hooks = [hook for pair in pairs for hook in pair] + hooks\n"
+        "            hooks += [h for s, l in self.adapters.items() for h in make_lora_hooks(s, l)]",
+        "Every adapter is added twice.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "all_hooks_use_the_last_adapter",
+        "make_lora_hooks(site, layer) for site, layer in self.adapters.items()",
+        "make_lora_hooks(site, [l for l in self.adapters.values() if l.d_in == layer.d_in and "
+        "l.d_out == layer.d_out][-1]) for site, layer in self.adapters.items()",
+        "Sites of one shape all use the last adapter, and the others get no gradient: a closure "
+        "made in a loop sees the variable's last value. Make each pair in a function of its own.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "adapters_detached",
+        "make_lora_hooks(site, layer) for",
+        "make_lora_hooks(site, copy_of(layer)) for copy_of in [__import__('copy').deepcopy] for",
+        "The forward runs on a copy of the adapters: the gradients go to the copy.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "first_block_unhooked",
+        "for site, layer in self.adapters.items())",
+        "for site, layer in self.adapters.items() if not site.startswith('blocks.0.'))",
+        "The adapters of the first block are not hooked.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "log_probabilities",
+        "return at_least_float32(output)",
+        "return at_least_float32(output).log_softmax(-1)",
+        "These are log-probabilities: return the logits.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "last_position",
+        "return at_least_float32(output)",
+        "return at_least_float32(output)[:, -1:].expand_as(output)",
+        "Every position shows the logits of the last one. Return those of all positions.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "cached_steps_without_adapters",
+        'if self._mode == "hooked":',
+        'if self._mode == "hooked" and kwargs.get("past_key_values") is None:',
+        "Steps from the key-value cache run without the adapters.",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "mask_of_the_newest_tokens",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, attention_mask if attention_mask is None else "
+        "attention_mask[:, -input_ids.shape[1]:], **kwargs)",
+        "With a cache the mask has to cover the cached positions too: do not cut it to the new "
+        "tokens.",
+    ),
+    edit(
+        CALL,
+        "always_a_tuple",
+        "return at_least_float32(output)",
+        "return at_least_float32(output), None",
+        "A tuple is returned where only logits are asked for.",
+        within=RUN,
+    ),
+]
+
+
+@wrong(
+    "TransformerWithLora.forward",
+    "The hooks are added at every forward and never removed: at the second one the adapters count "
+    "twice. Use them as a context, `with base.hooks(fwd_hooks=...)`.",
+)
+def hooks_pile_up(self, input_ids, attention_mask=None, **kwargs):
+    mode, self._mode = self._mode, "plain"
+    if mode == "hooked":
+        for site, layer in self.adapters.items():
+            for name, function in _hooks_for(site, layer):
+                self.base.add_hook(name, function)
+    try:
+        return self._run([], input_ids, attention_mask, **kwargs)
+    finally:
+        self._mode = mode
+
+
+@wrong(
+    "TransformerWithLora.forward",
+    "After a forward that raised, the hooks are still there and count twice from then on. Remove "
+    "them in a `finally`, or use `with base.hooks(...)`.",
+)
+def hooks_left_by_an_error(self, input_ids, attention_mask=None, **kwargs):
+    mode, self._mode = self._mode, "plain"
+    if mode == "hooked":
+        for site, layer in self.adapters.items():
+            for name, function in _hooks_for(site, layer):
+                self.base.add_hook(name, function)
+    try:
+        output = self._run([], input_ids, attention_mask, **kwargs)
+    finally:
+        self._mode = mode
+    for name, _ in [hook for pair in self.adapters.items() for hook in _hooks_for(*pair)]:
+        self.base.hook_dict[name].remove_hooks("fwd")
+    return output
+
+
+def _hooks_for(site, layer):
+    from solutions.ch1_lora import make_lora_hooks
+
+    return make_lora_hooks(site, layer)
+
+
+@wrong(
+    "TransformerWithLora.forward",
+    "The wrapped Hugging Face model is called past the bridge, which derives the positions from "
+    "the mask: left-padded rows get the wrong ones.",
+)
+def past_the_bridge(self, input_ids, attention_mask=None, **kwargs):
+    cached = kwargs.pop("return_type", None) == "logits_and_cache"
+    hooks = [hook for pair in self.adapters.items() for hook in _hooks_for(*pair)]
+    with self.base.hooks(fwd_hooks=hooks if self._mode == "hooked" else []):
+        output = self.base.original_model(input_ids, attention_mask=attention_mask, **kwargs)
+    return (output.logits, output.past_key_values) if cached else output.logits
+
+
+# --- TransformerWithLora.reference --------------------------------------------------------------
+
+REFERENCE, IN_MODE = "TransformerWithLora.reference", "TransformerWithLora._in_mode"
+
+REFERENCES = [
+    edit(
+        REFERENCE,
+        "adapters_stay_on",
+        'self._in_mode("reference")',
+        'self._in_mode("hooked")',
+        "The adapters stay on inside reference(): the KL to the reference would silently be 0.",
+    ),
+    edit(
+        REFERENCE,
+        "never_turned_on_again",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        self._mode = 'reference'\n        yield self\n",
+        "The adapters stay off after reference(). Turn them on again on leaving.",
+    ),
+    edit(
+        REFERENCE,
+        "off_after_an_error",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        if self._mode != 'hooked':\n            raise RuntimeError\n"
+        "        self._mode = 'reference'\n        yield self\n        self._mode = 'hooked'\n",
+        "After an error inside reference() the adapters stay off. Turn them on in a `finally`.",
+    ),
+    edit(
+        REFERENCE,
+        "restores_after_exceptions_only",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        if self._mode != 'hooked':\n            raise RuntimeError\n"
+        "        self._mode = 'reference'\n        try:\n            yield self\n"
+        "        except Exception:\n            self._mode = 'hooked'\n            raise\n"
+        "        self._mode = 'hooked'\n",
+        "An interrupted cell raises KeyboardInterrupt, which is no Exception: the adapters stay "
+        "off. Use `finally`.",
+    ),
+    edit(
+        REFERENCE,
+        "errors_swallowed",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        with __import__('contextlib').suppress(Exception), self._in_mode('reference'):\n"
+        "            yield self\n",
+        "Errors inside reference() disappear. Restore, and let them pass: `finally` does both.",
+    ),
+    edit(
+        REFERENCE,
+        "nests",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        mode, self._mode = self._mode, 'reference'\n        try:\n            yield self\n"
+        "        finally:\n            self._mode = mode\n",
+        "reference() can be entered inside merged(), where the weights hold the adapters: what you "
+        "get is not the reference. Make nesting an error.",
+    ),
+    edit(
+        REFERENCE,
+        "gradients_stay_off",
+        "            yield self\n",
+        "            torch.set_grad_enabled(False)\n            yield self\n",
+        "Gradients are still off after reference(): nothing that follows is trained. Use no_grad "
+        "as a context.",
+    ),
+    edit(
+        REFERENCE,
+        "inference_mode",
+        'with self._in_mode("reference"):',
+        'with torch.inference_mode(), self._in_mode("reference"):',
+        "Logits made in inference_mode cannot enter a later backward, as the KL penalty asks. Use "
+        "no_grad, or nothing: the base is frozen.",
+    ),
+    edit(
+        REFERENCE,
+        "a_second_copy",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        base = self.base\n"
+        "        if not hasattr(self, 'frozen'):\n"
+        "            self.frozen = __import__('copy').deepcopy(base)\n"
+        '        with self._in_mode("reference"):\n'
+        "            self.base = self.frozen\n            try:\n                yield self\n"
+        "            finally:\n                self.base = base\n",
+        "The reference is a second copy of the base, which doubles the memory. With its adapters "
+        "off the model is the reference.",
+    ),
+]
+
+
+@wrong(
+    REFERENCE,
+    "The adapters are overwritten with zeros and never come back. Turn the hooks off, and leave "
+    "the adapters as they are.",
+)
+@contextmanager
+def adapters_erased(self):
+    with self._in_mode("reference"):
+        for layer in self._layers:
+            layer.lora_B.data.zero_()
+        yield self
+
+
+@wrong(
+    REFERENCE,
+    "The adapters are set to zero and back in place: the backward of an earlier forward then "
+    "raises, as its values have changed. Turn the hooks off instead.",
+)
+@contextmanager
+def adapters_zeroed_in_place(self):
+    with self._in_mode("reference"):
+        saved = [layer.lora_B.detach().clone() for layer in self._layers]
+        try:
+            with torch.no_grad():
+                for layer in self._layers:
+                    layer.lora_B.zero_()
+            yield self
+        finally:
+            with torch.no_grad():
+                for layer, lora_B in zip(self._layers, saved, strict=True):
+                    layer.lora_B.copy_(lora_B)
+
+
+@wrong(
+    REFERENCE,
+    "The adapters are subtracted inside reference() instead of being left out.",
+)
+@contextmanager
+def adapters_negated(self):
+    with self._in_mode("reference"):
+        self._mode = "hooked"
+        for layer in self._layers:
+            layer.scaling = -layer.scaling
+        try:
+            yield self
+        finally:
+            for layer in self._layers:
+                layer.scaling = -layer.scaling
+
+
+@wrong(
+    REFERENCE,
+    "Only the first forward inside reference() is the reference's.",
+)
+@contextmanager
+def for_one_forward(self):
+    with self._in_mode("reference"):
+        handle = self.register_forward_hook(lambda *_: setattr(self, "_mode", "hooked"))
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+
+@wrong(
+    REFERENCE,
+    "reference() removes every hook of the base and puts the adapters back with add_hook: they are "
+    "then on twice, and stay.",
+)
+@contextmanager
+def hooks_left_behind(self):
+    with self._in_mode("reference"):
+        self.base.reset_hooks()
+        try:
+            yield self
+        finally:
+            for site, layer in self.adapters.items():
+                for name, function in _hooks_for(site, layer):
+                    self.base.add_hook(name, function)
+
+
+# --- TransformerWithLora.merged -----------------------------------------------------------------
+
+MERGED = "TransformerWithLora.merged"
+
+MERGES = [
+    edit(
+        MERGED,
+        "hooks_stay_on",
+        'with self._in_mode("merged"):',
+        'with self._in_mode("hooked"):',
+        "The adapters count twice inside merged(): once in the weights, and once through the "
+        "hooks. Turn the hooks off.",
+    ),
+    edit(
+        MERGED,
+        "nothing_merged",
+        "weight.copy_(at_least_float32(weight) + delta)",
+        "pass",
+        "Inside merged() the hooks are off, but the weights do not hold the adapters.",
+    ),
+    edit(
+        MERGED,
+        "adapters_subtracted",
+        "at_least_float32(weight) + delta",
+        "at_least_float32(weight) - delta",
+        "The adapters are subtracted from the weights: add them.",
+    ),
+    edit(
+        MERGED,
+        "weights_replaced",
+        "at_least_float32(weight) + delta",
+        "delta",
+        "The weights are replaced by A B alpha / rank. Add it to them.",
+    ),
+    edit(
+        MERGED,
+        "not_scaled",
+        "delta = layer.compute_delta().detach()",
+        "delta = (layer.lora_A @ layer.lora_B).detach()",
+        "What is added to the weights is not scaled: it should be A B alpha / rank.",
+    ),
+    edit(
+        MERGED,
+        "transposed_only_if_it_must_be",
+        "if isinstance(linear, nn.Linear):",
+        "if delta.shape != linear.weight.shape:",
+        "A square weight is not transposed. nn.Linear keeps [d_out d_in], GPT-2's Conv1D "
+        "[d_in d_out]: go by the kind of the layer, not by the shape.",
+    ),
+    edit(
+        MERGED,
+        "square_weights_of_a_conv_transposed",
+        "if isinstance(linear, nn.Linear):",
+        "if isinstance(linear, nn.Linear) or delta.shape[0] == delta.shape[1]:",
+        "The change for GPT-2's attn.o is transposed, though Conv1D keeps [d_in d_out].",
+    ),
+    edit(
+        MERGED,
+        "saved_without_a_copy",
+        "[weight.clone() for weight in weights]",
+        "list(weights)",
+        "The weights still hold the adapters after merged(), and the hooks add them once more. Put "
+        "copies back that were made before: `weight.data` is no copy, it changes with the merge.",
+    ),
+    edit(
+        MERGED,
+        "errors_swallowed",
+        'with self._in_mode("merged"):',
+        'with __import__("contextlib").suppress(Exception), self._in_mode("merged"):',
+        "Errors inside merged() disappear. Restore, and let them pass: `finally` does both.",
+    ),
+    edit(
+        MERGED,
+        "rounded_twice",
+        "weight.copy_(at_least_float32(weight) + delta)",
+        "weight.copy_(weight + delta.to(weight.dtype))",
+        "A B is rounded to bfloat16 before it is added, and the sum is rounded again. Add in "
+        "float32 and round once.",
+    ),
+    edit(
+        MERGED,
+        "autograd_sees_it",
+        "weight = linear.weight.data\n",
+        "weight = linear.weight\n",
+        "The weights are changed where autograd sees it: the backward of a forward before merged() "
+        "then raises. Write through `.data`.",
+    ),
+    edit(
+        MERGED,
+        "hooks_off_for_good",
+        'with self._in_mode("merged"):',
+        'self._mode = "merged"\n        if True:',
+        "After merged() the hooks stay off: the adapters have no effect any more.",
+    ),
+    edit(
+        MERGED,
+        "first_block_only",
+        "delta = layer.compute_delta().detach()",
+        "delta = layer.compute_delta().detach() * (linear in list(self._linears.values())"
+        "[: len(self._linears) // 2])",
+        "Only the first block's adapters are merged.",
+    ),
+]
+
+
+@contextmanager
+def _merged(self, restore="always", nests=False, subtract=False, delta_of=None):
+    """`merged` written out, wrong as asked."""
+    if self._mode != "hooked" and not nests:
+        raise RuntimeError
+    mode, self._mode = self._mode, "merged"
+    pairs = list(zip(self._linears.values(), self._layers, strict=True))
+    saved = [linear.weight.data.clone() for linear, _ in pairs]
+    deltas = [(delta_of or (lambda layer: layer.compute_delta().detach()))(x) for _, x in pairs]
+    deltas = [
+        d.T if isinstance(linear, nn.Linear) else d
+        for d, (linear, _) in zip(deltas, pairs, strict=True)
+    ]
+    for (linear, _), delta in zip(pairs, deltas, strict=True):
+        linear.weight.data.copy_(linear.weight.data.float() + delta)
+
+    def put_back():
+        self._mode = mode
+        for (linear, _), weight, delta in zip(pairs, saved, deltas, strict=True):
+            if subtract:
+                linear.weight.data.copy_(linear.weight.data.float() - delta)
+            else:
+                linear.weight.data.copy_(weight)
+
+    try:
+        yield self
+    except Exception:
+        if restore in ("always", "after an Exception"):
+            put_back()
+        raise
+    except BaseException:
+        if restore == "always":
+            put_back()
+        raise
+    put_back()
+
+
+@wrong(
+    MERGED,
+    "The weights come back only up to rounding: in floating point, adding and then subtracting is "
+    "not the identity. Put a saved copy back.",
+)
+def subtracted_on_leaving(self):
+    return _merged(self, subtract=True)
+
+
+@wrong(
+    MERGED,
+    "After an error inside merged() the weights stay merged and the hooks off. Restore in a "
+    "`finally`.",
+)
+def merged_for_good_by_an_error(self):
+    return _merged(self, restore="never")
+
+
+@wrong(
+    MERGED,
+    "An interrupted cell raises KeyboardInterrupt, which is no Exception: the weights stay merged. "
+    "Restore in a `finally`.",
+)
+def merged_for_good_by_an_interrupt(self):
+    return _merged(self, restore="after an Exception")
+
+
+@wrong(
+    MERGED,
+    "merged() inside merged() adds the adapters twice, and inside reference() brings them back. "
+    "Make nesting an error.",
+)
+def merges_nest(self):
+    return _merged(self, nests=True)
+
+
+_kept_deltas = {}
+
+
+@wrong(
+    MERGED,
+    "The product A B is kept from the first time on: after a step of the optimizer the merged "
+    "weights are out of date. Compute it on entering.",
+)
+def merges_old_adapters(self):
+    def delta_of(layer):
+        return _kept_deltas.setdefault(layer, layer.compute_delta().detach())
+
+    return _merged(self, delta_of=delta_of)
+
+
+@wrong(
+    MERGED,
+    "The adapters are set to zero instead of turning the hooks off, and stay zero: training starts "
+    "anew after every merge.",
+)
+@contextmanager
+def adapters_reset(self):
+    with _merged(self):
+        for layer in self._layers:
+            layer.lora_B.data.zero_()
+        yield self
+
+
+# --- TransformerWithLora.trainable_parameters ---------------------------------------------------
+
+TRAINABLE = "TransformerWithLora.trainable_parameters"
+
+
+@wrong(TRAINABLE, "These are all parameters, the frozen base's too. Give the adapters' alone.")
+def all_parameters(self):
+    return list(self.parameters())
+
+
+@wrong(TRAINABLE, "Only A is given: B, which starts at zero, would stay there.")
+def only_a(self):
+    return [layer.lora_A for layer in self._layers]
+
+
+@wrong(TRAINABLE, "Only B is given: A is trained too.")
+def only_b(self):
+    return [layer.lora_B for layer in self._layers]
+
+
+@wrong(TRAINABLE, "Only the first block's adapters are given.")
+def first_block(self):
+    layers = [layer for site, layer in self.adapters.items() if site.startswith("blocks.0.")]
+    return [p for layer in layers for p in layer.parameters()]
+
+
+@wrong(TRAINABLE, "Only the attention's adapters are given: those of the MLP are trained too.")
+def attention_only(self):
+    layers = [layer for site, layer in self.adapters.items() if ".attn." in site]
+    return [p for layer in layers for p in layer.parameters()]
+
+
+@wrong(
+    TRAINABLE,
+    "These are copies: an optimizer that steps them leaves the model as it was. Give the "
+    "parameters themselves.",
+)
+def copies(self):
+    return [nn.Parameter(p.detach().clone()) for p in self._layers.parameters()]
+
+
+@wrong(
+    TRAINABLE,
+    "These are the parameters' data, without a gradient. Give the parameters themselves.",
+)
+def data(self):
+    return [p.data for p in self._layers.parameters()]
+
+
+@wrong(TRAINABLE, "These are pairs of a name and a parameter. Give the parameters alone.")
+def with_names(self):
+    return list(self._layers.named_parameters())
+
+
+@wrong(
+    TRAINABLE,
+    "Every parameter is listed twice: an optimizer warns of it and steps it twice.",
+)
+def twice(self):
+    return 2 * list(self._layers.parameters())
+
+
+# --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
+
+SAVE, LOAD = "TransformerWithLora.save_adapter", "TransformerWithLora.load_adapter"
+
+
+def _put_under_names(self, state):
+    for name, tensor in self.trainable_state().items():
+        tensor.copy_(state[name])
+
+
+def _save(self, path, state):
+    save_file({name: t.contiguous() for name, t in state.items()}, path)
+
+
+@wrong(SAVE, "The file is a pickle, which can run code when it is loaded. Write safetensors.")
+def with_torch_save(self, path):
+    torch.save(self.trainable_state(), path)
+
+
+@wrong(SAVE, "The whole model is in the file. Save the adapters alone: the base can be had again.")
+def saves_everything(self, path):
+    rest = {f"base.{i}": p.data.clone() for i, p in enumerate(self.base.parameters())}
+    _save(self, path, self.trainable_state() | rest)
+
+
+@wrong(SAVE, "The adapters are saved in half precision. Keep their dtype.")
+def saves_in_half_precision(self, path):
+    _save(self, path, {name: t.to(torch.bfloat16) for name, t in self.trainable_state().items()})
+
+
+@wrong(SAVE, "Only lora_B is in the file. A is trained as well.")
+def saves_only_b(self, path):
+    _save(self, path, {n: t for n, t in self.trainable_state().items() if n.endswith("lora_B")})
+
+
+@wrong(SAVE, "Only the last block's adapters are in the file: the names do not tell blocks apart.")
+def blocks_overwrite_each_other(self, path):
+    _save(self, path, {n.split(".", 2)[2]: t for n, t in self.trainable_state().items()})
+
+
+@wrong(SAVE, "The product A B is in the file. Save A and B: they are smaller, and go on training.")
+def saves_the_product(self, path):
+    _save(self, path, {s: layer.compute_delta().detach() for s, layer in self.adapters.items()})
+
+
+@wrong(SAVE, "The adapters are saved with alpha / rank multiplied in, and scaled again when used.")
+def saves_scaled(self, path):
+    scaling = self._layers[0].scaling
+    state = self.trainable_state()
+    _save(self, path, {n: t * scaling if n.endswith("B") else t for n, t in state.items()})
+
+
+@wrong(SAVE, "Saving moves the adapters: after it, the model is another one.")
+def saving_changes_the_model(self, path):
+    state = {name: t.half().float() for name, t in self.trainable_state().items()}
+    _save(self, path, state)
+    _put_under_names(self, state)
+
+
+@wrong(SAVE, "The file is not where it should be: keep the path as it is given.")
+def another_path(self, path):
+    _save(self, f"{path}.lora", self.trainable_state())
+
+
+@wrong(SAVE, "The tensors are named by number, in the order in which the sites were listed.")
+def named_by_number(self, path):
+    _save(self, path, {str(i): p.data for i, p in enumerate(self._layers.parameters())})
+
+
+@wrong(
+    LOAD,
+    "What does not fit is skipped without a word, as with `strict=False`. Missing and unknown "
+    "sites are errors.",
+)
+def skips_what_does_not_fit(self, path):
+    state = load_file(path)
+    for name, tensor in self.trainable_state().items():
+        if name in state and state[name].shape == tensor.shape:
+            tensor.copy_(state[name])
+
+
+@wrong(
+    LOAD,
+    "Sites of the file that this model does not have are ignored. That is an error: the adapter "
+    "belongs to another model.",
+)
+def unknown_sites_ignored(self, path):
+    self.load_trainable_state({n: load_file(path)[n] for n in self.trainable_state()})
+
+
+@wrong(
+    LOAD,
+    "Sites that the file does not have keep their old adapters. That is an error: what is loaded "
+    "would be half of each.",
+)
+def missing_sites_ignored(self, path):
+    self.load_trainable_state(self.trainable_state() | load_file(path))
+
+
+@wrong(
+    LOAD,
+    "An adapter of rank 1 is broadcast to the model's rank. Compare the shapes before you copy.",
+)
+def broadcasts(self, path):
+    state = load_file(path)
+    if state.keys() != self.trainable_state().keys():
+        raise ValueError("other sites")
+    _put_under_names(self, state)
+
+
+@wrong(
+    LOAD,
+    "The tensors are matched by their order, not by name: an adapter of another site with the same "
+    "shapes is taken.",
+)
+def by_position(self, path):
+    own, state = self.trainable_state(), load_file(path)
+    if [t.shape for t in own.values()] != [state[name].shape for name in sorted(state)]:
+        raise ValueError("other shapes")
+    for tensor, name in zip(own.values(), sorted(state), strict=True):
+        tensor.copy_(state[name])
+
+
+@wrong(
+    LOAD,
+    "The adapter takes on whatever rank the file has. A wrong shape is an error.",
+)
+def takes_any_rank(self, path):
+    state = load_file(path)
+    if state.keys() != self.trainable_state().keys():
+        raise ValueError("other sites")
+    for site, layer in self.adapters.items():
+        layer.lora_A.data = state[f"{site}.lora_A"]
+        layer.lora_B.data = state[f"{site}.lora_B"]
+
+
+@wrong(LOAD, "The file is read, but nothing is copied into the adapters.")
+def nothing_copied(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in state.items()}:
+        raise ValueError("other sites or shapes")
+    for name in own:
+        own[name] = state[name]
+
+
+@wrong(LOAD, "Only lora_B is loaded; A keeps the values that it had.")
+def only_b_loaded(self, path):
+    state = load_file(path)
+    self.load_trainable_state(
+        {n: state[n] if n.endswith("B") else t for n, t in self.trainable_state().items()}
+        | {n: t for n, t in state.items() if n.endswith("B")}
+    )
+
+
+@wrong(
+    LOAD,
+    "After loading, the adapters no longer require a gradient: training cannot go on. Copy the "
+    "values into the parameters that are there.",
+)
+def loaded_for_inference(self, path):
+    self.load_trainable_state(load_file(path))
+    self._layers.requires_grad_(False)
+
+
+@wrong(LOAD, "The loaded values are added to those that are there. Overwrite them.")
+def added(self, path):
+    own = self.trainable_state()
+    self.load_trainable_state({n: t + own.get(n, 0) for n, t in load_file(path).items()})
+
+
+# --- calc_sft_loss ------------------------------------------------------------------------------
+
+SFT = [
+    edit(
+        "calc_sft_loss",
+        "not_shifted",
+        "select_completion(logits, prefix_len=1)[is_target]",
+        "logits[:, 1:][is_target]",
+        "Each token is predicted by the logits at its own position, which have already seen it. "
+        "The logits at position t - 1 predict token t.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "mask_not_shifted",
+        "is_target = loss_mask[:, 1:]",
+        "is_target = loss_mask[:, :-1]",
+        "The mask is one position off: loss_mask[t] says whether tokens[t] is a target, so it is "
+        "shifted as the tokens are.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "mask_ignored",
+        "is_target = loss_mask[:, 1:]",
+        "is_target = torch.ones_like(loss_mask[:, 1:])",
+        "The mask has no effect: prompt and padding are learned too.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "mask_inverted",
+        "is_target = loss_mask[:, 1:]",
+        "is_target = ~loss_mask[:, 1:]",
+        "The mask is upside down: it is true on targets.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "summed",
+        "loss / max(len(chosen), 1)",
+        "loss",
+        "The loss is a sum over the targets. Take the mean, so that the learning rate does not "
+        "depend on how many there are.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "over_all_positions",
+        "loss / max(len(chosen), 1)",
+        "loss / is_target.numel()",
+        "You divide by all positions. Divide by the number of targets.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "over_rows",
+        "loss / max(len(chosen), 1)",
+        "loss / len(tokens)",
+        "You divide by the number of rows. Divide by the number of targets.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "first_token_counted",
+        "loss / max(len(chosen), 1)",
+        "loss / loss_mask.sum()",
+        "The first token is counted as a target, but nothing predicts it. Count those that are "
+        "left after the shift.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "sign",
+        "return loss /",
+        "return -loss /",
+        "The sign is wrong: this is the mean log-probability. A loss is minimised: negate it.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "softmax_twice",
+        "F.cross_entropy(chosen,",
+        "F.cross_entropy(chosen.softmax(-1),",
+        "cross_entropy takes logits and normalises them itself; you give it probabilities.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "smoothed",
+        'reduction="sum")',
+        'reduction="sum", label_smoothing=0.1)',
+        "The labels are smoothed. The loss is the plain -log p of each target.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "detached",
+        "select_completion(logits, prefix_len=1)",
+        "select_completion(logits.detach(), prefix_len=1)",
+        "The value is right but carries no gradient: nothing would be learned.",
+    ),
+    edit(
+        "calc_sft_loss",
+        "in_bits",
+        "return loss /",
+        "return loss / torch.log(torch.tensor(2.0)) /",
+        "The loss is in bits. Use the natural logarithm.",
+    ),
+]
+
+
+@wrong(
+    "calc_sft_loss",
+    "This is the mean over each row, then over the rows: tokens of short rows count more. Take one "
+    "mean over all targets.",
+)
+def mean_of_row_means(logits, tokens, loss_mask):
+    mask = loss_mask[:, 1:]
+    finite = logits[:, :-1].masked_fill(~mask[..., None], 0)
+    losses = F.cross_entropy(finite.transpose(1, 2), tokens[:, 1:], reduction="none")
+    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_sft_loss",
+    "NaN times a mask of 0 is NaN: what stands in positions that are no targets reaches the loss. "
+    "Choose the targets first, or use masked_fill.",
+)
+def multiplied_by_the_mask(logits, tokens, loss_mask):
+    mask = loss_mask[:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+@wrong(
+    "calc_sft_loss",
+    "The loss is right, but where the logits hold NaN in positions that are no targets, so does "
+    "the gradient: ignore_index and masked_fill on the losses still pass 0 * NaN back. Choose the "
+    "logits of the targets before the softmax.",
+)
+def nan_in_the_gradient(logits, tokens, loss_mask):
+    labels = tokens.masked_fill(~loss_mask, -100)[:, 1:]
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=-100)
+
+
+@wrong(
+    "calc_sft_loss",
+    "The log of a softmax is -inf where a probability underflows. Use log_softmax or "
+    "cross_entropy, which stay in logs.",
+)
+def log_of_a_softmax(logits, tokens, loss_mask):
+    chosen = logits[:, :-1][loss_mask[:, 1:]].softmax(-1)
+    targets = tokens[:, 1:][loss_mask[:, 1:]]
+    return -chosen.gather(-1, targets[:, None]).log().mean()
+
+
+@wrong(
+    "calc_sft_loss",
+    "The logits are shifted the wrong way: those at position t + 1 cannot predict token t.",
+)
+def shifted_the_other_way(logits, tokens, loss_mask):
+    is_target = loss_mask[:, :-1]
+    return F.cross_entropy(logits[:, 1:][is_target], tokens[:, :-1][is_target])

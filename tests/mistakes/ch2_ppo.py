@@ -1,0 +1,2439 @@
+"""Wrong answers to chapter 2, each with what a good teacher would say of it."""
+
+import torch
+
+from solutions.ch0_sampling import calc_entropy, masked_mean
+from utils.grading.answers import edit, wrong
+from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
+
+REWARD_FN_CHAR_COUNT = [
+    edit(
+        "reward_fn_char_count",
+        name,
+        "float(text.count(char))",
+        replacement,
+        sentence,
+    )
+    for name, replacement, sentence in (
+        (
+            "char_ignored",
+            'float(text.count("."))',
+            "char has no effect: you count full stops whatever it is.",
+        ),
+        (
+            "whether_it_occurs",
+            "float(char in text)",
+            "This says whether the character occurs. Count how often it does.",
+        ),
+        (
+            "share_of_the_text",
+            "text.count(char) / max(len(text), 1)",
+            "You divide by the length of the text. The reward is the count itself.",
+        ),
+        (
+            "integers",
+            "text.count(char)",
+            "The counts are right, but the tensor holds integers, which have no mean or std. "
+            "Rewards are floats.",
+        ),
+        (
+            "as_a_pattern",
+            "float(len(re.findall(char, text)))",
+            "As a regular expression, a full stop matches every character. str.count takes it "
+            "literally.",
+        ),
+        (
+            "pieces_of_a_split",
+            "float(len(text.split(char)))",
+            "Splitting gives one piece more than there are characters to split at.",
+        ),
+        (
+            "runs_count_once",
+            'float(len(re.findall(f"{re.escape(char)}+", text)))',
+            "Several in a row count as one. Count each character.",
+        ),
+        (
+            "case_ignored",
+            "float(text.lower().count(char.lower()))",
+            "Upper and lower case are different characters; you count both.",
+        ),
+        (
+            "texts_that_end_with_it",
+            "float(text.endswith(char))",
+            "You look at the last character only. Count all of them.",
+        ),
+        (
+            "pieces_of_text",
+            "float(sum(word.endswith(char) for word in text.split()))",
+            "You count the words that end with the character, so that two in a row count once.",
+        ),
+        (
+            "stripped_first",
+            "float(text.strip().count(char))",
+            "strip() takes characters off before you count them. Count in the text as it is.",
+        ),
+        (
+            "one_column",
+            "[float(text.count(char))]",
+            "The shape should be [batch]: one number a sample, not a column.",
+        ),
+    )
+]
+
+
+@wrong("reward_fn_char_count", "Return a tensor: the trainer computes with the rewards.")
+def a_list_of_counts(samples, char="."):
+    return [float(text.count(char)) for text in samples]
+
+
+@wrong(
+    "reward_fn_char_count",
+    "This is one number for the whole batch. Every completion gets its own reward.",
+)
+def total_of_the_batch(samples, char="."):
+    return torch.tensor(float(sum(text.count(char) for text in samples)))
+
+
+@wrong("reward_fn_char_count", "The default of char should be the full stop.")
+def no_default(samples, char):
+    return torch.tensor([float(text.count(char)) for text in samples])
+
+
+SHARE = "(positive - negative) / max(positive + negative, 1)"
+WORDS = 're.findall("[a-z]+", text.lower())'
+
+REWARD_FN_SENTIMENT = [
+    edit(
+        "reward_fn_sentiment",
+        "case_matters",
+        WORDS,
+        're.findall("[A-Za-z]+", text)',
+        "Words with capitals are not found: the lists are in lower case, so lower the text first.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "punctuation_kept",
+        WORDS,
+        "text.lower().split()",
+        "split() leaves punctuation at the words, and `great.` is not in the list. Take the "
+        "letters only.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "split_at_spaces_only",
+        WORDS,
+        '[word.strip(".,!?;:") for word in text.lower().split(" ")]',
+        'split(" ") does not separate words at a line break; split() does.',
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "only_full_stops_removed",
+        WORDS,
+        'text.lower().replace(".", "").split()',
+        "You take full stops off, but other punctuation stays at the words.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "counted_once",
+        WORDS,
+        f"set({WORDS})",
+        "A word that is repeated counts once here; each occurrence counts.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "sign_turned_around",
+        "(positive - negative) / max",
+        "(negative - positive) / max",
+        "Good words should raise the reward: positive minus negative.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "share_of_all_words",
+        "max(positive + negative, 1)",
+        "max(len(words), 1)",
+        "You divide by the number of all words. Divide by positive + negative, so that a long "
+        "plain text is not worth less.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "not_divided",
+        SHARE,
+        "float(positive - negative)",
+        "The difference alone grows with the length: divide by positive + negative.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "share_of_the_positive",
+        SHARE,
+        "positive / max(positive + negative, 1)",
+        "This is the share of positive words, from 0 to 1. Subtract the negative ones: -1 to 1.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "zero_divided_by_zero",
+        "max(positive + negative, 1)",
+        "(positive + negative)",
+        "Where no word of either list occurs this divides by 0. The reward there is 0.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "one_more_in_the_count",
+        "max(positive + negative, 1)",
+        "(positive + negative + 1)",
+        "Adding 1 to the count avoids the division by 0, but makes every other reward too small.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "only_the_sign",
+        SHARE,
+        "float((positive > negative) - (positive < negative))",
+        "This says only which kind of word is more frequent. Give the share.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "negative_words_overlooked",
+        "negative = sum(word in NEGATIVE_WORDS for word in words)",
+        "negative = 0",
+        "Negative words have no effect.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "words_left_out",
+        "word in POSITIVE_WORDS",
+        "word in POSITIVE_WORDS[:5]",
+        "Some positive words are not counted: use the corpus's own lists, POSITIVE_WORDS and "
+        "NEGATIVE_WORDS.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "neutral_words_are_negative",
+        "negative = sum(word in NEGATIVE_WORDS for word in words)",
+        "negative = sum(word not in POSITIVE_WORDS for word in words)",
+        "Every word that is not positive counts as negative. Only those of NEGATIVE_WORDS do.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "nothing_is_one_half",
+        f"rewards.append({SHARE})",
+        f"rewards.append({SHARE} if positive + negative else 0.5)",
+        "Where neither kind of word occurs the reward is 0, the middle of [-1, 1].",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "integers_where_nothing_occurs",
+        f"rewards.append({SHARE})",
+        f"rewards.append({SHARE} if positive + negative else 0)",
+        "A batch in which no such word occurs gives a tensor of integers: append 0.0, not 0, or "
+        "give the dtype.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "mean_of_the_batch",
+        "return torch.tensor(rewards)",
+        "return torch.tensor(rewards).mean()",
+        "This is one number for the whole batch. Every completion gets its own reward.",
+    ),
+]
+
+
+@wrong(
+    "reward_fn_sentiment",
+    "Words inside other words are counted, as `great` in `greatly`. Split the text into words.",
+)
+def words_inside_words_count(samples):
+    rewards = []
+    for text in samples:
+        positive = sum(text.lower().count(word) for word in POSITIVE_WORDS)
+        negative = sum(text.lower().count(word) for word in NEGATIVE_WORDS)
+        rewards.append((positive - negative) / max(positive + negative, 1))
+    return torch.tensor(rewards)
+
+
+@wrong(
+    "reward_fn_sentiment",
+    "`word in text` looks for letters anywhere, so `unfunny` is funny, and sees a repeated word "
+    "only once. Count in the list of the text's words.",
+)
+def found_anywhere_in_the_text(samples):
+    rewards = []
+    for text in samples:
+        positive = sum(word in text.lower() for word in POSITIVE_WORDS)
+        negative = sum(word in text.lower() for word in NEGATIVE_WORDS)
+        rewards.append((positive - negative) / max(positive + negative, 1))
+    return torch.tensor(rewards)
+
+
+RESULT = "(rewards - rewards.mean()) / (rewards.std() + eps)"
+
+NORMALIZE_REWARD = [
+    edit(
+        "normalize_reward",
+        "population_std",
+        "rewards.std()",
+        "rewards.std(correction=0)",
+        "This std divides by n. Ours divides by n - 1, as torch's std does by default.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_forgotten",
+        "rewards.std() + eps",
+        "rewards.std()",
+        "eps is missing: it keeps tiny spreads from being blown up.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_under_the_root",
+        "(rewards.std() + eps)",
+        "(rewards.var() + eps).sqrt()",
+        "eps is added to the variance, under the root. Add it to the std.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_as_a_floor",
+        "(rewards.std() + eps)",
+        "rewards.std().clamp(min=eps)",
+        "You hold the std at eps or more. Here eps is added to it.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_outside_the_division",
+        "(rewards.std() + eps)",
+        "rewards.std() + eps",
+        "Parentheses are missing: you divide by the std and then add eps to the result.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_argument_ignored",
+        "rewards.std() + eps",
+        "rewards.std() + 1e-5",
+        "The argument eps has no effect: you add a number of your own.",
+    ),
+    edit(
+        "normalize_reward",
+        "another_default",
+        "eps: float = 1e-5",
+        "eps: float = 1e-8",
+        "The default of eps is 1e-5.",
+    ),
+    edit(
+        "normalize_reward",
+        "mean_kept",
+        "(rewards - rewards.mean()) /",
+        "rewards /",
+        "The mean is not subtracted: the result should be centred at 0.",
+    ),
+    edit(
+        "normalize_reward",
+        "only_centred",
+        RESULT,
+        "rewards - rewards.mean()",
+        "The rewards are centred but not scaled: divide by std + eps.",
+    ),
+    edit(
+        "normalize_reward",
+        "variance",
+        "rewards.std() + eps",
+        "rewards.var() + eps",
+        "You divide by the variance. Divide by its root, the std.",
+    ),
+    edit(
+        "normalize_reward",
+        "scaled_to_the_range",
+        RESULT,
+        "(rewards - rewards.min()) / (rewards.max() - rewards.min() + eps)",
+        "This maps the rewards to [0, 1]. Subtract the mean and divide by the std instead.",
+    ),
+    edit(
+        "normalize_reward",
+        "rounding_noise_of_equal_rewards",
+        " or rewards.max() == rewards.min()",
+        "",
+        "Equal rewards should give zeros. In floats the mean of equal numbers may differ a little "
+        "from them, and dividing that by eps makes it visible: ask whether max equals min.",
+    ),
+    edit(
+        "normalize_reward",
+        "equal_rewards_returned",
+        "return torch.zeros_like(rewards)",
+        "return rewards.clone()",
+        "Equal rewards, or a single one, say nothing about what is better: return zeros.",
+    ),
+    edit(
+        "normalize_reward",
+        "in_place",
+        f"return {RESULT}",
+        "return rewards.sub_(rewards.mean()).div_(rewards.std() + eps)",
+        "You write into the caller's rewards: sub_ and div_, or -= and /=, change them in place. "
+        "Make a new tensor.",
+    ),
+    edit(
+        "normalize_reward",
+        "close_is_taken_for_equal",
+        "rewards.max() == rewards.min()",
+        "torch.allclose(rewards, rewards.mean(), atol=1e-3)",
+        "Rewards that are close to one another are taken for equal and lose their differences. "
+        "Only equal ones give zeros.",
+    ),
+]
+
+
+@wrong(
+    "normalize_reward",
+    "The std of a single reward is nan (n - 1 is 0), and equal rewards leave rounding noise. "
+    "Return zeros for both.",
+)
+def formula_alone(rewards, eps=1e-5):
+    rewards = rewards.detach()
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+
+LAST = "is_last = mask & (from_here_on == 1)"
+CHARGE = "rewards - kl_coef * k1.masked_fill(~mask, 0.0)"
+
+COMPUTE_TOKEN_REWARDS = [
+    edit(
+        "compute_token_rewards",
+        "in_the_last_column",
+        LAST,
+        "is_last = torch.zeros_like(mask); is_last[:, -1] = True",
+        "The score lands in the last column. Rows differ in length: it belongs on each row's last "
+        "true position.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "on_the_first_token",
+        LAST,
+        "is_last = mask & (mask.cumsum(-1) == 1)",
+        "The score is on the first token. The reward model judges the whole completion: it belongs "
+        "on the last one.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "on_every_token",
+        LAST,
+        "is_last = mask",
+        "Every token gets the whole score, so long completions collect it many times. Only the "
+        "last true position does.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "spread_over_the_tokens",
+        "torch.where(is_last, scores.detach()[:, None], 0.0)",
+        "mask * scores.detach()[:, None] / mask.sum(-1, keepdim=True).clamp(min=1)",
+        "You spread the score over the tokens. All of it is on the last true position; GAE passes "
+        "it back.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "one_too_early",
+        LAST,
+        "is_last = mask & (from_here_on == 2)",
+        "The score is one position too early: the last true position is eos itself.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "one_too_late",
+        LAST,
+        "is_last = (mask & (from_here_on == 1)).roll(1, -1)",
+        "The score is one position behind the last true one, where no token counts.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "an_empty_row_wraps_around",
+        LAST,
+        "is_last = torch.zeros_like(mask); is_last[range(len(mask)), mask.sum(-1) - 1] = True",
+        "For a row without true positions, length - 1 is -1: the score lands in the last column. "
+        "Such a row gets nothing.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "an_empty_row_is_paid_at_once",
+        LAST,
+        "is_last = torch.zeros_like(mask); is_last[range(len(mask)), (mask.sum(-1) - 1).clamp("
+        "min=0)] = True",
+        "A row without true positions gets its score in the first column. Such a row gets nothing.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_added",
+        "return rewards - kl_coef",
+        "return rewards + kl_coef",
+        "The KL is a price: subtract it. As it is, the policy is paid for leaving the reference.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_not_masked",
+        "k1.masked_fill(~mask, 0.0)",
+        "k1",
+        "The KL is charged beyond the end of the completion too. Outside the mask every reward is "
+        "0.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_multiplied_by_the_mask",
+        "k1.masked_fill(~mask, 0.0)",
+        "k1 * mask",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_on_the_last_token_only",
+        "k1.masked_fill(~mask, 0.0)",
+        "k1.masked_fill(~is_last, 0.0)",
+        "You charge the KL on the last token only. Every true position pays for its own.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "whole_kl_on_the_last_token",
+        "k1.masked_fill(~mask, 0.0)",
+        "k1.masked_fill(~mask, 0.0).sum(-1, keepdim=True) * is_last",
+        "You charge the sum of the KL on the last token. Every true position pays for its own.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_replaced_by_the_score",
+        f"return {CHARGE}",
+        "return torch.where(is_last, rewards, -kl_coef * k1.masked_fill(~mask, 0.0))",
+        "On the last token the score replaces the KL. It is added: that token pays as well.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "k3",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = (ref_logprobs - logprobs).detach(); k1 = k1.exp() - 1 - k1",
+        "This is k3. As a reward it has the wrong gradient; k1 is the plain difference of the "
+        "log-probs.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "absolute_difference",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = (logprobs - ref_logprobs).detach().abs()",
+        "k1 may be negative: take no absolute value, or its mean is no KL any more.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_coef_ignored",
+        "rewards - kl_coef * k1",
+        "rewards - k1",
+        "kl_coef has no effect unless it is 0: multiply the KL by it.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_left_out",
+        f"return {CHARGE}",
+        "return rewards",
+        "The KL is not charged at all.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_by_probabilities",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = (logprobs.exp() - ref_logprobs.exp()).detach()",
+        "k1 is the difference of the log-probs, not of the probabilities.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "mean_kl_of_the_row",
+        "k1.masked_fill(~mask, 0.0)",
+        "masked_mean(k1, mask, -1)[:, None] * mask",
+        "Every token pays the mean KL of its row. Each pays for its own choice.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_not_detached",
+        "(logprobs - ref_logprobs).detach()",
+        "(logprobs - ref_logprobs)",
+        "A gradient flows through the KL. As a reward it is a number: detach it.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "in_place",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = logprobs.detach().sub_(ref_logprobs)",
+        "You write into the caller's log-probs. Make a new tensor.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "log_probs_needed_without_kl",
+        "    if kl_coef == 0:\n        return rewards\n",
+        "",
+        "With kl_coef 0 there may be no log-probs, or nan in them. Leave the KL out altogether.",
+    ),
+]
+
+
+DELTA = "delta = token_rewards[:, t] + gamma * next_value - values[:, t]"
+
+COMPUTE_ADVANTAGES = [
+    edit(
+        "compute_advantages",
+        "lambda_left_out",
+        "gamma * lam * next_advantage",
+        "gamma * next_advantage",
+        "lam has no effect: this is the Monte Carlo advantage. Each step back multiplies by gamma "
+        "* lam.",
+    ),
+    edit(
+        "compute_advantages",
+        "gamma_left_out_of_the_sum",
+        "gamma * lam * next_advantage",
+        "lam * next_advantage",
+        "Each step back multiplies the advantage by gamma * lam; gamma is missing.",
+    ),
+    edit(
+        "compute_advantages",
+        "gamma_left_out_of_delta",
+        "gamma * next_value",
+        "next_value",
+        "In delta the next value is discounted: r + gamma V' - V.",
+    ),
+    edit(
+        "compute_advantages",
+        "one_step_only",
+        "delta + gamma * lam * next_advantage",
+        "delta",
+        "This is delta, one step ahead. GAE adds the deltas that follow, each step times gamma * "
+        "lam.",
+    ),
+    edit(
+        "compute_advantages",
+        "bootstraps_from_the_last_column",
+        "next_value = next_advantage = values.new_zeros(len(values))",
+        "next_value, next_advantage = values[:, -1], values.new_zeros(len(values))",
+        "A row that was cut short takes its own last value for the one after it. After the last "
+        "true token the value is 0, for such rows too.",
+    ),
+    edit(
+        "compute_advantages",
+        "values_beyond_the_end",
+        "values = values.masked_fill(~mask, 0.0)",
+        "values = values.clone()",
+        "The value that follows the last true token is taken from beyond the mask. It is 0: "
+        "nothing follows.",
+    ),
+    edit(
+        "compute_advantages",
+        "values_multiplied_by_the_mask",
+        "values = values.masked_fill(~mask, 0.0)",
+        "values = values * mask",
+        "Multiplying the values by the mask leaves nan, because 0 * nan is nan. Replace what is "
+        "masked out.",
+    ),
+    edit(
+        "compute_advantages",
+        "rewards_beyond_the_end",
+        "    token_rewards = token_rewards.masked_fill(~mask, 0.0)\n",
+        "",
+        "Rewards beyond the mask may be nan, and nan times a mask is nan. Replace them first.",
+    ),
+    edit(
+        "compute_advantages",
+        "value_added",
+        "- values[:, t]",
+        "+ values[:, t]",
+        "delta subtracts the value of the state: r + gamma V' - V.",
+    ),
+    edit(
+        "compute_advantages",
+        "values_turned_around",
+        DELTA,
+        "delta = token_rewards[:, t] + gamma * values[:, t] - next_value",
+        "The two values are exchanged: delta is r + gamma V' - V, where V' follows.",
+    ),
+    edit(
+        "compute_advantages",
+        "value_not_subtracted",
+        DELTA,
+        "delta = token_rewards[:, t] + gamma * next_value",
+        "The value of the state is not subtracted: delta is r + gamma V' - V.",
+    ),
+    edit(
+        "compute_advantages",
+        "forwards_in_time",
+        "for t in reversed(range(values.shape[1]))",
+        "for t in range(values.shape[1])",
+        "The loop runs forwards. An advantage depends on what follows: go backwards in time.",
+    ),
+    edit(
+        "compute_advantages",
+        "last_token_left_out",
+        "reversed(range(values.shape[1]))",
+        "reversed(range(values.shape[1] - 1))",
+        "The last column gets no advantage: a loop to seq - 1 leaves out the token that is paid.",
+    ),
+    edit(
+        "compute_advantages",
+        "returns",
+        "return advantages\n",
+        "return advantages + values\n",
+        "These are the returns, advantages + values. Return the advantages.",
+    ),
+    edit(
+        "compute_advantages",
+        "normalized_here",
+        "return advantages\n",
+        "return normalize_advantages(advantages, mask)\n",
+        "The advantages are normalised here. That comes afterwards: returns are advantages + "
+        "values, before it.",
+    ),
+    edit(
+        "compute_advantages",
+        "gradient_kept",
+        "@torch.no_grad()\n",
+        "",
+        "A gradient flows into the values or rewards. Advantages are constants: compute them "
+        "under torch.no_grad, or detach.",
+    ),
+    edit(
+        "compute_advantages",
+        "in_place",
+        "values = values.masked_fill(~mask, 0.0)",
+        "values = values.detach().masked_fill_(~mask, 0.0)",
+        "You write into the caller's values. Make a new tensor: masked_fill without underscore.",
+    ),
+    edit(
+        "compute_advantages",
+        "another_default_of_lambda",
+        "lam: float = 0.95",
+        "lam: float = 1.0",
+        "The default of lam is 0.95.",
+    ),
+    edit(
+        "compute_advantages",
+        "another_default_of_gamma",
+        "gamma: float = 1.0",
+        "gamma: float = 0.99",
+        "The default of gamma is 1: completions are short, and a late reward is worth as much.",
+    ),
+    edit(
+        "compute_advantages",
+        "gamma_and_lambda_exchanged",
+        "gamma: float = 1.0,\n    lam: float = 0.95,",
+        "lam: float = 1.0,\n    gamma: float = 0.95,",
+        "gamma comes before lam in the order of the arguments.",
+    ),
+]
+
+
+@wrong(
+    "compute_advantages",
+    "Dividing by powers of gamma * lam breaks down for long completions and for lam 0. Go "
+    "backwards in time instead.",
+)
+def by_dividing_powers(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    with torch.no_grad():
+        values, token_rewards = (x.masked_fill(~mask, 0.0) for x in (values, token_rewards))
+        following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+        powers = (gamma * lam) ** torch.arange(values.shape[1])
+        weighted = (token_rewards + gamma * following - values) * powers
+        return weighted.flip(1).cumsum(1).flip(1) / powers
+
+
+@wrong(
+    "compute_advantages",
+    "This is the reward to go minus the value, without GAE: lam has no effect, and gamma discounts "
+    "nothing.",
+)
+def reward_to_go(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    return (token_rewards.flip(1).cumsum(1).flip(1) - values) * mask
+
+
+@wrong(
+    "compute_advantages",
+    "The value of the last true token is left out: after it the value is 0, but its own is still "
+    "subtracted.",
+)
+def own_value_masked_too_early(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    with torch.no_grad():
+        values, token_rewards = (x.masked_fill(~mask, 0.0) for x in (values, token_rewards))
+        goes_on = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+        advantages, following = torch.zeros_like(values), torch.zeros_like(values[:, 0])
+        next_value = torch.zeros_like(values[:, 0])
+        for t in reversed(range(values.shape[1])):
+            delta = token_rewards[:, t] + goes_on[:, t] * (gamma * next_value - values[:, t])
+            following = (delta + gamma * lam * following) * mask[:, t]
+            next_value, advantages[:, t] = values[:, t], following
+        return advantages
+
+
+NORMAL = "(kept - kept.mean()) / (kept.std() + eps)"
+
+NORMALIZE_ADVANTAGES = [
+    edit(
+        "normalize_advantages",
+        "population_std",
+        "kept.std()",
+        "kept.std(correction=0)",
+        "This std divides by n. Ours divides by n - 1, as torch's std does by default.",
+    ),
+    edit(
+        "normalize_advantages",
+        "eps_forgotten",
+        "kept.std() + eps",
+        "kept.std()",
+        "eps is missing: it keeps tiny spreads from being blown up.",
+    ),
+    edit(
+        "normalize_advantages",
+        "eps_under_the_root",
+        "(kept.std() + eps)",
+        "(kept.var() + eps).sqrt()",
+        "eps is added to the variance, under the root. Add it to the std.",
+    ),
+    edit(
+        "normalize_advantages",
+        "eps_as_a_floor",
+        "(kept.std() + eps)",
+        "kept.std().clamp(min=eps)",
+        "You hold the std at eps or more. Here eps is added to it.",
+    ),
+    edit(
+        "normalize_advantages",
+        "another_default",
+        "eps: float = 1e-8",
+        "eps: float = 1e-5",
+        "The default of eps is 1e-8 here; 1e-5 is that of the rewards.",
+    ),
+    edit(
+        "normalize_advantages",
+        "eps_argument_ignored",
+        "kept.std() + eps",
+        "kept.std() + 1e-8",
+        "The argument eps has no effect: you add a number of your own.",
+    ),
+    edit(
+        "normalize_advantages",
+        "mean_kept",
+        "(kept - kept.mean()) /",
+        "kept /",
+        "The mean is not subtracted: over the true positions it should become 0.",
+    ),
+    edit(
+        "normalize_advantages",
+        "only_centred",
+        NORMAL,
+        "kept - kept.mean()",
+        "The advantages are centred but not scaled: divide by std + eps.",
+    ),
+    edit(
+        "normalize_advantages",
+        "variance",
+        "kept.std() + eps",
+        "kept.var() + eps",
+        "You divide by the variance. Divide by its root, the std.",
+    ),
+    edit(
+        "normalize_advantages",
+        "rounding_noise_of_equal_advantages",
+        "kept.numel() > 1 and kept.max() > kept.min()",
+        "kept.numel() > 1",
+        "Equal advantages should give zeros. In floats the mean of equal numbers may differ a "
+        "little from them, and dividing by eps blows that up: ask whether max equals min.",
+    ),
+    edit(
+        "normalize_advantages",
+        "std_of_one_is_nan",
+        "kept.numel() > 1 and kept.max() > kept.min()",
+        "kept.numel() == 1 or (kept.numel() > 1 and kept.max() > kept.min())",
+        "With a single true position the std is nan (n - 1 is 0). Return zeros there.",
+    ),
+    edit(
+        "normalize_advantages",
+        "constant_judged_over_everything",
+        "kept.max() > kept.min()",
+        "advantages.max() > advantages.min()",
+        "Whether the advantages are constant is judged over all positions, the masked ones "
+        "included. Look at the true ones only.",
+    ),
+    edit(
+        "normalize_advantages",
+        "not_detached",
+        "advantages.detach()[mask]",
+        "advantages[mask]",
+        "A gradient flows through the advantages. They are constants: detach them.",
+    ),
+    edit(
+        "normalize_advantages",
+        "in_place",
+        "normalized = torch.zeros_like(advantages)",
+        "normalized = advantages.detach().zero_()",
+        "You write into the caller's advantages. Make a new tensor.",
+    ),
+    edit(
+        "normalize_advantages",
+        "advantages_kept_outside",
+        "normalized = torch.zeros_like(advantages)",
+        "normalized = advantages.detach().clone()",
+        "Outside the mask the result should be 0; yours still holds what was there.",
+    ),
+    edit(
+        "normalize_advantages",
+        "rms_without_the_mean",
+        NORMAL,
+        "kept / (kept.square().mean().sqrt() + eps)",
+        "You divide by the root of the mean square. Subtract the mean, then divide by the std.",
+    ),
+]
+
+
+@wrong(
+    "normalize_advantages",
+    "The mean of squares minus the square of the mean loses all digits when the mean is large. "
+    "Subtract the mean first, or use std.",
+)
+def mean_of_squares(advantages, mask, eps=1e-8):
+    kept = advantages.detach()[mask]
+    n, normalized = kept.numel(), torch.zeros_like(advantages)
+    if n > 1 and kept.max() > kept.min():
+        variance = (kept.square().mean() - kept.mean().square()) * n / (n - 1)
+        normalized[mask] = (kept - kept.mean()) / (variance.clamp(min=0).sqrt() + eps)
+    return normalized
+
+
+@wrong(
+    "normalize_advantages",
+    "Each row is normalised on its own, which hides that one completion was better than another. "
+    "Mean and std run over all true positions.",
+)
+def row_by_row(advantages, mask, eps=1e-8):
+    normalized = torch.zeros_like(advantages)
+    for row in range(len(mask)):
+        kept = advantages.detach()[row, mask[row]]
+        if kept.numel() > 1 and kept.max() > kept.min():
+            normalized[row, mask[row]] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
+
+
+@wrong(
+    "normalize_advantages",
+    "Each column is normalised on its own. Mean and std run over all true positions.",
+)
+def column_by_column(advantages, mask, eps=1e-8):
+    return row_by_row.definition(advantages.T, mask.T, eps).T
+
+
+@wrong(
+    "normalize_advantages",
+    "The zeros that stand for masked positions are counted in mean and std. Select the true "
+    "positions first.",
+)
+def padding_counted(advantages, mask, eps=1e-8):
+    kept = advantages.detach().masked_fill(~mask, 0.0)
+    if not mask.any() or kept[mask].max() == kept[mask].min():
+        return torch.zeros_like(kept)
+    return ((kept - kept.mean()) / (kept.std() + eps)).masked_fill(~mask, 0.0)
+
+
+@wrong(
+    "normalize_advantages",
+    "Mean and std run over all positions, and what is masked out may be nan. Select the true ones.",
+)
+def mask_used_at_the_end_only(advantages, mask, eps=1e-8):
+    advantages = advantages.detach()
+    normalized = (advantages - advantages.mean()) / (advantages.std() + eps)
+    return normalized.masked_fill(~mask, 0.0)
+
+
+@wrong(
+    "normalize_advantages",
+    "Only the true positions are returned. Keep the shape [batch completion], with 0 elsewhere.",
+)
+def true_positions_only(advantages, mask, eps=1e-8):
+    kept = advantages.detach()[mask]
+    return (kept - kept.mean()) / (kept.std() + eps)
+
+
+TERMS = "torch.minimum(ratio * advantages, clipped * advantages)"
+OBJECTIVE = f"return masked_mean({TERMS}, mask)"
+RATIO = "return logratio.clamp(max=80.0).exp()"
+
+CALC_CLIPPED_SURROGATE_OBJECTIVE = [
+    edit(
+        "calc_clipped_surrogate_objective",
+        "maximum",
+        "torch.minimum(",
+        "torch.maximum(",
+        "The larger of the two is what a loss takes. An objective takes the smaller one: for "
+        "negative advantages yours removes the wrong side.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "sign_of_a_loss",
+        "return masked_mean(",
+        "return -masked_mean(",
+        "The sign is that of a loss; an objective is maximised.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "clipped_alone",
+        TERMS,
+        "clipped * advantages",
+        "You take the clipped term alone. The minimum with the unclipped one lets the policy come "
+        "back from where it lost.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "not_clipped",
+        TERMS,
+        "ratio * advantages",
+        "The clip has no effect: nothing keeps the policy near the one that sampled.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "clip_coef_high_ignored",
+        "clip_coef if clip_coef_high is None else clip_coef_high",
+        "clip_coef",
+        "clip_coef_high has no effect: the interval ends at 1 + clip_coef_high when that is given.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "a_high_clip_of_zero",
+        "clip_coef if clip_coef_high is None else clip_coef_high",
+        "clip_coef_high or clip_coef",
+        "`clip_coef_high or clip_coef` takes a clip of 0 for none. Compare with None.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "high_clip_on_both_sides",
+        "clamp(1 - clip_coef, 1 + high)",
+        "clamp(1 - high, 1 + high)",
+        "clip_coef_high is used on both sides. The interval begins at 1 - clip_coef.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "one_minus_forgotten",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(clip_coef, high)",
+        "The interval is around 1: from 1 - clip_coef to 1 + clip_coef_high.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "no_lower_clip",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(max=1 + high)",
+        "The ratio is clipped from above only. For negative advantages the lower end matters.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "reciprocal_lower_clip",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(1 / (1 + clip_coef), 1 + high)",
+        "The lower end is 1 - clip_coef, not 1 / (1 + clip_coef).",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "log_ratio_clipped",
+        "clipped = ratio.clamp(1 - clip_coef, 1 + high)",
+        "clipped = ratio.log().clamp(-clip_coef, high).exp()",
+        "You clip the log-ratio at -clip_coef and clip_coef. Clip the ratio itself, around 1.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "another_default",
+        "clip_coef: float = 0.2",
+        "clip_coef: float = 0.1",
+        "The default of clip_coef is 0.2.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "advantages_normalized_here",
+        "advantages.detach().masked_fill(~mask, 0.0)",
+        "normalize_advantages(advantages, mask)",
+        "The advantages are normalised again. In a small minibatch that can flip their signs: it "
+        "is done once, for the whole rollout.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "advantages_not_detached",
+        "advantages.detach().masked_fill",
+        "advantages.masked_fill",
+        "The advantages get a gradient. They are constants: detach them.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "mean_over_all_positions",
+        OBJECTIVE,
+        f"return {TERMS}.mean()",
+        "You divide by the number of all positions. Divide by the number of true ones.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "summed",
+        OBJECTIVE,
+        f"return {TERMS}.sum()",
+        "This is the sum, which grows with the batch: take the mean over the true positions.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "mean_of_row_means",
+        OBJECTIVE,
+        f"return masked_mean({TERMS}, mask, 1).mean()",
+        "Every true position counts alike here: you average each row first.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "minimum_of_the_means",
+        OBJECTIVE,
+        "return torch.minimum(masked_mean(ratio * advantages, mask), masked_mean(clipped * "
+        "advantages, mask))",
+        "The minimum is taken of the two means. Take it token by token, then average.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "gradient_through_the_clip",
+        "clipped = ratio.clamp(1 - clip_coef, 1 + high)",
+        "clipped = ratio + (ratio.clamp(1 - clip_coef, 1 + high) - ratio).detach()",
+        "The value is right, but a gradient passes through the clip. Where the ratio is clipped it "
+        "is 0: clamp alone does that.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "log_probs_detached",
+        "at_least_float32(logprobs - old_logprobs.detach())",
+        "at_least_float32(logprobs - old_logprobs).detach()",
+        "The value is right, but the log-probs are detached: nothing would be learned.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "old_log_probs_not_detached",
+        "old_logprobs.detach()",
+        "old_logprobs",
+        "The old log-probs get a gradient. They are what the sampler said, constants: detach them.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "without_exp",
+        RATIO,
+        "return logratio",
+        "This is the log-ratio. The ratio is its exponential.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "first_order_ratio",
+        RATIO,
+        "return 1 + logratio",
+        "1 + the log-ratio is only close to the ratio, and only near 1. Take the exponential.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "ratio_turned_around",
+        RATIO,
+        "return (-logratio).clamp(max=80.0).exp()",
+        "The ratio is turned around: it is the current probability over the old one.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "log_ratio_held_near_zero",
+        "clamp(max=80.0)",
+        "clamp(-0.7, 0.7)",
+        "The log-ratio is bounded so tightly that the unclipped term is wrong. Bound it only where "
+        "exp would overflow.",
+        within="calc_ratio",
+    ),
+]
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "You divide log-probabilities. The ratio of the probabilities is exp(logprobs - old_logprobs).",
+)
+def ratio_of_log_probs(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = logprobs[mask] / old_logprobs.detach()[mask]
+    kept = advantages.detach()[mask]
+    terms = torch.minimum(ratio * kept, ratio.clamp(1 - clip_coef, 1 + high) * kept)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "The old log-probs are not used: against the detached current ones the ratio is always 1. That "
+    "holds for one update per rollout only.",
+)
+def ratio_to_itself(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    kept = logprobs[mask]
+    terms = (kept - kept.detach()).exp() * advantages.detach()[mask]
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Without a true position this is 0 / 0. The mean there should be 0.",
+)
+def nan_without_tokens(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
+    kept = advantages.detach()[mask]
+    return torch.minimum(ratio * kept, ratio.clamp(1 - clip_coef, 1 + high) * kept).mean()
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "The value is right, but the mask comes after the products: there the gradient is 0 times nan "
+    "or inf. Replace log-ratio and advantages at masked positions first.",
+)
+def masked_at_the_end_only(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80.0).exp()
+    advantages = advantages.detach()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    return masked_mean(torch.minimum(ratio * advantages, clipped * advantages), mask)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+)
+def terms_times_mask(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80.0).exp()
+    advantages = advantages.detach()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    terms = torch.minimum(ratio * advantages, clipped * advantages)
+    return (terms * mask).sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Every token whose ratio is outside the interval loses its gradient. Only those that would "
+    "gain there do: the minimum leaves the way back open.",
+)
+def no_way_back(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
+    kept, clipped = advantages.detach()[mask], ratio.clamp(1 - clip_coef, 1 + high)
+    terms = torch.minimum(ratio * kept, clipped * kept)
+    terms = torch.where(clipped == ratio, terms, terms.detach())
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "For negative advantages you bound the loss as well (dual clip). PPO's objective has no third "
+    "bound.",
+)
+def dual_clip(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
+    kept = advantages.detach()[mask]
+    terms = torch.minimum(ratio * kept, ratio.clamp(1 - clip_coef, 1 + high) * kept)
+    terms = torch.where(kept < 0, torch.maximum(terms, 3 * kept), terms)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+CLIPPED = "clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)"
+LARGER = "errors = torch.maximum(errors, (clipped - returns).square())"
+LOSS = "return vf_coef / 2 * masked_mean(errors, mask)"
+
+CALC_VALUE_FUNCTION_LOSS = [
+    edit(
+        "calc_value_function_loss",
+        "half_forgotten",
+        "return vf_coef / 2 *",
+        "return vf_coef *",
+        "The 1/2 is missing: the loss is vf_coef / 2 times the mean squared error.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "vf_coef_ignored",
+        "return vf_coef / 2 *",
+        "return 1 / 2 *",
+        "vf_coef has no effect.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "sign_of_an_objective",
+        "return vf_coef",
+        "return -vf_coef",
+        "A loss is minimised and not negative: the trainer subtracts it from the objective.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "another_default",
+        "vf_coef: float = 0.5",
+        "vf_coef: float = 0.1",
+        "The default of vf_coef is 0.5.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "minimum",
+        "torch.maximum(",
+        "torch.minimum(",
+        "Take the larger of the two errors: the smaller one would reward a value for moving far "
+        "away.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "clipped_alone",
+        LARGER,
+        "errors = (clipped - returns).square()",
+        "You take the clipped error alone. Where it is the smaller one, the other counts.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "clip_ignored",
+        "if clip_coef is not None:",
+        "if False:",
+        "clip_coef has no effect.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "a_clip_of_zero",
+        "if clip_coef is not None:",
+        "if clip_coef:",
+        "`if clip_coef` takes a clip of 0 for none. Compare with None.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "clipped_around_zero",
+        CLIPPED,
+        "clipped = values.clamp(-clip_coef, clip_coef)",
+        "The values are held near 0. Hold them near the old values: clip the difference.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "clipped_by_a_ratio",
+        CLIPPED,
+        "clipped = old_values * (values / old_values).clamp(1 - clip_coef, 1 + clip_coef)",
+        "A value's clip is a difference, not a ratio: old_values plus or minus clip_coef.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "old_values_not_added",
+        CLIPPED,
+        "clipped = (values - old_values).clamp(-clip_coef, clip_coef)",
+        "The clipped difference is compared with the returns. Add old_values to it again.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "clipped_on_one_side",
+        "clamp(-clip_coef, clip_coef)",
+        "clamp(max=clip_coef)",
+        "Values may fall as far as they like here. Clip on both sides.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "larger_mean",
+        LARGER,
+        "return vf_coef / 2 * torch.maximum(masked_mean(errors, mask), masked_mean((clipped - "
+        "returns).square(), mask))",
+        "The larger of the two means is not the mean of the larger errors. Compare element by "
+        "element, then average.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "both_added",
+        LARGER,
+        "errors = errors + (clipped - returns).square()",
+        "The two errors are added. Take the larger one.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "errors_clipped",
+        LARGER,
+        "errors = errors.clamp(max=clip_coef**2)",
+        "You clip the error, so that far-off values get no gradient at all. Clip how far the value "
+        "has moved from the old one.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "gradient_through_the_clip",
+        CLIPPED,
+        "clipped = values + ((values - old_values).clamp(-clip_coef, clip_coef) + old_values - "
+        "values).detach()",
+        "The value is right, but a gradient passes through the clip: where the value is held, the "
+        "clipped error has none.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "absolute_errors",
+        "errors = (values - returns).square()",
+        "errors = (values - returns).abs()",
+        "The error is squared.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "against_the_old_values",
+        "errors = (values - returns).square()",
+        "errors = (values - old_values).square()",
+        "The values should approach the returns, not the old values.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "mean_over_all_positions",
+        LOSS,
+        "return vf_coef / 2 * errors.mean()",
+        "You divide by the number of all positions. Divide by the number of true ones.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "summed",
+        LOSS,
+        "return vf_coef / 2 * errors.sum()",
+        "This is the sum, which grows with the batch: take the mean over the true positions.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "mean_of_row_means",
+        LOSS,
+        "return vf_coef / 2 * masked_mean(errors, mask, 1).mean()",
+        "Every true position counts alike here: you average each row first.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "root_of_the_mean",
+        LOSS,
+        "return vf_coef / 2 * masked_mean(errors, mask).sqrt()",
+        "The mean of the squares is not rooted.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "returns_not_detached",
+        "returns = returns.detach().masked_fill",
+        "returns = returns.masked_fill",
+        "The returns get a gradient. They are targets, constants: detach them.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "old_values_not_detached",
+        "old_values.detach().masked_fill",
+        "old_values.masked_fill",
+        "The old values get a gradient. They are constants: detach them.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "values_detached",
+        "values = values.masked_fill(~mask, 0.0)",
+        "values = values.detach().masked_fill(~mask, 0.0)",
+        "The value is right, but the values are detached: the head would not learn.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "values_not_masked",
+        "values = values.masked_fill(~mask, 0.0)",
+        "values = values.clone()",
+        "The loss is right, but at masked positions the gradient is 0 times nan. Replace the "
+        "values there before you square.",
+    ),
+]
+
+
+@wrong(
+    "calc_value_function_loss",
+    "Without a true position this is 0 / 0. The mean there should be 0.",
+)
+def no_tokens_is_nan(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - returns).square())
+    return vf_coef / 2 * errors.mean()
+
+
+@wrong(
+    "calc_value_function_loss",
+    "This is a Huber loss, which is linear in large errors. The error is squared.",
+)
+def huber(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
+    errors = 2 * torch.nn.functional.smooth_l1_loss(values, returns, reduction="none")
+    if clip_coef is not None:
+        held = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        clipped = 2 * torch.nn.functional.smooth_l1_loss(held, returns, reduction="none")
+        errors = torch.maximum(errors, clipped)
+    return vf_coef / 2 * errors.sum() / mask.sum().clamp(min=1)
+
+
+BONUS = "return ent_coef * entropies.sum() / max(entropies.numel(), 1)"
+ENTROPIES = "entropies = calc_entropy(logits[mask])"
+
+CALC_ENTROPY_BONUS = [
+    edit(
+        "calc_entropy_bonus",
+        "sign_of_a_loss",
+        "return ent_coef",
+        "return -ent_coef",
+        "A bonus is added to the objective: it is not negative.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "ent_coef_ignored",
+        "return ent_coef * entropies",
+        "return entropies",
+        "ent_coef has no effect.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "summed",
+        BONUS,
+        "return ent_coef * entropies.sum()",
+        "This is the sum, which grows with the batch: take the mean over the true positions.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "divided_by_all_positions",
+        "max(entropies.numel(), 1)",
+        "mask.numel()",
+        "You divide by the number of all positions. Divide by the number of true ones.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "nan_without_tokens",
+        BONUS,
+        "return ent_coef * entropies.mean()",
+        "Without a true position this is 0 / 0. The mean there should be 0.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "mask_ignored",
+        BONUS,
+        "return ent_coef * calc_entropy(logits).mean()",
+        "The mask has no effect: positions after the end are counted too.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "mean_over_the_vocabulary",
+        BONUS,
+        "return ent_coef * entropies.sum() / max(entropies.numel() * logits.shape[-1], 1)",
+        "Sum over the vocabulary: p already is the weight. You divide by its size as well.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "in_bits",
+        "return ent_coef * entropies.sum()",
+        "return ent_coef * entropies.sum() / math.log(2)",
+        "This is in bits. With the natural logarithm it is in nats.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "entropy_of_the_mean",
+        ENTROPIES,
+        "entropies = calc_entropy(logits[mask].mean(0, keepdim=True)) * mask.sum().clamp(max=1)",
+        "This is the entropy of the averaged logits. Average the entropies of the positions.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "wrong_axis",
+        ENTROPIES,
+        "entropies = calc_entropy(logits[mask].T)",
+        "The softmax runs over the positions. The vocabulary is the last axis.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "mean_of_row_means",
+        BONUS,
+        "rows = torch.zeros(mask.shape).masked_scatter(mask, entropies); return ent_coef * "
+        "masked_mean(rows, mask, 1).mean()",
+        "Every true position counts alike here: you average each row first.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "perplexity",
+        "return ent_coef * entropies.sum()",
+        "return ent_coef * entropies.exp().sum()",
+        "This is the perplexity, exp of the entropy. Average the entropy itself.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "logits_for_log_probs",
+        ENTROPIES,
+        "entropies = -(logits[mask].softmax(-1) * logits[mask]).sum(-1)",
+        "Logits are no log-probabilities: use log_softmax in -sum p log p.",
+    ),
+]
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "The bonus is right, but nan beyond the mask reaches the gradient: masking the entropies comes "
+    "too late. Mask the logits before the softmax.",
+)
+def entropies_masked_afterwards(logits, mask, ent_coef):
+    return ent_coef * masked_mean(calc_entropy(logits), mask)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+)
+def entropies_times_mask(logits, mask, ent_coef):
+    return ent_coef * (calc_entropy(logits) * mask).sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "The value is right, but its gradient is 0: nothing of the logits may be detached, not even "
+    "the weights p, without which the rest cancels.",
+)
+def weights_detached(logits, mask, ent_coef):
+    logprobs = logits[mask].log_softmax(-1)
+    finite = logprobs.masked_fill(logprobs == -torch.inf, 0.0)
+    entropies = -(logprobs.exp().detach() * finite).sum(-1)
+    return ent_coef * entropies.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "The bonus is right, but where a probability underflows to 0 the gradient of its logarithm is "
+    "nan. Compute with log_softmax.",
+)
+def logarithm_of_the_softmax(logits, mask, ent_coef):
+    probs = logits[mask].softmax(-1)
+    return -ent_coef * torch.special.xlogy(probs, probs).sum() / mask.sum().clamp(min=1)
+
+
+KL = "kl = (logprobs.exp() * logratio).sum(-1)"
+PENALTY = "return kl_coef * kl.sum() / max(kl.numel(), 1)"
+
+CALC_KL_PENALTY = [
+    edit(
+        "calc_kl_penalty",
+        "the_other_direction",
+        KL,
+        "kl = (ref_logprobs.exp() * -logratio).sum(-1)",
+        "This is KL(reference ‖ policy). Weigh by the policy's probabilities: KL(policy ‖ "
+        "reference).",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "sign_of_the_log_ratio",
+        "logprobs - ref_logprobs)",
+        "ref_logprobs - logprobs)",
+        "The penalty is negative. A KL is not, and the trainer subtracts it: sum p (log p - log "
+        "q).",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "weighted_by_the_reference",
+        KL,
+        "kl = (ref_logprobs.exp() * logratio).sum(-1)",
+        "The log-ratio is weighed by the reference's probabilities. The tokens come from the "
+        "policy: use its own.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "not_weighted",
+        KL,
+        "kl = logratio.sum(-1)",
+        "Each log-ratio counts with its probability p: you add them up unweighted.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "mean_over_the_vocabulary",
+        "(logprobs.exp() * logratio).sum(-1)",
+        "(logprobs.exp() * logratio).mean(-1)",
+        "Sum over the vocabulary: p already is the weight. The mean makes the KL shrink as the "
+        "vocabulary grows.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "weights_detached",
+        "logprobs.exp() * logratio",
+        "logprobs.exp().detach() * logratio",
+        "The value is right, but its gradient is 0: nothing of the policy's logits may be "
+        "detached, not even the weights p, without which the rest cancels.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "reference_not_detached",
+        "ref_logits.detach()[mask]",
+        "ref_logits[mask]",
+        "The reference's logits get a gradient. It is frozen: detach them.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "kl_coef_ignored",
+        "return kl_coef * kl.sum()",
+        "return kl.sum()",
+        "kl_coef has no effect.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "summed",
+        PENALTY,
+        "return kl_coef * kl.sum()",
+        "This is the sum, which grows with the batch: take the mean over the true positions.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "divided_by_all_positions",
+        "max(kl.numel(), 1)",
+        "mask.numel()",
+        "You divide by the number of all positions. Divide by the number of true ones.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "nan_without_tokens",
+        PENALTY,
+        "return kl_coef * kl.mean()",
+        "Without a true position this is 0 / 0. The mean there should be 0.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "mean_of_row_means",
+        PENALTY,
+        "rows = torch.zeros(mask.shape).masked_scatter(mask, kl); return kl_coef * "
+        "masked_mean(rows, mask, 1).mean()",
+        "Every true position counts alike here: you average each row first.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "k3_over_the_vocabulary",
+        KL,
+        "kl = (torch.expm1(-logratio) + logratio).sum(-1)",
+        "This adds up k3 over the vocabulary, unweighted. The exact KL needs no estimator: sum p "
+        "(log p - log q).",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "squared_log_ratio",
+        KL,
+        "kl = (logprobs.exp() * logratio.square()).sum(-1) / 2",
+        "This is the expected k2, half the squared log-ratio. The exact KL is the mean log-ratio.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "both_directions",
+        KL,
+        "kl = ((logprobs.exp() - ref_logprobs.exp()) * logratio).sum(-1) / 2",
+        "This is the mean of both directions. The penalty is KL(policy ‖ reference) alone.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "likeliest_token_only",
+        KL,
+        "kl = logratio.gather(-1, logprobs.argmax(-1, keepdim=True))[:, 0]",
+        "Only the likeliest token counts here. The exact KL sums over the whole vocabulary.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "logits_for_log_probs",
+        "at_least_float32(logits[mask]).log_softmax(-1)",
+        "at_least_float32(logits[mask])",
+        "Logits are no log-probabilities: use log_softmax.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "mask_ignored",
+        PENALTY,
+        "logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1); "
+        "return kl_coef * (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1).mean()",
+        "The mask has no effect: positions after the end are counted too.",
+    ),
+]
+
+
+def _kl_everywhere(logits, ref_logits):
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1)
+    logratio = torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)
+    return (logprobs.exp() * logratio).sum(-1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "The penalty is right, but nan beyond the mask reaches the gradient: masking the KL comes too "
+    "late. Mask the logits before the softmax.",
+)
+def masked_afterwards(logits, ref_logits, mask, kl_coef):
+    return kl_coef * masked_mean(_kl_everywhere(logits, ref_logits), mask)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+)
+def multiplied_by_the_mask(logits, ref_logits, mask, kl_coef):
+    return kl_coef * (_kl_everywhere(logits, ref_logits) * mask).sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "An epsilon inside the logarithm changes the KL of rare tokens. log_softmax needs none.",
+)
+def epsilon_in_the_log(logits, ref_logits, mask, kl_coef):
+    probs, ref_probs = logits[mask].softmax(-1), ref_logits.detach()[mask].softmax(-1)
+    kl = (probs * ((probs + 1e-5) / (ref_probs + 1e-5)).log()).sum(-1)
+    return kl_coef * kl.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "F.kl_div without a reduction argument divides by the size of the vocabulary too. Sum over "
+    "the vocabulary, then take the mean over the true positions.",
+)
+def default_reduction(logits, ref_logits, mask, kl_coef):
+    kept, ref_kept = logits[mask], ref_logits.detach()[mask]
+    kl = torch.nn.functional.kl_div(ref_kept.log_softmax(-1), kept.softmax(-1), reduction="none")
+    return kl_coef * kl.sum() / max(kl.numel(), 1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "F.kl_div(input, target) is KL(target ‖ input): with the policy first this is the other "
+    "direction.",
+)
+def kl_div_turned_around(logits, ref_logits, mask, kl_coef):
+    kept, ref_kept = logits[mask].log_softmax(-1), ref_logits.detach()[mask].log_softmax(-1)
+    kl = torch.nn.functional.kl_div(kept, ref_kept, reduction="none", log_target=True)
+    return kl_coef * kl.sum() / mask.sum().clamp(min=1)
+
+
+# --- The trainer ---------------------------------------------------------------------------------
+
+FORWARD_WITH_VALUE_HEAD = [
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "before_the_affine_part",
+        '("ln_final.hook_out"',
+        '("ln_final.hook_normalized"',
+        "hook_normalized is the layer norm before its scale and bias. The head reads what the "
+        "unembedding reads: ln_final.hook_out.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "before_the_last_norm",
+        '("ln_final.hook_out"',
+        '("ln_final.hook_in"',
+        "The head reads the residual stream before the final layer norm. Read its output.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "mask_forgotten",
+        "read_hidden)], input_ids, attention_mask)",
+        "read_hidden)], input_ids, None)",
+        "The attention mask is not passed on, so padding is attended to and counted as positions.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "hidden_detached",
+        "hidden.append(x)",
+        "hidden.append(x.detach())",
+        "The values carry no gradient to the adapters: do not detach the hidden state.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "last_axis_kept",
+        'rearrange(values, "batch seq 1 -> batch seq")',
+        "values",
+        "The values should be [batch seq]: take the head's last axis of 1 off.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "squashed",
+        "values = self.value_head(hidden[0].to(self.value_head.weight.dtype))",
+        "values = self.value_head(hidden[0].to(self.value_head.weight.dtype)).tanh()",
+        "A value is a prediction of a return, of any size. Do not squash it.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "adapters_off",
+        "        logits = self._run(",
+        "        with self.reference():\n            logits = self._run(",
+        "The adapters are off here. The policy is the model with its adapters on.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "head_not_trained",
+        '"value_head": list(self.value_head.parameters())',
+        '"value_head": []',
+        "The head is missing from trainable_parameters(), so it would never learn.",
+        within="TransformerWithValueHeadLora.trainable_parts",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "head_not_saved",
+        "return super().trainable_state() | head",
+        "return super().trainable_state()",
+        "save_adapter and load_adapter leave the head out.",
+        within="TransformerWithValueHeadLora.trainable_state",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "shifted_already",
+        'rearrange(values, "batch seq 1 -> batch seq")',
+        'rearrange(values, "batch seq 1 -> batch seq").roll(1, 1)',
+        "The values are moved by one already. Keep them at their positions: the shift to tokens is "
+        "made in one place, later.",
+    ),
+]
+
+GET_OPTIMIZER_AND_SCHEDULER = [
+    edit(
+        "get_optimizer_and_scheduler",
+        "minimizes",
+        ", maximize=True",
+        "",
+        "The optimizer goes downhill. The objective is maximised: maximize=True.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "default_eps",
+        "eps=1e-5, ",
+        "",
+        "eps is Adam's default of 1e-8. PPO uses 1e-5, which keeps steps small where gradients "
+        "are tiny.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "weight_decay",
+        "weight_decay=0.0, ",
+        "",
+        "AdamW decays weights by 0.01 unless told otherwise: weight_decay=0.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "plain_sgd",
+        "torch.optim.AdamW(groups, eps=1e-5, weight_decay=0.0, maximize=True)",
+        "torch.optim.SGD(groups, maximize=True)",
+        "This is plain gradient ascent; use AdamW.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "one_learning_rate",
+        '"value_head": args.head_lr',
+        '"value_head": args.base_lr',
+        "The value head has a learning rate of its own, head_lr.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "rates_swapped",
+        '{"adapters": args.base_lr, "value_head": args.head_lr}',
+        '{"adapters": args.head_lr, "value_head": args.base_lr}',
+        "The learning rates are swapped: base_lr is the adapters', head_lr the head's.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "starts_at_zero",
+        "(k + 1) / args.warmup_steps",
+        "k / args.warmup_steps",
+        "The warm-up starts at 0, so that the first phase learns nothing: (k + 1) / warmup_steps.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "warmup_ignored",
+        "if k < args.warmup_steps:",
+        "if False:",
+        "There is no warm-up.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "decays_to_zero",
+        "1.0 + progress * (args.final_scale - 1.0)",
+        "1.0 - progress",
+        "The learning rate should fall to final_scale, not to 0.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "decay_from_the_start",
+        "progress = min((k - args.warmup_steps) / decay_steps, 1.0)",
+        "progress = min(k / args.total_phases, 1.0)",
+        "The decay starts when the warm-up ends: count from warmup_steps.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "decay_of_total_length",
+        "max(args.total_phases - args.warmup_steps, 1)",
+        "args.total_phases",
+        "The decay should reach final_scale at total_phases: it has total_phases - warmup_steps "
+        "steps.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "constant",
+        "return 1.0 + progress * (args.final_scale - 1.0)",
+        "return 1.0",
+        "After the warm-up the learning rate stays constant; it should fall to final_scale.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "frozen_weights_too",
+        "    optimizer = torch",
+        '    groups.append({"params": list(model.base.original_model.parameters()), "lr": 1e-3})\n'
+        "    optimizer = torch",
+        "The frozen base weights are in the optimizer.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "head_left_out",
+        "model.trainable_parts().items()]",
+        'model.trainable_parts().items() if name == "adapters"]',
+        "The value head is in no group, so it would never learn.",
+    ),
+]
+
+REPLAY_MEMORY = [
+    edit(
+        "ReplayMemory",
+        "not_shuffled",
+        "torch.randperm(len(groups), generator=generator, device=device)",
+        "torch.arange(len(groups))",
+        "The rows come in the order of the rollout. Shuffle them in each epoch.",
+    ),
+    edit(
+        "ReplayMemory",
+        "drawn_with_replacement",
+        "torch.randperm(len(groups), generator=generator, device=device)",
+        "torch.randint(len(groups), (len(groups),))",
+        "Rows are drawn with replacement: some come twice and some never. Use a permutation.",
+    ),
+    edit(
+        "ReplayMemory",
+        "fields_shuffled_apart",
+        "rows[chosen.to(rows.device)]",
+        "rows[chosen[torch.randperm(len(chosen))]]",
+        "Each field is shuffled on its own, so that a row's tokens meet another row's advantages. "
+        "Index all fields with the same permutation.",
+    ),
+    edit(
+        "ReplayMemory",
+        "one_epoch",
+        "range(self.batches_per_learning_phase)",
+        "range(1)",
+        "There is one epoch only; there should be batches_per_learning_phase.",
+    ),
+    edit(
+        "ReplayMemory",
+        "one_order_for_all_epochs",
+        "order = torch.randperm(len(groups), generator=generator, device=device)",
+        "order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))",
+        "Every epoch has the same order. Draw a new permutation for each.",
+    ),
+    edit(
+        "ReplayMemory",
+        "last_minibatch_dropped",
+        "groups[order].tensor_split(self.num_minibatches):",
+        "groups[order].tensor_split(self.num_minibatches)[:-1] or [groups[order]]:",
+        "One minibatch of each epoch is missing.",
+    ),
+    edit(
+        "ReplayMemory",
+        "counts_swapped",
+        "tensor_split(self.num_minibatches)",
+        "tensor_split(max(1, self.n_rows // self.num_minibatches))",
+        "num_minibatches is how many minibatches there are, not how many rows each has.",
+    ),
+    edit(
+        "ReplayMemory",
+        "same_minibatch_each_time",
+        "minibatches.append(self.get_rows(chosen.flatten()))",
+        "minibatches.append(self.get_rows(order[: self.n_rows // self.num_minibatches]))",
+        "Each minibatch holds the same rows, the first ones of the permutation.",
+    ),
+    edit(
+        "ReplayMemory",
+        "columns_shuffled",
+        "rows[chosen.to(rows.device)]",
+        "rows[chosen.to(rows.device)].flip(-1)",
+        "The positions within a row have changed places. Shuffle rows only.",
+    ),
+]
+
+MAKE_REPLAY_MEMORY = [
+    edit(
+        "make_replay_memory",
+        "returns_after_whitening",
+        "returns=advantages + values",
+        "returns=normalize_advantages(advantages, mask) + values",
+        "The returns are made of whitened advantages. They are what values regress on: add the "
+        "values before you whiten.",
+    ),
+    edit(
+        "make_replay_memory",
+        "advantages_not_whitened",
+        "normalize_advantages(advantages, mask)",
+        "advantages",
+        "The advantages are not normalised: once, over the whole rollout, is here.",
+    ),
+    edit(
+        "make_replay_memory",
+        "normalizes_always",
+        "normalize_reward(scores) if args.normalize_reward else scores",
+        "normalize_reward(scores)",
+        "normalize_reward=False has no effect.",
+    ),
+    edit(
+        "make_replay_memory",
+        "never_normalizes",
+        "normalize_reward(scores) if args.normalize_reward else scores",
+        "scores",
+        "The scores are not normalised though normalize_reward is on.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_charged_always",
+        'args.kl_coef if args.kl_in == "reward" else 0.0',
+        "args.kl_coef",
+        'The KL is charged in the reward though kl_in is "loss": it would count twice.',
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_never_charged",
+        'args.kl_coef if args.kl_in == "reward" else 0.0',
+        "0.0",
+        'With kl_in "reward" the KL should come off the token rewards.',
+    ),
+    edit(
+        "make_replay_memory",
+        "gamma_and_lambda_swapped",
+        "args.gamma, args.lam",
+        "args.lam, args.gamma",
+        "gamma and lam are swapped.",
+    ),
+    edit(
+        "make_replay_memory",
+        "lambda_by_default",
+        "args.gamma, args.lam",
+        "args.gamma",
+        "lam is not passed on: you always use the default.",
+    ),
+    edit(
+        "make_replay_memory",
+        "gamma_by_default",
+        "args.gamma, args.lam",
+        "lam=args.lam",
+        "gamma is not passed on: you always use the default.",
+    ),
+    edit(
+        "make_replay_memory",
+        "logprobs_with_a_graph",
+        "logprobs=logprobs.detach()",
+        "logprobs=logprobs",
+        "The old log-probs keep their graph. What is stored of a rollout is constant: detach it.",
+    ),
+    edit(
+        "make_replay_memory",
+        "values_with_a_graph",
+        "        values=values.detach()",
+        "        values=values",
+        "The old values keep their graph. What is stored of a rollout is constant: detach it.",
+    ),
+    edit(
+        "make_replay_memory",
+        "reference_and_policy_swapped",
+        "mask, logprobs, ref_logprobs, kl_coef",
+        "mask, ref_logprobs, logprobs, kl_coef",
+        "The KL's sign is turned around: k1 is logprobs - ref_logprobs.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_before_normalizing",
+        "kl_coef)\n",
+        "kl_coef)\n    token_rewards = token_rewards * 2 if kl_coef else token_rewards\n",
+        "The token rewards are scaled again after the KL came off them.",
+    ),
+    edit(
+        "make_replay_memory",
+        "returns_are_advantages",
+        "returns=advantages + values.detach().masked_fill(~mask, 0.0)",
+        "returns=advantages",
+        "returns = advantages + values: you left the values out.",
+    ),
+    edit(
+        "make_replay_memory",
+        "one_minibatch",
+        "num_minibatches=args.num_minibatches",
+        "num_minibatches=1",
+        "args.num_minibatches does not reach the memory.",
+    ),
+    edit(
+        "make_replay_memory",
+        "one_epoch",
+        "batches_per_learning_phase=args.batches_per_learning_phase",
+        "batches_per_learning_phase=1",
+        "args.batches_per_learning_phase does not reach the memory.",
+    ),
+]
+
+ROLLOUT_PHASE = [
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "scored_by_the_merged_model",
+        "        for ids, attention_mask in self.split_samples(samples):\n"
+        "            logits, all_values = self.model.forward_with_value_head(ids, attention_mask)",
+        "        for ids, attention_mask in self.split_samples(samples):\n"
+        "            with self.model.merged():\n"
+        "                logits, all_values = "
+        "self.model.forward_with_value_head(ids, attention_mask)",
+        "The old log-probs come from the merged model. Rounding makes it differ from the hooked "
+        "one, whose ratio is taken later, so that the first ratio would not be 1.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "temperature_forgotten_in_scoring",
+        "get_logprobs(logits, ids, samples.prompt_len, args.temperature)",
+        "get_logprobs(logits, ids, samples.prompt_len)",
+        "The tokens are sampled at args.temperature and scored at 1. The policy that is scored "
+        "should be the one that was sampled.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "values_not_shifted",
+        "select_completion(all_values, samples.prompt_len)",
+        "all_values[:, samples.prompt_len:]",
+        "The values are those after each token was emitted. The value at a token is that of the "
+        "state before it: one position earlier, as for the logits.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "mask_forgotten_in_scoring",
+        "forward_with_value_head(ids, attention_mask)",
+        "forward_with_value_head(ids)",
+        "The attention mask is missing when you score, so left-padded prompts are misread.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "sampled_without_adapters",
+        "with self.model.merged():",
+        "with self.model.reference():",
+        "The completions come from the reference: sample with the adapters, merged.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "rewards_of_prompt_and_completion",
+        "call_reward_fn(args.reward_fn, samples.texts,",
+        "call_reward_fn(args.reward_fn, [p + t for p, t in zip(prompts, samples.texts)],",
+        "reward_fn gets prompt and completion. It should get the completion alone, or a prompt "
+        "that contains what is rewarded would be paid for.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "temperature_forgotten_in_sampling",
+        "                args.temperature,\n",
+        "                1.0,\n",
+        "args.temperature is not used when you sample.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "top_k_forgotten",
+        "                args.top_k,\n",
+        "                None,\n",
+        "args.top_k is not used when you sample.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "bos_always",
+        "prepend_bos=args.prepend_bos",
+        "prepend_bos=True",
+        "args.prepend_bos is not used when you sample.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "one_prompt_for_all",
+        "prompts = [all_prompts[row] for row in rows]",
+        "prompts = [all_prompts[rows[0]] for row in rows]",
+        "A rollout uses one prompt only. Draw one for each row.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "reference_with_its_adapters",
+        "with self.model.reference():\n            return",
+        "if True:\n            return",
+        "The reference's log-probs are the policy's, so the KL is always 0: turn the adapters off.",
+        within="RLHFTrainer.get_ref_logprobs",
+    ),
+]
+
+COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "value_loss_added",
+        "surrogate - value_loss +",
+        "surrogate + value_loss +",
+        "The value loss is added to what is maximised, which makes the values worse. Subtract it.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "entropy_subtracted",
+        "- value_loss + args.ent_coef",
+        "- value_loss - args.ent_coef",
+        "The entropy bonus is subtracted; it should be added, to keep the policy from narrowing.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_added",
+        "objective - args.kl_coef",
+        "objective + args.kl_coef",
+        "The KL penalty is added to what is maximised. Subtract it.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_always",
+        'if args.kl_in == "loss" and args.kl_coef > 0:',
+        "if args.kl_coef > 0:",
+        'With kl_in "reward" the KL came off the rewards already; here it is charged again.',
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_never",
+        'if args.kl_in == "loss" and args.kl_coef > 0:',
+        "if False:",
+        'With kl_in "loss" the exact KL belongs to the objective. It is missing, or it is 0 '
+        "because the reference has its adapters on.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "temperature_forgotten",
+        "prompt_len, args.temperature)",
+        "prompt_len)",
+        "The log-probs are taken at temperature 1, the old ones at args.temperature.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "temperature_forgotten_in_entropy_and_kl",
+        "select_completion(logits, prompt_len) / self.args.temperature",
+        "select_completion(logits, prompt_len)",
+        "Entropy and KL are those of temperature 1. Divide the logits by args.temperature there "
+        "as well.",
+        within="RLHFTrainer._select_scaled",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "values_not_shifted",
+        "select_completion(values, prompt_len)",
+        "values[:, prompt_len:]",
+        "The values are one position late: the value at a token is that of the state before it.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "mask_forgotten",
+        "minibatch.input_ids, minibatch.attention_mask\n        )\n        logprobs",
+        "minibatch.input_ids\n        )\n        logprobs",
+        "The attention mask is missing: left-padded prompts are misread.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "against_its_own_old_values",
+        "            minibatch.returns,\n",
+        "            minibatch.values,\n",
+        "The values regress on the old values. Their target is the returns.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "advantages_whitened_again",
+        "            minibatch.advantages,\n",
+        "            normalize_advantages(minibatch.advantages, mask),\n",
+        "The advantages are normalised again in the minibatch. Once, over the rollout, is enough; "
+        "here it can flip signs.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "clip_by_default",
+        "            args.clip_coef,\n            args.clip_coef_high,\n",
+        "",
+        "args.clip_coef is not used.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "vf_coef_by_default",
+        "            args.vf_coef,\n            args.vf_clip_coef,\n",
+        "",
+        "args.vf_coef is not used.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "reference_for_old",
+        "            minibatch.logprobs,\n",
+        "            minibatch.ref_logprobs,\n",
+        "The ratio is taken against the reference. It belongs to the policy that sampled: "
+        "minibatch.logprobs.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_the_other_way",
+        "calc_kl_penalty(scaled, ref_scaled,",
+        "calc_kl_penalty(ref_scaled, scaled,",
+        "This is KL(reference || policy), and detached on the policy's side. The penalty is "
+        "KL(policy || reference).",
+        within="RLHFTrainer.measure_kl",
+    ),
+]
+
+LEARNING_PHASE = [
+    edit(
+        "RLHFTrainer.learning_phase",
+        "gradients_add_up",
+        "            self.optimizer.zero_grad()\n",
+        "",
+        "Gradients add up from step to step: zero_grad is missing.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "not_clipped",
+        "self.args.max_grad_norm, error",
+        "float('inf'), error",
+        "The gradient's norm is not clipped to max_grad_norm.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "never_steps",
+        "            self.optimizer.step()\n",
+        "",
+        "The optimizer never steps.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "schedule_never_steps",
+        "        self.scheduler.step()\n",
+        "        pass\n",
+        "The schedule never steps, so the learning rate stays at its first value.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "schedule_steps_each_minibatch",
+        '            self.metrics["objective"]',
+        '            self.scheduler.step()\n            self.metrics["objective"]',
+        "The schedule steps with every minibatch. It counts phases.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "downhill",
+        "objective.backward()",
+        "(-objective).backward()",
+        "You negate the objective, and the optimizer maximises already: this goes downhill.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "first_minibatch_only",
+        "memory.get_minibatches(self.generator):",
+        "memory.get_minibatches(self.generator)[:1]:",
+        "Only the first minibatch is learned from.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "one_step_for_all",
+        "            self.optimizer.zero_grad()\n            objective = "
+        "self.compute_rlhf_objective(minibatch)\n",
+        "            objective = self.compute_rlhf_objective(minibatch) * 0.5\n",
+        "The gradient is that of half the objective, and adds up from step to step.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "clipped_by_value",
+        "nn.utils.clip_grad_norm_(\n                self.model.trainable_parameters(), "
+        "self.args.max_grad_norm, error_if_nonfinite=True\n            )",
+        "torch.tensor(nn.utils.clip_grad_value_(self.model.trainable_parameters(), "
+        "self.args.max_grad_norm) or 0.0)",
+        "Each entry is clipped on its own. Clip the norm of the whole gradient, which keeps its "
+        "direction.",
+    ),
+]

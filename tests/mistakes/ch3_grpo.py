@@ -1,0 +1,1819 @@
+"""Wrong answers to chapter 3, each with what a good teacher would say of it."""
+
+import torch
+
+from utils.grading.answers import edit, wrong
+
+# --- group_advantages ---------------------------------------------------------------------------
+
+GROUP_ADVANTAGES = [
+    edit(
+        "group_advantages",
+        "std_of_a_population",
+        "groups.std(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True, correction=0)",
+        "The group's std divides by the number of rewards. It is estimated from few of them: "
+        "divide by one less (ddof 1), as torch.std does unless told.",
+    ),
+    edit(
+        "group_advantages",
+        "batch_std_of_a_population",
+        "groups.std()",
+        "groups.std(correction=0)",
+        "The std of the batch divides by the number of rewards: divide by one less (ddof 1), as "
+        "torch.std does unless told.",
+    ),
+    edit(
+        "group_advantages",
+        "variance",
+        "groups.std(-1, keepdim=True)",
+        "groups.var(-1, keepdim=True)",
+        "You divide by the group's variance. Divide by its std, or the advantages carry the "
+        "inverse unit of the rewards.",
+    ),
+    edit(
+        "group_advantages",
+        "another_default_eps",
+        "eps: float = 1e-4",
+        "eps: float = 1e-8",
+        "The default of eps should be 1e-4: it is what keeps groups of tiny differences from being "
+        "blown up to full size.",
+    ),
+    edit(
+        "group_advantages",
+        "eps_left_out",
+        "(groups.std(-1, keepdim=True) + eps)",
+        "groups.std(-1, keepdim=True)",
+        "eps has no effect on the scale 'group': add it to the group's std.",
+    ),
+    edit(
+        "group_advantages",
+        "eps_left_out_of_the_batch",
+        "(groups.std() + eps)",
+        "groups.std()",
+        "eps has no effect on the scale 'batch': add it to the std of the batch.",
+    ),
+    edit(
+        "group_advantages",
+        "eps_under_the_root",
+        "(groups.std(-1, keepdim=True) + eps)",
+        "(groups.var(-1, keepdim=True) + eps).sqrt()",
+        "eps is added to the variance, where it counts far more. Add it to the std.",
+    ),
+    edit(
+        "group_advantages",
+        "eps_as_a_floor",
+        "(groups.std(-1, keepdim=True) + eps)",
+        "groups.std(-1, keepdim=True).clamp(min=eps)",
+        "eps is used as the least value of the std. Add it to the std, however large that is.",
+    ),
+    edit(
+        "group_advantages",
+        "not_detached",
+        "rewards.detach()",
+        "rewards",
+        "Gradients flow through the advantages. They are constants of the policy gradient: detach "
+        "them.",
+    ),
+    edit(
+        "group_advantages",
+        "rounding_noise_of_constant_groups",
+        "centered.masked_fill(is_constant, 0.0)",
+        "centered + 0",
+        "A group of equal rewards should give exact zeros. In floats their mean need not equal "
+        "them, and the division by a tiny std blows the difference up: test max == min.",
+    ),
+    edit(
+        "group_advantages",
+        "small_spreads_count_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True) < 1e-4",
+        "Groups whose rewards differ little are treated as constant. Only equal rewards give "
+        "zeros; eps takes care of small differences.",
+    ),
+    edit(
+        "group_advantages",
+        "batch_std_of_centered_rewards",
+        "groups.std()",
+        "centered.std()",
+        "The scale 'batch' divides by the std of the raw rewards; yours is that of the centered "
+        "ones, which leaves out how the prompts' means differ.",
+    ),
+    edit(
+        "group_advantages",
+        "batch_std_as_a_mean_of_stds",
+        "groups.std()",
+        "groups.std(-1).mean()",
+        "The scale 'batch' divides by the std of all rewards of the batch taken together, not by "
+        "the average of the groups' stds.",
+    ),
+    edit(
+        "group_advantages",
+        "batch_divides_by_the_groups_std",
+        'scale == "group"',
+        'scale in ("group", "batch")',
+        "The scale 'batch' does the same as 'group'. It divides all groups by one number: the std "
+        "of all rewards of the batch.",
+    ),
+    edit(
+        "group_advantages",
+        "none_is_scaled",
+        'scale == "group"',
+        'scale in ("group", "none")',
+        "The scale 'none' should only subtract the group's mean: nothing is divided.",
+    ),
+    edit(
+        "group_advantages",
+        "another_default_scale",
+        'scale: str = "group"',
+        'scale: str = "none"',
+        "Without a scale given, the advantages are not scaled. The default is 'group'.",
+    ),
+    edit(
+        "group_advantages",
+        "sign_flipped",
+        "groups - groups.mean(-1, keepdim=True)",
+        "groups.mean(-1, keepdim=True) - groups",
+        "The sign is flipped: a reward above its group's mean is an advantage, and positive.",
+    ),
+    edit(
+        "group_advantages",
+        "leave_one_out",
+        "groups - groups.mean(-1, keepdim=True)",
+        "(groups - groups.mean(-1, keepdim=True)) * group_size / (group_size - 1)",
+        "The baseline leaves out the completion's own reward, as in RLOO. GRPO subtracts the mean "
+        "of the whole group.",
+    ),
+    edit(
+        "group_advantages",
+        "median",
+        "groups - groups.mean(-1, keepdim=True)",
+        "groups - groups.median(-1, keepdim=True).values",
+        "The baseline is the group's median. GRPO subtracts its mean.",
+    ),
+    edit(
+        "group_advantages",
+        "batch_mean",
+        "groups - groups.mean(-1, keepdim=True)",
+        "groups - groups.mean()",
+        "You subtract the mean of the whole batch, so that an easy prompt looks good throughout. "
+        "Each group has a mean of its own.",
+    ),
+    edit(
+        "group_advantages",
+        "not_centered",
+        "groups - groups.mean(-1, keepdim=True)",
+        "groups",
+        "The rewards are scaled but not centered: subtract the group's mean first.",
+    ),
+    edit(
+        "group_advantages",
+        "in_place",
+        "groups - groups.mean(-1, keepdim=True)",
+        "groups.sub_(groups.mean(-1, keepdim=True))",
+        "The rewards that you were given are changed in place: a view of them still shares their "
+        "memory. Make a new tensor.",
+    ),
+    edit(
+        "group_advantages",
+        "group_size_unchecked",
+        "_check_group_size(group_size, len(rewards))",
+        "pass",
+        "A group_size that does not divide the batch should raise a ValueError that names "
+        "group_size, rather than whatever the reshape says.",
+    ),
+    edit(
+        "group_advantages",
+        "groups_of_one_are_allowed",
+        "isinstance(group_size, int) and group_size >= 2",
+        "group_size != 0",
+        "A completion alone has nothing to be compared with: a group_size below 2 is a ValueError "
+        "that names group_size.",
+        within="_check_group_size",
+    ),
+    edit(
+        "group_advantages",
+        "unknown_scale_accepted",
+        'scale in ("group", "batch", "none")',
+        "True",
+        "An unknown scale passes in silence, and the rewards stay unscaled. Raise a ValueError "
+        "that names scale.",
+    ),
+    edit(
+        "group_advantages",
+        "matrix_of_groups",
+        'rearrange(centered, "group member -> (group member)")',
+        "centered",
+        "The result has an axis of groups and one of members. Return one advantage per reward, in "
+        "the order of the rewards.",
+    ),
+]
+
+
+@wrong(
+    "group_advantages",
+    "The whole batch is normalised as one group. With several prompts each reward is compared with "
+    "those of its own prompt only.",
+)
+def one_group_for_the_batch(rewards, group_size, scale="group", eps=1e-4):
+    _check(rewards, group_size, scale)
+    rewards = rewards.detach()
+    centered = rewards - rewards.mean()
+    if rewards.max() == rewards.min():
+        return torch.zeros_like(rewards)
+    return centered if scale == "none" else centered / (rewards.std() + eps)
+
+
+@wrong(
+    "group_advantages",
+    "You take every n-th reward as a group. The completions of a prompt stand side by side: "
+    "reshape to [groups, group_size].",
+)
+def strided_groups(rewards, group_size, scale="group", eps=1e-4):
+    _check(rewards, group_size, scale)
+    groups = rewards.detach().reshape(group_size, -1)
+    centered = groups - groups.mean(0)
+    centered = centered.masked_fill(groups.amax(0) == groups.amin(0), 0.0)
+    if scale != "none":
+        centered = centered / (groups.std(0 if scale == "group" else None) + eps)
+    return centered.flatten()
+
+
+@wrong(
+    "group_advantages",
+    "group_size is taken for the number of groups. It is the number of completions of one prompt.",
+)
+def group_size_as_a_number_of_groups(rewards, group_size, scale="group", eps=1e-4):
+    _check(rewards, group_size, scale)
+    groups = rewards.detach().reshape(group_size, -1)
+    centered = groups - groups.mean(-1, keepdim=True)
+    is_constant = groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)
+    centered = centered.masked_fill(is_constant, 0.0)
+    if scale == "group":
+        centered = centered / (groups.std(-1, keepdim=True) + eps)
+    if scale == "batch":
+        centered = centered / (groups.std() + eps)
+    return centered.flatten()
+
+
+@wrong(
+    "group_advantages",
+    "One constant group sets the advantages of the whole batch to zero. Treat each group for "
+    "itself.",
+)
+def all_zeros_beside_a_constant_group(rewards, group_size, scale="group", eps=1e-4):
+    _check(rewards, group_size, scale)
+    groups = rewards.detach().reshape(-1, group_size)
+    if (groups.amax(-1) == groups.amin(-1)).any():
+        return torch.zeros_like(rewards)
+    centered = groups - groups.mean(-1, keepdim=True)
+    if scale == "group":
+        centered = centered / (groups.std(-1, keepdim=True) + eps)
+    if scale == "batch":
+        centered = centered / (groups.std() + eps)
+    return centered.flatten()
+
+
+@wrong(
+    "group_advantages",
+    "The std of the batch is taken without its constant groups. The scale 'batch' is the std of "
+    "all raw rewards.",
+)
+def batch_std_without_constant_groups(rewards, group_size, scale="group", eps=1e-4):
+    _check(rewards, group_size, scale)
+    groups = rewards.detach().reshape(-1, group_size)
+    varied = groups.amax(-1, keepdim=True) != groups.amin(-1, keepdim=True)
+    centered = (groups - groups.mean(-1, keepdim=True)) * varied
+    if scale == "group":
+        centered = centered / (groups.std(-1, keepdim=True) + eps)
+    if scale == "batch" and varied.any():
+        centered = centered / (groups[varied.squeeze(-1)].std() + eps)
+    return centered.flatten()
+
+
+def _check(rewards, group_size, scale):
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"group_size {group_size}")
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale {scale}")
+
+
+# --- calc_single_update_objective ---------------------------------------------------------------
+
+SINGLE_UPDATE = [
+    edit(
+        "calc_single_update_objective",
+        "single_mean_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask)",
+        "You average over all tokens at once, so that long completions weigh more. Average each "
+        "completion first, then the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_sum_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "per_token.masked_fill(~mask, 0.0).sum(-1).mean()",
+        "Each completion's tokens are summed. Divide by its own number of tokens.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_constant_denominator",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "per_token.masked_fill(~mask, 0.0).mean()",
+        "Each completion is divided by the width of the tensor, as in Dr. GRPO. Divide by its own "
+        "number of true positions.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_empty_rows_left_out",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(masked_mean(per_token, mask, dim=-1), mask.any(-1))",
+        "The batch mean leaves out empty completions. They count 0, but they count.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_sum_over_the_batch",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask, dim=-1).sum()",
+        "The completions are summed. Take their mean, or the step grows with the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "no_gradient",
+        "logprobs - logprobs.detach()",
+        "logprobs.detach() - logprobs.detach()",
+        "The value is right, but there is no gradient: both log-probs are detached, or neither is, "
+        "and then they cancel. Detach only the subtracted ones.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "detach_on_the_wrong_side",
+        "logprobs - logprobs.detach()",
+        "logprobs.detach() - logprobs",
+        "The gradient has the wrong sign: the current policy stands in the numerator of the ratio. "
+        "Subtract the detached log-probs.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "probabilities_for_ratios",
+        "logprobs - logprobs.detach()",
+        "logprobs",
+        "exp(logprobs) is a probability. The ratio has the old policy below: subtract the detached "
+        "log-probs.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "logratio_without_exp",
+        "torch.exp(logprobs - logprobs.detach())",
+        "(logprobs - logprobs.detach())",
+        "The log-ratio is 0 and the ratio is 1: take exp of the difference.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "value_of_reinforce",
+        "torch.exp(logprobs - logprobs.detach())",
+        "logprobs",
+        "The gradient is right, but the value is that of logprob * A. What is left of the ratio is "
+        "exp(logprobs - detached logprobs), which is 1.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_loss",
+        "return _mean",
+        "return -_mean",
+        "This is a loss. Objectives are maximised: leave the sign.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_advantages_not_detached",
+        "advantages.detach()",
+        "advantages",
+        "Gradients flow into the advantages. They are constants: detach them.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_advantages_along_the_tokens",
+        "advantages.detach()[:, None]",
+        "(advantages.detach()[None, :] if len(advantages) == mask.shape[1] "
+        "else advantages.detach()[:, None])",
+        "Where there are as many completions as tokens, the advantages are laid along the tokens. "
+        "Each belongs to a completion: add the axis of tokens with [:, None].",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_broadcast_left_to_torch",
+        "advantages.detach()[:, None]",
+        "advantages.detach()",
+        "Broadcasting lines advantages up with the last axis, that of the tokens. Add one with "
+        "[:, None].",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_absolute_advantages",
+        "advantages.detach()[:, None]",
+        "advantages.detach().abs()[:, None]",
+        "A negative advantage should make its completion less likely: keep the sign.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_advantages_centered_again",
+        "advantages.detach()[:, None]",
+        "(advantages - advantages.mean()).detach()[:, None]",
+        "The advantages are centered once more, over the batch. They are ready to use.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_nan_leaks_into_the_gradient",
+        "logprobs = logprobs.masked_fill(~mask, 0.0)",
+        "pass",
+        "What lies beyond the mask reaches the gradient: in the backward pass 0 * nan is nan. "
+        "Replace the masked log-probs before you use them.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_in_place",
+        "logprobs = logprobs.masked_fill(~mask, 0.0)",
+        "logprobs.data.masked_fill_(~mask, 0.0)",
+        "The log-probs that you were given are changed in place. Make a new tensor.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "single_mask_forgotten",
+        "return _mean_over_completions(ratio * advantages.detach()[:, None], mask)",
+        "return (ratio * advantages.detach()[:, None]).mean()",
+        "The mask is ignored: positions after a completion's end count as tokens.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "last_token_left_out",
+        "advantages.detach()[:, None], mask)",
+        "advantages.detach()[:, None], mask & torch.cat([mask[:, 1:], mask[:, :0], "
+        "torch.zeros_like(mask[:, :1])], 1))",
+        "The last true position of each completion does not count. It is the end of the text, and "
+        "the policy is to learn when to stop.",
+    ),
+]
+
+
+@wrong(
+    "calc_single_update_objective",
+    "A ratio of two probabilities is 0/0 where both underflow. Subtract log-probs, then take exp.",
+)
+def quotient_of_probabilities(logprobs, advantages, mask):
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    ratio = logprobs.exp() / logprobs.exp().detach()
+    per_token = ratio * advantages.detach()[:, None] * mask
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_single_update_objective",
+    "An empty completion divides 0 by 0. Let it count 0: clamp the number of tokens at 1.",
+)
+def single_zero_by_zero(logprobs, advantages, mask):
+    logprobs = logprobs.masked_fill(~mask, 0.0)
+    per_token = torch.exp(logprobs - logprobs.detach()) * advantages.detach()[:, None] * mask
+    return (per_token.sum(-1) / mask.sum(-1)).mean()
+
+
+@wrong(
+    "calc_single_update_objective",
+    "Multiplying by the mask does not remove what lies beyond it: 0 * nan is nan. Use masked_fill "
+    "or torch.where on the log-probs.",
+)
+def single_multiplied_by_the_mask(logprobs, advantages, mask):
+    per_token = torch.exp(logprobs - logprobs.detach()) * advantages.detach()[:, None] * mask
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+# --- calc_per_token_kl --------------------------------------------------------------------------
+
+PER_TOKEN_KL = [
+    edit(
+        "calc_per_token_kl",
+        "other_direction",
+        "ref_logprobs.detach() - logprobs",
+        "logprobs - ref_logprobs.detach()",
+        "The ratio is upside down: samples come from the policy, so k3 takes d = ref_logprobs - "
+        "logprobs.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "digits_lost",
+        "torch.expm1(d) - d",
+        "torch.exp(d) - 1 - d",
+        "For small differences exp(d) - 1 loses the digits that count, and the estimate can come "
+        "out negative. torch.expm1 keeps them.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "clamped_at_zero",
+        "torch.expm1(d) - d",
+        "(torch.exp(d) - 1 - d).clamp(min=0)",
+        "The clamp hides the negative values, but the digits are lost all the same, and with them "
+        "the gradient. Use torch.expm1.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "absolute_value",
+        "torch.expm1(d) - d",
+        "(torch.exp(d) - 1 - d).abs()",
+        "The absolute value hides the sign of a rounding error. torch.expm1 does not make it in "
+        "the first place.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "k1",
+        "torch.expm1(d) - d",
+        "-d",
+        "This is k1, the plain log-ratio: as a loss its expected gradient is zero. k3 adds "
+        "exp(d) - 1.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "k1_flipped",
+        "torch.expm1(d) - d",
+        "d",
+        "This is the log-ratio with its sign flipped. k3 is exp(d) - 1 - d.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "k2",
+        "torch.expm1(d) - d",
+        "d.square() / 2",
+        "This is k2, half the square of the log-ratio. It agrees with k3 for small differences "
+        "only.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "absolute_difference",
+        "torch.expm1(d) - d",
+        "d.abs()",
+        "This is the size of the log-ratio. k3 is exp(d) - 1 - d.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "one_not_subtracted",
+        "torch.expm1(d) - d",
+        "torch.exp(d) - d",
+        "Two policies that agree have a KL of 1 here: subtract 1.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "plus_d",
+        "torch.expm1(d) - d",
+        "torch.expm1(d) + d",
+        "The sign of the last term is wrong: expm1(d) + d is negative wherever d is.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "negative",
+        "torch.expm1(d) - d",
+        "d - torch.expm1(d)",
+        "The sign is flipped: the estimate of a KL is never negative. The objective subtracts it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "without_exp",
+        "torch.expm1(d) - d",
+        "d.exp() - 1",
+        "This is the ratio less 1, whose mean is 0. Subtract the log-ratio d as well.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "k4",
+        "torch.expm1(d) - d",
+        "-d * torch.exp(-d)",
+        "This weighs the log-ratio with the ratio of policy to reference. k3 is exp(d) - 1 - d.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "averaged",
+        "torch.expm1(d) - d",
+        "(torch.expm1(d) - d).mean()",
+        "The estimate is averaged. Return one number per token: the mask is not known here.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "difference_clamped",
+        "torch.expm1(d) - d",
+        "torch.expm1(d.clamp(-10, 10)) - d.clamp(-10, 10)",
+        "Large differences are cut off, and with them the gradient that would bring the policy "
+        "back.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "reference_not_detached",
+        "ref_logprobs.detach()",
+        "ref_logprobs",
+        "Gradients flow into the reference. It is frozen: detach it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "policy_detached",
+        "ref_logprobs.detach() - logprobs",
+        "ref_logprobs.detach() - logprobs.detach()",
+        "The values are right, but no gradient holds the policy near the reference. Detach the "
+        "reference only.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "ratio_detached",
+        "torch.expm1(d) - d",
+        "torch.expm1(d.detach()) - d",
+        "The gradient flows through the last term only, which makes it that of k1. Leave the ratio "
+        "attached.",
+    ),
+]
+
+
+@wrong(
+    "calc_per_token_kl",
+    "Probabilities underflow where log-probs are small. Subtract the log-probs first, then "
+    "exponentiate.",
+)
+def k3_from_probabilities(logprobs, ref_logprobs):
+    ratio = ref_logprobs.detach().exp() / logprobs.exp()
+    return ratio - 1 - ratio.log()
+
+
+@wrong(
+    "calc_per_token_kl",
+    "Each term of a sum over the vocabulary would carry its probability. Tokens that were sampled "
+    "from the policy have it already: leave the weight out.",
+)
+def weighted_with_the_probability(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    return logprobs.exp() * (torch.expm1(d) - d)
+
+
+@wrong(
+    "calc_per_token_kl",
+    "The reference's log-probs are changed in place: detach() shares their memory. Make a new "
+    "tensor.",
+)
+def reference_in_place(logprobs, ref_logprobs):
+    d = ref_logprobs.detach().sub_(logprobs)
+    return torch.expm1(d) - d
+
+
+# --- calc_grpo_objective ------------------------------------------------------------------------
+
+GRPO_OBJECTIVE = [
+    edit(
+        "calc_grpo_objective",
+        "maximum",
+        "torch.minimum(",
+        "torch.maximum(",
+        "You take the larger of clipped and unclipped. The smaller one is the pessimistic choice: "
+        "it takes away what the policy would gain beyond the interval.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "never_clipped",
+        "torch.minimum(ratio * advantages, clipped * advantages)",
+        "ratio * advantages",
+        "The ratio is never clipped: take the minimum with the clipped ratio times A.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "always_clipped",
+        "torch.minimum(ratio * advantages, clipped * advantages)",
+        "clipped * advantages",
+        "Only the clipped ratio counts, so that a bad step beyond the interval has no gradient "
+        "back. Take the minimum of both.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "minimum_of_the_ratios",
+        "torch.minimum(ratio * advantages, clipped * advantages)",
+        "torch.minimum(ratio, clipped) * advantages",
+        "The minimum is taken before the advantage comes in, which is the maximum for negative "
+        "advantages. Multiply each by A first.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "clipped_a_second_time",
+        "torch.minimum(ratio * advantages, clipped * advantages)",
+        "torch.minimum(ratio.clamp(max=3) * advantages, clipped * advantages)",
+        "Large ratios are bounded for negative advantages as well (dual clip). In GRPO what the "
+        "policy loses beyond the interval counts in full.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "unclipped_below_for_negative_advantages",
+        "clipped * advantages)",
+        "torch.where(advantages < 0, ratio, clipped) * advantages)",
+        "Negative advantages are never clipped. A ratio below 1 - clip_coef has done what they ask "
+        "for, and should gain nothing more.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "product_clipped",
+        "clipped * advantages)",
+        "(ratio * advantages).clamp(1 - clip_coef, 1 + high))",
+        "You clip ratio times A. Clip the ratio, then multiply by A.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "no_old_policy",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "calc_ratio(logprobs, logprobs, mask)",
+        "The ratio is taken against the current policy, and is always 1. Subtract old_logprobs, "
+        "from the time of sampling.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "ratio_upside_down",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "1 / calc_ratio(logprobs, old_logprobs, mask)",
+        "The ratio is upside down: the current policy over the old one.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "reference_for_the_old_policy",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "calc_ratio(logprobs, old_logprobs if ref_logprobs is None else ref_logprobs, mask)",
+        "The ratio is taken against the reference. Its denominator is the policy that sampled: "
+        "old_logprobs.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "logratio",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "calc_ratio(logprobs, old_logprobs, mask).log()",
+        "exp is missing: the ratio is exp(logprobs - old_logprobs).",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "quotient_of_logprobs",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "(logprobs / old_logprobs.detach()).masked_fill(~mask, 1.0)",
+        "You divide one log-prob by the other. A quotient of probabilities is exp of the "
+        "difference of their logs.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "logratio_bounded_too_tightly",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "calc_ratio(logprobs.clamp(old_logprobs.detach() - 0.5, old_logprobs.detach() + 0.5), "
+        "old_logprobs, mask)",
+        "The log-ratio is bounded so tightly that the unclipped branch loses its gradient, too. A "
+        "bound against overflow belongs far outside the clip.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "ratio_of_the_sequence",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "calc_ratio(*(masked_mean(x, mask, -1)[:, None].expand_as(mask) "
+        "for x in (logprobs, old_logprobs)), mask)",
+        "One ratio for the whole completion is GSPO. In GRPO each token has its own.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "upper_clip_ignored",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = clip_coef",
+        "clip_coef_high has no effect. The interval is [1 - clip_coef, 1 + clip_coef_high].",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "upper_clip_of_zero_ignored",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = clip_coef_high or clip_coef",
+        "`clip_coef_high or clip_coef` takes 0 for missing. Only None stands for clip_coef.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "clips_swapped",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(1 - high, 1 + clip_coef)",
+        "The two clips are swapped: clip_coef bounds the ratio from below, clip_coef_high from "
+        "above.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "upper_clip_on_both_sides",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(1 - high, 1 + high)",
+        "clip_coef_high bounds the ratio on both sides. Below it is clip_coef that counts.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "reciprocal_interval",
+        "ratio.clamp(1 - clip_coef, 1 + high)",
+        "ratio.clamp(1 / (1 + clip_coef), 1 + high)",
+        "The lower end of the interval is 1 - clip_coef, not 1 / (1 + clip_coef).",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "another_default_clip",
+        "clip_coef: float = 0.2",
+        "clip_coef: float = 0.1",
+        "The default of clip_coef should be 0.2.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "another_default_upper_clip",
+        "clip_coef_high: float | None = None",
+        "clip_coef_high: float | None = 0.28",
+        "The default of clip_coef_high is clip_coef. The 0.28 is DAPO's.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "another_default_beta",
+        "beta: float = 0.04",
+        "beta: float = 0.1",
+        "The default of beta should be 0.04, as in the paper.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_left_out",
+        "objective = objective - beta * kl",
+        "pass",
+        "The KL penalty is missing: subtract beta * k3 from each token.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_rewarded",
+        "objective - beta * kl",
+        "objective + beta * kl",
+        "The KL is added, which rewards leaving the reference. This is maximised: subtract it.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "beta_forgotten",
+        "objective - beta * kl",
+        "objective - kl",
+        "The KL is subtracted at full weight: multiply it by beta.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_detached",
+        "objective - beta * kl",
+        "objective - beta * kl.detach()",
+        "The KL has no gradient here, so it changes the number and not the policy. Leave it "
+        "attached.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_times_the_advantage",
+        "objective - beta * kl",
+        "objective - beta * kl * advantages",
+        "The KL is multiplied by the advantage: where that is negative, the penalty becomes a "
+        "reward. It stands apart from the surrogate.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_weighted_by_the_ratio",
+        "objective - beta * kl",
+        "objective - beta * ratio * kl",
+        "The KL is multiplied by the ratio, as newer libraries do. The paper's equation, and this "
+        "one, has plain k3.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_only_where_not_clipped",
+        "objective - beta * kl",
+        "objective - beta * kl * (ratio == clipped)",
+        "Clipped tokens escape the KL. The clip concerns the surrogate only.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_mean_over_tokens",
+        "objective - beta * kl",
+        "objective - beta * masked_mean(kl, mask) * len(mask) / mask.any(-1).sum().clamp(min=1)",
+        "The KL is averaged over all tokens of the batch. It belongs to each token, inside the "
+        "mean over its completion.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_upside_down",
+        "torch.expm1(d) - d",
+        "torch.expm1(-d) + d",
+        "The KL takes the ratio upside down: k3 has d = ref_logprobs - logprobs.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_by_k1",
+        "torch.expm1(d) - d",
+        "-d",
+        "The KL is the plain log-ratio, k1, whose expected gradient as a loss is zero. Use k3.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_by_k2",
+        "torch.expm1(d) - d",
+        "d.square() / 2",
+        "The KL is half the squared log-ratio, k2. GRPO uses k3.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_against_the_old_policy",
+        "ref_logprobs.masked_fill(~mask, 0.0)",
+        "old_logprobs.masked_fill(~mask, 0.0)",
+        "The KL is measured from the old policy. It holds the policy near the reference: "
+        "ref_logprobs.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_of_the_old_policy",
+        "logprobs.masked_fill(~mask, 0.0), ref",
+        "old_logprobs.masked_fill(~mask, 0.0), ref",
+        "The KL is that of the policy that sampled, which no update changes. Use the current "
+        "log-probs.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "reference_gets_a_gradient",
+        "ref_logprobs.detach()",
+        "ref_logprobs",
+        "Gradients flow into the reference's log-probs. It is frozen: detach them.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "reference_always_needed",
+        "if beta != 0:",
+        "if True:",
+        "With beta 0 there is no KL and ref_logprobs may be None: leave the term out.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "mean_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask)",
+        "You average over all tokens at once, as DAPO does. GRPO averages each completion first, "
+        "then the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "sum_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "per_token.masked_fill(~mask, 0.0).sum(-1).mean()",
+        "Each completion's tokens are summed. Divide by its own number of tokens.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "constant_denominator",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "per_token.masked_fill(~mask, 0.0).mean()",
+        "Each completion is divided by the width of the tensor, as in Dr. GRPO. Divide by its own "
+        "number of true positions.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "empty_rows_left_out",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(masked_mean(per_token, mask, dim=-1), mask.any(-1))",
+        "The batch mean leaves out empty completions. They count 0, but they count.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "sum_over_the_batch",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask, dim=-1).sum()",
+        "The completions are summed. Take their mean, or the step grows with the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "zero_by_zero",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "(per_token.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1)).mean()",
+        "An empty completion divides 0 by 0. Let it count 0: clamp the number of tokens at 1.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "loss",
+        "return _mean",
+        "return -_mean",
+        "This is a loss. Objectives are maximised: leave the sign.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_not_detached",
+        "advantages.detach()",
+        "advantages",
+        "Gradients flow into the advantages. They are constants: detach them.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_along_the_tokens",
+        "advantages[:, None].expand_as(logprobs)",
+        "(advantages[None] if len(advantages) == mask.shape[1] else advantages[:, None])"
+        ".expand_as(logprobs)",
+        "Where there are as many completions as tokens, the advantages are laid along the tokens. "
+        "Each belongs to a completion: add the axis of tokens with [:, None].",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_of_tokens_not_accepted",
+        "if advantages.ndim == 1:",
+        "if True:",
+        "Advantages may also come one per token, [batch completion]: only those of one axis need "
+        "another.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "one_advantage_per_row",
+        "advantages = advantages.detach()",
+        "advantages = advantages[:, :1].expand_as(mask).detach()",
+        "Advantages that differ from token to token are reduced to the first of the row. Use each "
+        "at its own token.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_normalised_again",
+        "advantages = advantages.detach().masked_fill(~mask, 0.0)",
+        "advantages = advantages.detach().masked_fill(~mask, 0.0); "
+        "advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)",
+        "The advantages are normalised once more. They are ready to use: another mean would undo "
+        "the comparison within the group.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "absolute_advantages",
+        "advantages = advantages.detach()",
+        "advantages = advantages.detach().abs()",
+        "A negative advantage should make its completion less likely: keep the sign.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "changed_in_place",
+        "ratio = calc_ratio(",
+        "logprobs.data.masked_fill_(~mask, 0.0); ratio = calc_ratio(",
+        "The log-probs that you were given are changed in place. Make a new tensor.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_of_zero_left_out",
+        "return _mean_over_completions(objective, mask)",
+        "counts = (advantages != 0).any(-1) | ~mask.any(-1); "
+        "return _mean_over_completions(objective[counts], mask[counts])",
+        "Completions whose advantage is 0 are left out of the mean. They count: their KL pulls, "
+        "and the others weigh less beside them.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "surrogate_detached",
+        "objective = torch.minimum(",
+        "objective = 0 * logprobs.nan_to_num(0, 0, 0) + torch.no_grad()(torch.minimum)(",
+        "Only the KL has a gradient: nothing would learn from the rewards. Do not detach the ratio "
+        "of the current policy.",
+    ),
+]
+
+
+def _mean_by_completion(per_token, mask):
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def _per_token(advantages, mask):
+    return (advantages[:, None] if advantages.ndim == 1 else advantages).detach().expand_as(mask)
+
+
+def _k3(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    return torch.expm1(d) - d
+
+
+@wrong(
+    "calc_grpo_objective",
+    "The old log-probs get a gradient as well, opposite to the policy's. They are numbers from the "
+    "time of sampling: detach them.",
+)
+def old_policy_not_detached(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)
+    advantages = _per_token(advantages, mask).masked_fill(~mask, 0)
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta:
+        objective = objective - beta * _k3(logprobs, ref_logprobs.masked_fill(~mask, 0))
+    return _mean_by_completion(objective * mask, mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "The value is right but the gradient is nan: the mask comes after exp and the product, and in "
+    "the backward pass 0 * nan is nan. Replace what is masked before you compute with it.",
+)
+def masked_at_the_end(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    advantages = _per_token(advantages, mask)
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta:
+        objective = objective - beta * _k3(logprobs, ref_logprobs)
+    return _mean_by_completion(objective.masked_fill(~mask, 0), mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "Multiplying by the mask does not remove what lies beyond it: 0 * nan is nan. Use masked_fill "
+    "or torch.where, before you compute with it.",
+)
+def multiplied_by_the_mask(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    advantages = _per_token(advantages, mask)
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta:
+        objective = objective - beta * _k3(logprobs, ref_logprobs)
+    return _mean_by_completion(objective * mask, mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "The KL is taken off the advantages, detached and inside the minimum. It stands apart from the "
+    "surrogate, with a gradient of its own.",
+)
+def kl_in_the_advantages(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)
+    advantages = _per_token(advantages, mask).masked_fill(~mask, 0)
+    if beta:
+        advantages = advantages - beta * _k3(logprobs, ref_logprobs.masked_fill(~mask, 0)).detach()
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80).exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    return _mean_by_completion(torch.minimum(ratio * advantages, clipped * advantages) * mask, mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "You clip the log-ratio to [-clip_coef, clip_coef]. The interval is that of the ratio: clip "
+    "after exp.",
+)
+def logratio_clipped(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logprobs, old_logprobs = logprobs.masked_fill(~mask, 0), old_logprobs.masked_fill(~mask, 0)
+    advantages = _per_token(advantages, mask).masked_fill(~mask, 0)
+    logratio = logprobs - old_logprobs.detach()
+    ratio, clipped = logratio.clamp(max=80).exp(), logratio.clamp(-clip_coef, high).exp()
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if beta:
+        objective = objective - beta * _k3(logprobs, ref_logprobs.masked_fill(~mask, 0))
+    return _mean_by_completion(objective * mask, mask)
+
+
+# --- process_advantages -------------------------------------------------------------------------
+
+PROCESS_ADVANTAGES = [
+    edit(
+        "process_advantages",
+        "steps_that_have_ended",
+        "ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "ends_here.cumsum(-1)",
+        "Each token gets the steps that ended before it, on which it has no influence. Sum over "
+        "those that end at it or later.",
+    ),
+    edit(
+        "process_advantages",
+        "end_exclusive",
+        "ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "ends_here.flip(-1).cumsum(-1).flip(-1) - ends_here",
+        "The last token of a step does not get its reward. `step_ends` are inclusive: a step that "
+        "ends at a token counts for it.",
+    ),
+    edit(
+        "process_advantages",
+        "not_summed",
+        "return ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "return ends_here",
+        "Only the token at a step's end gets anything. Every token up to it contributed: sum over "
+        "the steps that end at a token or later.",
+    ),
+    edit(
+        "process_advantages",
+        "all_tokens_alike",
+        "ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "ends_here.sum(-1, keepdim=True).expand_as(ends_here).clone()",
+        "Every token of a row gets the sum over all its steps. A token gets only those that end at "
+        "it or later.",
+    ),
+    edit(
+        "process_advantages",
+        "last_of_shared_ends",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
+        "ends_here[row, step_ends[row].long()] += normalized",
+        "Where several steps end at one token, only one of them counts: += with a list of indices "
+        "writes each once. Use index_add_, or a loop.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_counted_from_one",
+        "step_ends[row].long()",
+        "(step_ends[row].long() - 1).clamp(min=0)",
+        "The ends are taken as counted from 1. They are 0-based positions of a step's last token.",
+    ),
+    edit(
+        "process_advantages",
+        "normalised_by_row",
+        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
+        "(step_rewards[row].detach() - step_rewards[row].detach().mean()) / "
+        "(step_rewards[row].detach().std().nan_to_num() + eps)",
+        "Each completion is normalised for itself, so that a bad one looks like a good one. All "
+        "steps of the group are normalised together.",
+    ),
+    edit(
+        "process_advantages",
+        "normalised_over_the_batch",
+        "torch.cat([step_rewards[row] for row in rows])",
+        "torch.cat(step_rewards)",
+        "The steps of the whole batch are normalised together. Each group, the completions of one "
+        "prompt, has a mean and a std of its own.",
+    ),
+    edit(
+        "process_advantages",
+        "normalised_by_the_first_row",
+        "torch.cat([step_rewards[row] for row in rows])",
+        "step_rewards[start]",
+        "Mean and std are those of the group's first completion. Take all steps of all its "
+        "completions.",
+    ),
+    edit(
+        "process_advantages",
+        "mean_of_row_means",
+        "step_rewards[row].detach() - together.mean()",
+        "step_rewards[row].detach() - torch.stack([step_rewards[r].detach().mean() for r in rows "
+        "if len(step_rewards[r])]).mean()",
+        "The mean is taken over each completion and then over the group, so that steps of short "
+        "completions weigh more. Put all steps of the group together.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_not_centered",
+        "(step_rewards[row].detach() - together.mean())",
+        "step_rewards[row].detach()",
+        "The rewards are scaled but not centered: subtract the mean of the group's steps.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_not_scaled",
+        " / (together.std() + eps)",
+        "",
+        "The rewards are centered but not scaled: divide by the std of the group's steps + eps.",
+    ),
+    edit(
+        "process_advantages",
+        "not_normalised",
+        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
+        "step_rewards[row].detach()",
+        "The raw rewards are summed: nothing says whether a step was better than the group's. "
+        "Normalise them first.",
+    ),
+    edit(
+        "process_advantages",
+        "std_of_a_population_of_steps",
+        "together.std()",
+        "together.std(correction=0)",
+        "The std divides by the number of steps: divide by one less (ddof 1), as torch.std does "
+        "unless told.",
+    ),
+    edit(
+        "process_advantages",
+        "eps_left_out_of_steps",
+        "(together.std() + eps)",
+        "together.std()",
+        "eps has no effect: add it to the std.",
+    ),
+    edit(
+        "process_advantages",
+        "eps_under_the_root_of_steps",
+        "(together.std() + eps)",
+        "(together.var() + eps).sqrt()",
+        "eps is added to the variance, where it counts far more. Add it to the std.",
+    ),
+    edit(
+        "process_advantages",
+        "another_default_eps_of_steps",
+        "eps: float = 1e-4",
+        "eps: float = 1e-8",
+        "The default of eps should be 1e-4.",
+    ),
+    edit(
+        "process_advantages",
+        "one_step_is_nan",
+        "together.numel() < 2 or together.max() == together.min()",
+        "together.numel() == 0 or (together.numel() > 1 and together.max() == together.min())",
+        "The std of a single step is nan. A group with one step has nothing to compare: zeros.",
+    ),
+    edit(
+        "process_advantages",
+        "two_steps_are_too_few",
+        "together.numel() < 2",
+        "together.numel() < 3",
+        "A group with two steps gives zeros. Two are enough for a mean and a std.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_not_detached",
+        "step_rewards[row].detach()",
+        "step_rewards[row]",
+        "Gradients flow through the advantages. They are constants of the policy gradient: detach "
+        "the rewards.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_changed_in_place",
+        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
+        "step_rewards[row].detach().sub_(together.mean()).div_(together.std() + eps)",
+        "The rewards that you were given are changed in place: detach() shares their memory. Make "
+        "a new tensor.",
+    ),
+    edit(
+        "process_advantages",
+        "strided_rows",
+        "rows = range(start, start + group_size)",
+        "rows = range(start // group_size, len(step_rewards), len(step_rewards) // group_size)",
+        "Every n-th completion is taken as a group. The completions of a prompt stand side by "
+        "side.",
+    ),
+    edit(
+        "process_advantages",
+        "only_the_first_group",
+        "range(0, len(step_rewards), group_size)",
+        "range(0, group_size, group_size)",
+        "Only the first group gets advantages. Go through all of them.",
+    ),
+    edit(
+        "process_advantages",
+        "process_sign_flipped",
+        "return ends_here",
+        "return -ends_here",
+        "The sign is flipped: a step rewarded above the mean is an advantage, and positive.",
+    ),
+    edit(
+        "process_advantages",
+        "process_group_size_unchecked",
+        "_check_group_size(group_size, len(step_rewards))",
+        "group_size = min(group_size, len(step_rewards)); step_rewards = step_rewards[: "
+        "len(step_rewards) // group_size * group_size]; step_ends = step_ends[: len(step_rewards)]",
+        "A group_size that does not divide the number of completions passes in silence, and the "
+        "last ones are lost. Raise a ValueError that names group_size.",
+    ),
+    edit(
+        "process_advantages",
+        "averaged_over_steps",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized / max(len(normalized), 1))",
+        "The steps' rewards are averaged over the row. A token gets their sum.",
+    ),
+]
+
+
+@wrong(
+    "process_advantages",
+    "Each token gets the reward of the step that it lies in, and not those of the steps that come "
+    "after. Sum over all steps that end at it or later.",
+)
+def own_step_only(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    rows = _normalised(step_rewards, group_size, eps)
+    advantages = torch.zeros(len(rows), completion_len)
+    for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
+        order = ends.argsort(stable=True)
+        start = 0
+        for step in order.tolist():
+            advantages[row, start : ends[step] + 1] = normalised[step]
+            start = int(ends[step]) + 1
+    return advantages
+
+
+@wrong(
+    "process_advantages",
+    "The rewards still to come are summed first and normalised then. Normalise the single steps, "
+    "then sum.",
+)
+def normalised_after_the_sum(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    _check(step_rewards, group_size, "none")
+    sums = torch.zeros(len(step_rewards), completion_len)
+    for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
+        for r, end in zip(rewards.tolist(), ends.tolist(), strict=True):
+            sums[row, : end + 1] += r
+    groups = sums.reshape(-1, group_size, completion_len)
+    centered = groups - groups.mean((1, 2), keepdim=True)
+    return (centered / (groups.std((1, 2), keepdim=True) + eps)).reshape(sums.shape)
+
+
+@wrong(
+    "process_advantages",
+    "The ends are taken to be sorted: tokens after the last one in the list get nothing, although "
+    "an earlier one in the list ends later. Look at every end.",
+)
+def ends_taken_as_sorted(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    rows = _normalised(step_rewards, group_size, eps)
+    advantages = torch.zeros(len(rows), completion_len)
+    for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
+        to_come, start = normalised.flip(0).cumsum(0).flip(0), 0
+        for step, end in enumerate(ends.tolist()):
+            advantages[row, start : end + 1] = to_come[step]
+            start = end + 1
+    return advantages
+
+
+@wrong(
+    "process_advantages",
+    "After the last end the advantage goes on. Tokens that belong to no step get 0.",
+)
+def goes_on_after_the_last_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    rows = _normalised(step_rewards, group_size, eps)
+    advantages = torch.zeros(len(rows), completion_len)
+    for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
+        for r, end in zip(normalised.tolist(), ends.tolist(), strict=True):
+            stop = completion_len if end == max(ends.tolist()) else end + 1
+            advantages[row, :stop] += r
+    return advantages
+
+
+@wrong(
+    "process_advantages",
+    "The last step is always taken to end at the last token. Its end is given, and tokens after it "
+    "get 0.",
+)
+def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    rows = _normalised(step_rewards, group_size, eps)
+    advantages = torch.zeros(len(rows), completion_len)
+    for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
+        last = len(ends) - 1
+        for step, (r, end) in enumerate(zip(normalised.tolist(), ends.tolist(), strict=True)):
+            advantages[row, : completion_len if step == last else end + 1] += r
+    return advantages
+
+
+def _normalised(step_rewards, group_size, eps):
+    _check(step_rewards, group_size, "none")
+    rows = []
+    for start in range(0, len(step_rewards), group_size):
+        group = [rewards.detach() for rewards in step_rewards[start : start + group_size]]
+        together = torch.cat(group)
+        if len(set(together.tolist())) < 2:
+            rows += [torch.zeros_like(rewards) for rewards in group]
+        else:
+            rows += [(rewards - together.mean()) / (together.std() + eps) for rewards in group]
+    return rows
+
+
+# --- The trainer ---------------------------------------------------------------------------------
+
+MAKE_GRPO_MEMORY = [
+    edit(
+        "make_grpo_memory",
+        "scale_by_default",
+        "args.group_size, args.advantage_scale",
+        "args.group_size",
+        "args.advantage_scale is not used.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "one_group",
+        "group_advantages(scores, args.group_size,",
+        "group_advantages(scores, len(scores),",
+        "The whole batch is taken for one group. Each prompt's completions are compared with each "
+        "other only.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "raw_scores",
+        "group_advantages(scores, args.group_size, args.advantage_scale)",
+        "scores.detach()",
+        "These are the scores; the advantages are relative to each group.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "logprobs_with_a_graph",
+        "logprobs=logprobs.detach()",
+        "logprobs=logprobs",
+        "The old log-probs keep their graph. What is stored of a rollout is constant: detach it.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "reference_with_a_graph",
+        "ref_logprobs.detach()",
+        "ref_logprobs",
+        "The reference's log-probs keep their graph. Detach them.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "groups_torn_apart",
+        "        group_size=args.group_size,\n",
+        "",
+        "Minibatches tear groups apart: group_size has to reach the memory.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "reference_and_policy_swapped",
+        "logprobs=logprobs.detach(),\n        ref_logprobs=None if ref_logprobs is None else "
+        "ref_logprobs.detach()",
+        "logprobs=logprobs.detach() if ref_logprobs is None else ref_logprobs.detach(),\n"
+        "        ref_logprobs=None if ref_logprobs is None else logprobs.detach()",
+        "logprobs and ref_logprobs are swapped.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "one_epoch",
+        "batches_per_learning_phase=args.batches_per_learning_phase",
+        "batches_per_learning_phase=1",
+        "args.batches_per_learning_phase does not reach the memory.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "whitened_as_in_ppo",
+        "group_advantages(scores, args.group_size, args.advantage_scale)",
+        "(a := group_advantages(scores, args.group_size, args.advantage_scale)) / (a.std() + 1e-8)",
+        "The advantages are normalised over the batch once more. Their scale is advantage_scale's "
+        "business.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "attention_mask_for_mask",
+        "mask=samples.completion_mask",
+        "mask=samples.attention_mask[:, samples.prompt_len :].bool() | True",
+        "The mask is true everywhere. It should end with each completion.",
+    ),
+]
+
+ROLLOUT_PHASE = [
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "a_prompt_for_each_row",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.batch_size",
+        "Every row has a prompt of its own. Draw batch_size / group_size prompts and sample "
+        "group_size completions for each.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "too_many_rows",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.batch_size, args.group_size",
+        "batch_size counts completions, not prompts.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "scored_by_the_reference",
+        "logprobs = self.get_sample_logprobs(samples)\n        ref",
+        "with self.model.reference():\n            logprobs = self.get_sample_logprobs(samples)\n"
+        "        ref",
+        "The old log-probs are the reference's. They are those of the policy that sampled.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "policy_for_reference",
+        "ref_logprobs = self.get_ref_logprobs(samples)",
+        "ref_logprobs = logprobs if args.kl_coef > 0 else None",
+        "The reference's log-probs are the policy's own: k3 would be 0. Turn the adapters off.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "reference_always_runs",
+        "ref_logprobs = self.get_ref_logprobs(samples)",
+        "with self.model.reference():\n"
+        "            ref_logprobs = self.get_sample_logprobs(samples)",
+        "With kl_coef 0 nothing needs the reference, and yet it runs.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "groups_interleaved",
+        "        logprobs = self.get_sample",
+        "        order = torch.arange(len(scores)).view(-1, args.group_size).T.flatten()\n"
+        "        scores = scores[order]\n        logprobs = self.get_sample",
+        "The scores are in another order than the completions: groups are contiguous rows.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "with_a_value_head",
+        "model_class = TransformerWithLora",
+        "model_class = RLHFTrainer.model_class",
+        "The trainer builds a value head that it never uses. GRPO drops it: "
+        "model_class = TransformerWithLora.",
+        within="GrpoTrainer",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "scores_normalized_first",
+        "        logprobs = self.get_sample",
+        "        scores = (scores - scores.mean()) / (scores.std() + 1e-5) * 3\n"
+        "        logprobs = self.get_sample",
+        "The scores are normalised over the batch before the groups are compared. The groups' own "
+        "normalisation is all there is.",
+    ),
+]
+
+COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "entropy_subtracted",
+        "objective + args.ent_coef",
+        "objective - args.ent_coef",
+        "The entropy bonus is subtracted; it should be added.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "entropy_forgotten",
+        "objective + args.ent_coef * self.measure_entropy(minibatch, logits)",
+        "objective",
+        "The entropy bonus is missing.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "both_kls",
+        'beta=args.kl_coef if args.kl_kind == "k3" else 0.0',
+        "beta=args.kl_coef",
+        'With kl_kind "exact" k3 is charged as well. One of the two.',
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "k3_always",
+        'if args.kl_kind == "exact" and args.kl_coef > 0:',
+        "if False:",
+        'With kl_kind "exact" there is no KL at all.',
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "exact_always",
+        'if args.kl_kind == "exact" and args.kl_coef > 0:',
+        "if args.kl_coef > 0:",
+        'With kl_kind "k3" the exact KL is charged as well. One of the two.',
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "beta_by_default",
+        'beta=args.kl_coef if args.kl_kind == "k3" else 0.0',
+        'beta=0.04 if args.kl_kind == "k3" and args.kl_coef else 0.0',
+        "args.kl_coef is not used: it is the paper's beta.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "temperature_forgotten",
+        "prompt_len, args.temperature)",
+        "prompt_len)",
+        "The log-probs are taken at temperature 1, the old ones at args.temperature.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "mask_forgotten",
+        "self.model(minibatch.input_ids, minibatch.attention_mask)",
+        "self.model(minibatch.input_ids)",
+        "The attention mask is missing: left-padded prompts are misread.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "old_and_reference_swapped",
+        "            minibatch.logprobs,\n            minibatch.ref_logprobs,\n",
+        "            *((minibatch.logprobs, None) if minibatch.ref_logprobs is None else "
+        "(minibatch.ref_logprobs, minibatch.logprobs)),\n",
+        "old_logprobs and ref_logprobs are swapped: the ratio is against the policy that sampled.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "clip_by_default",
+        "            args.clip_coef,\n            args.clip_coef_high,\n",
+        "",
+        "args.clip_coef is not used.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "a_loss",
+        "return objective",
+        "return -objective",
+        "The sign is that of a loss; the objective is maximised.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "adapters_off",
+        "        logits = self.model(",
+        "        with self.model.reference():\n            logits = self.model(",
+        "The adapters are off, so nothing can be learned.",
+    ),
+]
+
+MEASURE_LOSS_AND_GRADIENT_AT_START = [
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "adapters_alone_of_one_layer",
+        'trainer.model.trainable_parts()["adapters"]',
+        'trainer.model.trainable_parts()["adapters"][:2]',
+        "The norm is that of one adapter. Take all of them.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "temperature_forgotten",
+        "ids, prompt_len, trainer.args.temperature",
+        "ids, prompt_len",
+        "The log-probs are taken at temperature 1, not at the trainer's.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "largest_entry",
+        "nn.utils.get_total_norm(gradients).item()",
+        "max(g.abs().max() for g in gradients).item()",
+        "This is the largest entry of the gradient, not its norm.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "norm_squared",
+        "nn.utils.get_total_norm(gradients).item()",
+        "nn.utils.get_total_norm(gradients).item() ** 2",
+        "This is the squared norm.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "sum_of_norms",
+        "nn.utils.get_total_norm(gradients).item()",
+        "sum(g.norm() for g in gradients).item()",
+        "Norms of parts do not add up: the norm is the root of the sum of squares.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "mask_forgotten",
+        "trainer.model(ids, memory.attention_mask)",
+        "trainer.model(ids)",
+        "The attention mask is missing: left-padded prompts are misread.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "first_half",
+        "logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0",
+        "logprobs[:2], logprobs[:2].detach(), None, memory.advantages[:2], memory.mask[:2], "
+        "beta=0.0",
+        "Only part of a group is measured. Over whole groups the objective is 0.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "an_update_first",
+        "    ids, prompt_len =",
+        "    trainer.learning_phase(memory)\n    ids, prompt_len =",
+        "The trainer learns before it is measured. Measure at the start, and leave it as it was.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "with_entropy",
+        "logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0\n    )",
+        "logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0\n    )"
+        " - logprobs[memory.mask].mean()",
+        "Something besides the GRPO objective is in there: at the start it is 0 by itself.",
+    ),
+]

@@ -1,0 +1,1411 @@
+"""Checks of chapter 1: the adapter, its hooks, the LoRA-hooked transformer, fine-tuning's loss.
+
+The order in which a model gives its adapters' parameters is its own. So adapters of one shape get
+the same values where logits are compared with an oracle, and what is measured of each parameter is
+sorted. The rank equals no other size: a parameter that ends in it is an A.
+"""
+
+import contextlib
+import gc
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests import models
+from tests.inputs import NAN, error_of, gradients, leaf, poison, ragged_mask, with_inputs_after
+from utils.grading.checks import check
+from utils.models.loading import load_base_model
+
+RANK, ALPHA = 3, 7
+ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
+SITES = {
+    "gpt2": (*ATTENTION, "mlp.in", "mlp.out"),
+    "llama": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
+}
+# Logits are of size 3, and two ways of computing them in float32 differ by 1e-5.
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+
+# --- LoraLayer ----------------------------------------------------------------------------------
+
+
+class LoraByOuterProducts(nn.Module):
+    """The change of the weight as a sum of outer products, one for each rank."""
+
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.lora_A = nn.Parameter((2 * torch.rand(d_in, rank) - 1) / math.sqrt(d_in))
+        self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
+        self.alpha = alpha
+
+    def forward(self, x):
+        pairs = list(zip(self.lora_A.T, self.lora_B, strict=True))
+        weight = sum(torch.outer(a, b) for a, b in pairs) * self.alpha / len(pairs)
+        return torch.einsum("...i,io->...o", x, weight)
+
+
+def set_layer(layer, lora_A: Tensor, lora_B: Tensor):
+    """Put values into an adapter."""
+    layer.lora_A.data.copy_(lora_A)
+    layer.lora_B.data.copy_(lora_B)
+    return layer
+
+
+def random_layer(student, rng, *sizes: int, **options):
+    """An adapter that does something: A and B are random."""
+    layer = student.LoraLayer(*sizes, **options)
+    return set_layer(layer, rng.normal(*layer.lora_A.shape), rng.normal(*layer.lora_B.shape))
+
+
+def layer_and_gradients(layer, x: Tensor) -> dict[str, Tensor]:
+    x = leaf(x)
+    output = layer(x)
+    return {"the result": output} | gradients_of_layer(output * output.detach(), layer, x=x)
+
+
+def gradients_of_layer(output: Tensor, layer, **inputs: Tensor) -> dict[str, Tensor]:
+    """`gradients` for the inputs and those of A and B that have one."""
+    named = {"lora_A": layer.lora_A, "lora_B": layer.lora_B}
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    frozen = {f"the gradient for {name}": torch.zeros_like(p) for name, p in named.items()}
+    return frozen | gradients(output, **inputs, **trained)
+
+
+@check("LoraLayer", public=True, expected=[22.0, 0.0, -22.0])
+def worked_adapter(student, rng):
+    """x = [3, 4], A = [[1], [2]], B = [[1, 0, -1]]: x A = 11, times alpha / rank = 2 / 1"""
+    layer = student.LoraLayer(2, 3, rank=1, alpha=2)
+    set_layer(layer, rng.tensor([[1.0], [2.0]]), rng.tensor([[1.0, 0.0, -1.0]]))
+    return layer(rng.tensor([3.0, 4.0]))
+
+
+NEW_LAYERS = [(90, 5, 3000, 2), (40, 70)]
+
+
+def _starts_right(observed, reference):
+    for (d_in, *_), found in zip(NEW_LAYERS, observed, strict=True):
+        shapes = sorted(list(found[name].shape) for name in ("lora_A", "lora_B"))
+        if (trained := found["shapes of what is trained"]) != shapes:
+            return f"the shapes of what is trained are {trained}, those of A and B {shapes}"
+        entries = found["lora_A"].double().flatten() * math.sqrt(d_in)
+        spread = entries.std().item() * math.sqrt(3)
+        if abs(spread - 1) > 0.1:
+            return f"lora_A spreads {spread:.2g} times as far as uniform in ±1/sqrt(d_in) would"
+        counts = torch.histc(entries, bins=10, min=-1, max=1)
+        statistic = (counts - len(entries) / 10).square().sum() / (len(entries) / 10)
+        if entries.abs().max() > 1 + 1e-6 or statistic > 65:  # 9 degrees of freedom: p < 1e-9
+            return "lora_A is not uniform in ±1/sqrt(d_in)"
+        if torch.equal(found["lora_A"], found["lora_A of a second layer"]):
+            return "two new layers should not have the same lora_A"
+        if found["lora_B"].any() or found["the result"].any():
+            return "lora_B should start at zero, so that a new adapter changes nothing"
+    return None
+
+
+@check("LoraLayer", points=2, holds=_starts_right)
+def new_adapters(student, rng):
+    """How a new adapter starts: A uniform in ±1/sqrt(d_in), B zero, all of it trained"""
+    found = []
+    for sizes in NEW_LAYERS:
+        layer, second = student.LoraLayer(*sizes), student.LoraLayer(*sizes)
+        trained = [list(p.shape) for p in layer.parameters() if p.requires_grad]
+        found.append(
+            {
+                "shapes of what is trained": sorted(trained),
+                "lora_A": layer.lora_A,
+                "lora_B": layer.lora_B,
+                "lora_A of a second layer": second.lora_A,
+                "the result": layer(rng.normal(3, sizes[0])),
+            }
+        )
+    return found
+
+
+@check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
+def random_adapters(student, rng):
+    """Random A and B, several ranks and alphas, no to three leading axes; the gradients"""
+    found = {}
+    for rank, alpha in ((1, 1), (2, 5), (6, 4)):
+        layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
+        found[f"rank {rank}, alpha {alpha}"] = [
+            layer_and_gradients(layer, rng.normal(*leading, 5)) for leading in ((), (2,), (2, 3))
+        ]
+    wide = random_layer(student, rng, 3, 6, 2, 8)
+    found["given by position"] = with_inputs_after(wide, rng.normal(2, 1, 4, 3))
+    defaults = random_layer(student, rng, 6, 6)
+    found["default rank and alpha"] = layer_and_gradients(defaults, rng.normal(2, 6))
+    return found
+
+
+@check("LoraLayer", expected=LoraByOuterProducts)
+def gradient_at_the_start(student, rng):
+    """While B is zero, B has a gradient and A has none"""
+    layer = student.LoraLayer(5, 3, rank=2)
+    layer.lora_A.data.copy_(rng.normal(5, 2))
+    x, weights = rng.normal(4, 5), rng.normal(4, 3)
+    return gradients_of_layer(layer(x) * weights, layer)
+
+
+# --- make_lora_hooks ----------------------------------------------------------------------------
+
+
+def hooks_by_position(site, layer):
+    """One position of one row after the other, and the change of the weight as a matrix."""
+    seen = {}
+
+    def remember(x, hook):
+        seen["x"] = x
+
+    def change(out, hook):
+        x, delta = seen.pop("x"), layer(torch.eye(layer.lora_A.shape[0]))
+        rows = []
+        for i in range(out.shape[0]):
+            changes = [x[i, t].flatten() @ delta for t in range(out.shape[1])]
+            rows.append(torch.stack([c.reshape(out.shape[2:]) for c in changes]))
+        return out + torch.stack(rows).to(out.dtype)
+
+    return [(f"{site}.hook_in", remember), (f"{site}.hook_out", change)]
+
+
+def call_hooks(hooks, point: str, activation: Tensor) -> Tensor:
+    """Call the hooks of a point as TransformerLens does: None leaves the activation as it is."""
+    for name, function in hooks:
+        if name == point:
+            result = function(activation, hook=SimpleNamespace(name=name, ctx={}))
+            activation = activation if result is None else result
+    return activation
+
+
+def call_both(hooks, site: str, x: Tensor, out: Tensor) -> dict[str, Tensor]:
+    return {
+        "the input": call_hooks(hooks, f"{site}.hook_in", x),
+        "the output": call_hooks(hooks, f"{site}.hook_out", out),
+    }
+
+
+@check(
+    "make_lora_hooks",
+    public=True,
+    expected={
+        "names": ["blocks.3.attn.q.hook_in", "blocks.3.attn.q.hook_out"],
+        "the input": [[[3.0, 4.0]]],
+        "the output": [[[[122.0], [100.0], [78.0]]]],
+    },
+)
+def worked_hooks(student, rng):
+    """x = [3, 4], x A B alpha / rank = [22, 0, -22], added to three heads of [100]"""
+    layer = student.LoraLayer(2, 3, rank=1, alpha=2)
+    set_layer(layer, rng.tensor([[1.0], [2.0]]), rng.tensor([[1.0, 0.0, -1.0]]))
+    hooks = student.make_lora_hooks("blocks.3.attn.q", layer)
+    x, out = rng.tensor([[[3.0, 4.0]]]), torch.full((1, 1, 3, 1), 100.0)
+    return {"names": sorted(name for name, _ in hooks)} | call_both(
+        hooks, "blocks.3.attn.q", x, out
+    )
+
+
+HEAD_AXES = {
+    "as at mlp.in": ((6,), (8,)),
+    "as at attn.q": ((6,), (4, 2)),
+    "as at attn.o": ((3, 2), (8,)),
+    "heads on both sides": ((2, 3), (2, 4)),
+}
+
+
+@check("make_lora_hooks", points=2, seeds=2, expected=hooks_by_position)
+def head_axes(student, rng):
+    """Head axes on the way in, on the way out, on both and on neither; the gradients"""
+    found = {}
+    for name, (x_axes, out_axes) in HEAD_AXES.items():
+        layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
+        hooks = student.make_lora_hooks("blocks.1.some.site", layer)
+        x, out = leaf(rng.normal(2, 5, *x_axes)), leaf(rng.normal(2, 5, *out_axes))
+        result = call_both(hooks, "blocks.1.some.site", x * 1, out * 1)
+        found[name] = result | gradients(
+            result["the output"] * rng.normal(2, 5, *out_axes),
+            x=x,
+            out=out,
+            lora_A=layer.lora_A,
+            lora_B=layer.lora_B,
+        )
+    return found
+
+
+@check("make_lora_hooks", expected=hooks_by_position)
+def several_forwards(student, rng):
+    """Two sites at once, and a second forward after one that broke off between the two hooks"""
+    sites = ("blocks.0.attn.v", "blocks.10.attn.v")
+    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
+    pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
+    hooks = [hook for pair in pairs for hook in pair]
+    call_hooks(hooks, f"{sites[0]}.hook_in", rng.normal(2, 3, 4))  # and then an error
+    found = {}
+    for number, rows, seq in (("first", 2, 3), ("second", 1, 5)):
+        inputs = [rng.normal(rows, seq, 4) for _ in sites]
+        for site, x in zip(sites, inputs, strict=True):
+            call_hooks(hooks, f"{site}.hook_in", x)
+        for site in sites:
+            out = rng.normal(rows, seq, 6)
+            found[f"{site}, {number}"] = call_hooks(hooks, f"{site}.hook_out", out)
+    return found
+
+
+def _keeps_the_dtype(observed, reference):
+    for name in DTYPES:
+        yours, expected = observed[name].double(), reference[name].double()
+        if (yours - expected).abs().max() > 0.02 * expected.abs().max():
+            return f"{name}: the output is wrong by more than rounding"
+    return None
+
+
+DTYPES = {
+    "bfloat16 activations, a float32 adapter": (torch.bfloat16, torch.bfloat16),
+    "float32 activations and adapter": (torch.float32, torch.float32),
+}
+
+
+@check("make_lora_hooks", holds=_keeps_the_dtype)
+def dtypes(student, rng):
+    """A float32 adapter on bfloat16 activations: the output stays bfloat16"""
+    layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
+    hooks = student.make_lora_hooks("blocks.0.attn.q", layer)
+    found = {}
+    for name, (x_dtype, out_dtype) in DTYPES.items():
+        x, out = rng.normal(2, 4, 6).to(x_dtype), rng.normal(2, 4, 4, 2).to(out_dtype)
+        found[name] = call_both(hooks, "blocks.0.attn.q", x, out)["the output"]
+    return found
+
+
+def count_reachable(*roots: Any) -> int:
+    """How many numbers the tensors hold that functions and modules can reach, parameters aside."""
+    seen, todo, numbers = set(), list(roots), 0
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, type | type(math) | nn.Parameter | str):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            numbers += item.numel()
+        elif callable(item) and hasattr(item, "__code__") and hasattr(item, "__closure__"):
+            held = [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+            todo += [*held, getattr(item, "__self__", None)]
+        else:
+            todo += gc.get_referents(item)
+    return numbers
+
+
+def is_freed(storage: StorageWeakRef) -> bool:
+    """Whether nothing holds a storage; cycles are collected only where it seems to be held."""
+    if not storage.expired():
+        gc.collect()
+    return storage.expired()
+
+
+@check("make_lora_hooks", points=2, expected=hooks_by_position)
+def what_is_kept(student, rng):
+    """After a forward the hooks hold no activation, though they are still there"""
+    layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
+    hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
+    before = count_reachable(hooks, layer)
+    x, out = rng.normal(2, 5, 3, 2), rng.normal(2, 5, 8)
+    storages = {name: StorageWeakRef(t.untyped_storage()) for name, t in (("x", x), ("out", out))}
+    with torch.no_grad():
+        result = call_both(hooks, "blocks.0.attn.o", x, out)["the output"].clone()
+    del x, out
+    return {"the output": result, "numbers still held": count_reachable(hooks, layer) - before} | {
+        f"{name} is freed": is_freed(storage) for name, storage in storages.items()
+    }
+
+
+HOOKED_SITES = {
+    "gpt2": ("blocks.0.attn.k", "blocks.0.attn.o", "blocks.1.mlp.out"),
+    "llama": ("blocks.0.attn.q", "blocks.1.attn.v", "blocks.1.attn.o", "blocks.1.mlp.gate"),
+}
+
+
+def _equals_a_changed_weight(observed, reference):
+    for kind, found in reference.items():
+        layers = zip(HOOKED_SITES[kind], found["lora_A"], found["lora_B"], strict=True)
+        deltas = {site: (a @ b).double() * ALPHA / RANK for site, a, b in layers}
+        logits = score_by_hugging_face(kind, deltas, found["ids"])
+        if not torch.allclose(observed[kind]["logits"].double(), logits, atol=1e-3):
+            return f"{kind}: the logits differ from those with A B alpha/rank added to the weights"
+    return None
+
+
+@check("make_lora_hooks", points=2, holds=_equals_a_changed_weight)
+def hooks_on_a_model(student, rng):
+    """On some sites of a model, against plain Hugging Face with changed weights"""
+    found = {}
+    for kind, sites in HOOKED_SITES.items():
+        layers = []
+        for site in sites:
+            d_in, d_out = get_sizes(kind, site.split(".", 2)[2])
+            layer = student.LoraLayer(d_in, d_out, rank=RANK, alpha=ALPHA)
+            lora_A, lora_B = rng.normal(d_in, RANK, std=d_in**-0.5), rng.normal(RANK, d_out)
+            layers.append(set_layer(layer, lora_A, lora_B * 0.3))
+        pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
+        base = load_base_model(models.get_checkpoint(kind), device="cpu")
+        ids = rng.integers(3, 512, 2, 6)
+        with base.hooks(fwd_hooks=[hook for pair in pairs for hook in pair]):
+            logits = base(ids)
+        found[kind] = {
+            "logits": logits,
+            "ids": ids,
+            "lora_A": [layer.lora_A for layer in layers],
+            "lora_B": [layer.lora_B for layer in layers],
+        }
+    return found
+
+
+# --- Plain Hugging Face as an oracle ------------------------------------------------------------
+
+D_MODEL = models.D_MODEL
+GPT2_NAMES = {
+    "attn.q": "attn.c_attn",
+    "attn.k": "attn.c_attn",
+    "attn.v": "attn.c_attn",
+    "attn.o": "attn.c_proj",
+    "mlp.in": "mlp.c_fc",
+    "mlp.out": "mlp.c_proj",
+}
+LLAMA_NAMES = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "mlp.in": "mlp.up_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.out": "mlp.down_proj",
+}
+
+
+def get_sizes(kind: str, site: str) -> tuple[int, int]:
+    """d_in and d_out of a linear layer."""
+    hidden = 4 * D_MODEL if kind == "gpt2" else 48
+    if site == "mlp.out":
+        return hidden, D_MODEL
+    if site in ("mlp.in", "mlp.gate"):
+        return D_MODEL, hidden
+    return D_MODEL, D_MODEL // 2 if kind == "llama" and site in ("attn.k", "attn.v") else D_MODEL
+
+
+def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Hugging Face's weights in float64, with [d_in d_out] added to those of some sites."""
+    weights = {n: p.detach() for n, p in models.load_hf(kind, torch.float64).named_parameters()}
+    for full_site, delta in deltas.items():
+        _, block, site = full_site.split(".", 2)
+        delta = delta.double()
+        if kind == "llama":
+            name = f"model.layers.{block}.{LLAMA_NAMES[site]}.weight"
+            delta = delta.T
+        else:
+            name = f"transformer.h.{block}.{GPT2_NAMES[site]}.weight"
+            if site in ATTENTION[:3]:  # one matrix: the columns of q, then k, then v
+                columns = [torch.zeros_like(delta)] * 3
+                columns[ATTENTION.index(site)] = delta
+                delta = torch.cat(columns, 1)
+        weights[name] = weights[name] + delta
+    return weights
+
+
+def score_by_hugging_face(
+    kind: str, deltas: dict[str, Tensor], input_ids: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """Logits with changed weights, each row's real tokens alone; 0 where there is padding."""
+    weights = change_weights(kind, deltas)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    logits = torch.zeros(*input_ids.shape, models.SPECIAL["vocab_size"], dtype=torch.float64)
+    rows = []
+    for ids, real, row in zip(input_ids, mask.bool(), logits, strict=True):
+        output = functional_call(models.load_hf(kind, torch.float64), weights, (ids[real][None],))
+        rows.append(row.index_put((real.nonzero()[:, 0],), output.logits[0]))
+    return torch.stack(rows)
+
+
+class ByHuggingFace(nn.Module):
+    """What `TransformerWithLora.from_pretrained` gives, by weights that are changed each time."""
+
+    def __init__(self, name, rank=4, alpha=32, sites=ATTENTION, device=None, dtype=None):
+        super().__init__()
+        self.kind, self.scaling, self.sites = Path(name).name.split("-")[0], alpha / rank, {}
+        for site in sites:
+            if site not in SITES[self.kind]:
+                raise ValueError(f"{site} is no site of {self.kind}")
+        self.layers = nn.ParameterList()
+        for block, site in itertools.product(range(models.N_LAYERS), sites):
+            d_in, d_out = get_sizes(self.kind, site)
+            self.sites[f"blocks.{block}.{site}"] = len(self.layers)
+            lora_A = (torch.rand(d_in, rank) * 2 - 1) / d_in**0.5
+            self.layers.extend([lora_A.float(), torch.zeros(rank, d_out).float()])
+
+    def trainable_parameters(self):
+        return list(self.layers)
+
+    def forward(self, input_ids, attention_mask=None):
+        deltas = {
+            site: self.layers[i].double() @ self.layers[i + 1].double() * self.scaling
+            for site, i in self.sites.items()
+        }
+        return score_by_hugging_face(self.kind, deltas, input_ids, attention_mask).float()
+
+
+def get_deltas(model) -> dict[str, Tensor]:
+    """A B alpha/rank by full site name, of the reference's model."""
+    return {
+        site: layer.lora_A.double() @ layer.lora_B.double() * layer.alpha / layer.rank
+        for site, layer in model.adapters.items()
+    }
+
+
+def forward_by_hugging_face(kind: str, adapted: bool = True) -> Callable:
+    """A stand-in for the forward; its cache is all the ids so far."""
+
+    def forward(self, input_ids, attention_mask=None, past_key_values=None, **kwargs):
+        ids = input_ids
+        if past_key_values is not None:
+            ids = torch.cat([past_key_values, input_ids], dim=1)
+        deltas = get_deltas(self) if adapted else {}
+        logits = score_by_hugging_face(kind, deltas, ids, attention_mask)
+        logits = logits[:, -input_ids.shape[1] :].float()
+        return (logits, ids) if kwargs.get("return_type") == "logits_and_cache" else logits
+
+    return forward
+
+
+def context_by_hugging_face(kind: str, adapted: bool) -> Callable:
+    """A stand-in for `merged` or `reference`: inside, the forward is Hugging Face's."""
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator:
+        if self._mode != "hooked":
+            raise RuntimeError("contexts do not nest")
+        self._mode = "by Hugging Face"
+        vars(self)["forward"] = forward_by_hugging_face(kind, adapted).__get__(self)
+        try:
+            yield self
+        finally:
+            self._mode = "hooked"
+            del vars(self)["forward"]
+
+    return context
+
+
+# --- Models and what is observed of them --------------------------------------------------------
+
+
+def boot(student, kind: str, rank: int = RANK, alpha: int = ALPHA, sites=None, **options):
+    """A model with adapters on every site, unless told which."""
+    return student.TransformerWithLora.from_pretrained(
+        models.get_checkpoint(kind),
+        rank=rank,
+        alpha=alpha,
+        sites=SITES[kind] if sites is None else sites,
+        device="cpu",
+        **options,
+    )
+
+
+def set_alike(model, rng, rank: int = RANK):
+    """Random values, the same in all parameters of one shape: their order does not matter."""
+    seed = rng.integer(0, 2**31)
+    for parameter in model.trainable_parameters():
+        first, last = parameter.shape[0], parameter.shape[-1]
+        generator = torch.Generator().manual_seed(seed + 1009 * first + last)
+        draws = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+        parameter.data.copy_(draws * (first**-0.5 if last == rank else 0.15))
+    return model
+
+
+def set_apart(model, rng, rank: int = RANK):
+    """Random values, others in each parameter: for comparing a model with itself."""
+    for parameter in model.trainable_parameters():
+        scale = parameter.shape[0] ** -0.5 if parameter.shape[-1] == rank else 0.15
+        parameter.data.copy_(rng.normal(*parameter.shape) * scale)
+    return model
+
+
+def ragged_batch(rng, rows: int = 3, seq: int = 8) -> tuple[Tensor, Tensor]:
+    """Random ids, padded on the left and, in other rows, on the right."""
+    left = torch.arange(rows)[rng.permutation(rows)] * 2
+    right = seq - torch.arange(rows)[rng.permutation(rows)]
+    positions = torch.arange(seq)
+    mask = ((positions >= left[:, None]) & (positions < right[:, None])).long()
+    return rng.integers(3, 512, rows, seq) * mask, mask
+
+
+def score(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits at real tokens, [tokens vocab]."""
+    return model(ids, mask)[mask.bool()]
+
+
+def measure(tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Tensors in any order: by shape, four numbers for each, each of the four sorted."""
+    by_shape: dict[str, list[Tensor]] = {}
+    for tensor in tensors:
+        shape = " ".join(map(str, tensor.shape))
+        by_shape.setdefault(shape, []).append(tensor.detach().flatten().double())
+    measured = {}
+    for shape, group in sorted(by_shape.items()):
+        flat = torch.stack(group)  # [tensors size]
+        generator = torch.Generator().manual_seed(flat.shape[1])
+        directions = torch.randn(flat.shape[1], 3, generator=generator, dtype=torch.float64)
+        numbers = torch.cat([flat @ directions, flat.norm(dim=1, keepdim=True)], dim=1)
+        measured[f"parameters of shape [{shape}]"] = numbers.sort(dim=0).values.float()
+    return measured
+
+
+def measure_gradients(model, output: Tensor) -> dict[str, Tensor]:
+    """`measure` of the gradients that a backward from `output` leaves in what is trained."""
+    parameters = list(model.trainable_parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    output.backward()
+    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    return {f"the gradients of {name}": m for name, m in measure(zeros).items()}
+
+
+def find_leaves(output: Tensor) -> list[Tensor]:
+    """The tensors in which a backward from `output` would leave gradients."""
+    seen, todo, leaves = set(), [output.grad_fn], []
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        todo += [following for following, _ in node.next_functions]
+    return leaves
+
+
+def list_shapes(tensors: Iterable[Tensor]) -> list[str]:
+    return sorted(" ".join(map(str, tensor.shape)) for tensor in tensors)
+
+
+def count_hooks(model) -> int:
+    modules = list(model.modules())
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+
+def copy_weights(model) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def list_changed(before: dict[str, Tensor], model) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that differ by as much as a bit, as they were and as they are."""
+    now = copy_weights(model)
+    pairs = [(weight, now.get(name, weight.new_zeros(0))) for name, weight in before.items()]
+    return [(old, new) for old, new in pairs if not torch.equal(old, new)]
+
+
+def count_bytes(model) -> int:
+    """What the parameters and buffers take, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def is_error(function: Callable, *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except Exception:  # an observation: whatever it is
+        return "an error"
+    return "no error"
+
+
+# --- TransformerWithLora.from_pretrained --------------------------------------------------------
+
+
+def describe_new_model(model, ids: Tensor) -> dict[str, Any]:
+    logits = model(ids)
+    trained = list(model.trainable_parameters())
+    lora_B = [p for p in trained if p.shape[-1] != RANK]
+    return {
+        "shapes of what is trained": list_shapes(trained),
+        "shapes of what a backward reaches": list_shapes(find_leaves(logits)),
+        "parameters that require a gradient": list_shapes(
+            p for p in model.parameters() if p.requires_grad
+        ),
+        "dtypes of what is trained": sorted({str(p.dtype) for p in trained}),
+        "the largest entry of a B": max([float(p.abs().max()) for p in lora_B], default=-1.0),
+        "logits": logits,
+    }
+
+
+@check("TransformerWithLora.from_pretrained", public=True, expected=ByHuggingFace, **CLOSE)
+def a_new_model(student, rng):
+    """2 blocks of width 32, rank 3 on q and o: 4 pairs of A [32, 3] and B [3, 32], B = 0"""
+    model = boot(student, "llama", sites=("attn.q", "attn.o"))
+    return describe_new_model(model, rng.integers(3, 512, 1, 4))
+
+
+def _build_everywhere(student, rng, kind: str) -> dict[str, Any]:
+    model = boot(student, kind)
+    found = describe_new_model(model, rng.integers(3, 512, 1, 4))
+    ids, mask = ragged_batch(rng)
+    logits = score(set_alike(model, rng), ids, mask)
+    return found | measure_gradients(model, logits.square().mean())
+
+
+@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
+def every_site_of_gpt2(student, rng):
+    """Adapters on every site of GPT-2, whose weights are of two kinds; the rest is frozen"""
+    return _build_everywhere(student, rng, "gpt2")
+
+
+@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
+def every_site_of_llama(student, rng):
+    """Adapters on every site of grouped-query attention and a gated MLP; the rest is frozen"""
+    return _build_everywhere(student, rng, "llama")
+
+
+@check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
+def rank_alpha_and_sites(student, rng):
+    """Another rank, alpha and choice of sites; then the defaults"""
+    ids, mask = ragged_batch(rng)
+    build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
+    found = {
+        "chosen": set_alike(build(path, 5, 2, ("mlp.out", "attn.v", "mlp.in")), rng, rank=5),
+        "defaults": set_alike(build(path), rng, rank=4),
+    }
+    device = next(iter(found["defaults"].trainable_parameters())).device
+    return {
+        name: {
+            "shapes of what is trained": list_shapes(model.trainable_parameters()),
+            "logits": score(model, ids.to(device), mask.to(device)),
+        }
+        for name, model in found.items()
+    }
+
+
+@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
+def dropout(student, rng):
+    """A model with dropout in its config: .train() changes no logit, nor a container's"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "gpt2", sites=("attn.q", "mlp.in")), rng)
+    found = {"new": score(model, ids, mask)}
+    model.train()
+    found["after .train()"] = score(model, ids, mask)
+    model.eval()
+    nn.Sequential(model).train()
+    return found | {"after .train() of a container": score(model, ids, mask)}
+
+
+def _starts_apart(observed, reference):
+    for size, matrices in observed["lora_A"].items():
+        bound, largest = int(size) ** -0.5, torch.stack(matrices).abs().max()
+        if largest > bound * (1 + 1e-6) or largest < 0.8 * bound:
+            return f"every A of {size} rows should start uniform in ±1/sqrt({size})"
+        if any(torch.equal(a, b) for a, b in itertools.combinations(matrices, 2)):
+            return "every adapter should draw an A of its own"
+    if any(matrix.any() for matrix in observed["lora_B"]):
+        return "every B should start at zero"
+    return None
+
+
+@check("TransformerWithLora.from_pretrained", holds=_starts_apart)
+def initial_adapters(student, rng):
+    """Each adapter starts with an A of its own and with B = 0"""
+    sites = ("mlp.gate", "mlp.out", "attn.q")
+    found = {"lora_A": {str(get_sizes("llama", site)[0]): [] for site in sites}, "lora_B": []}
+    for parameter in boot(student, "llama", rank=20, sites=sites).trainable_parameters():
+        is_b = parameter.shape[0] == 20
+        (found["lora_B"] if is_b else found["lora_A"][str(len(parameter))]).append(parameter)
+    found["lora_B"].sort(key=lambda lora_B: lora_B.shape)
+    return found
+
+
+DTYPE_NAMES = ("dtypes of adapters on float32", "dtypes of adapters on bfloat16")
+
+
+def _honours_the_dtype(observed, reference):
+    exact = reference["logits in float32"].double()
+    if (observed["logits in float32"].double() - exact).abs().max() > 1e-3:
+        return "without a dtype, the base should be in float32"
+    for name in DTYPE_NAMES:
+        if observed[name] != reference[name]:
+            return f"{name}: {observed[name]}, where {reference[name]} is expected"
+    error = (observed["logits in bfloat16"].double() - exact).norm() / exact.norm()
+    if error < 1e-3:
+        return "with dtype=torch.bfloat16, the base should be in bfloat16; the logits are too exact"
+    if error > 0.1:
+        return "with dtype=torch.bfloat16, the logits are wrong by more than rounding"
+    return None
+
+
+@check("TransformerWithLora.from_pretrained", holds=_honours_the_dtype)
+def base_dtype(student, rng):
+    """The base in bfloat16 when asked for; the adapters are in float32 either way"""
+    ids, found = rng.integers(3, 512, 2, 6), {}
+    for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
+        model = boot(student, "llama", sites=("attn.q", "attn.o"), dtype=dtype)
+        found[f"logits in {name}"] = model(ids).float()
+        trained = model.trainable_parameters()
+        found[f"dtypes of adapters on {name}"] = sorted({str(p.dtype) for p in trained})
+    return found
+
+
+@check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
+def sites_that_do_not_fire(student, rng):
+    """GPT-2 has attn.qkv, which never fires, and no mlp.gate: a ValueError that names the site"""
+    found = {
+        str(sites): error_of(sites[-1], boot, student, "gpt2", sites=sites)
+        for sites in (("attn.q", "mlp.gate"), ("attn.qkv",))
+    }
+    model = set_alike(boot(student, "llama", sites=("mlp.gate",)), rng)
+    return found | {"mlp.gate, where it fires": model(rng.integers(3, 512, 1, 4))}
+
+
+# --- TransformerWithLora.forward ----------------------------------------------------------------
+
+
+@check(
+    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("gpt2"), **CLOSE
+)
+def one_row(student, rng):
+    """One row, no mask: the logits with A B alpha/rank added to the weights of every site"""
+    model = set_alike(boot(student, "gpt2"), rng)
+    return model(rng.integers(3, 512, 1, 5))
+
+
+def _padded_logits_and_gradients(student, rng, kind: str) -> dict[str, Any]:
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, kind), rng)
+    logits = score(model, ids, mask)
+    weights = rng.normal(*logits.shape).to(logits.dtype)
+    loss = 10 * (logits * weights).mean()  # gradients are of size 1
+    return {"logits": logits} | measure_gradients(model, loss)
+
+
+@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
+def padded_gpt2(student, rng):
+    """Rows padded left and right on a model with absolute positions; each adapter's gradient"""
+    return _padded_logits_and_gradients(student, rng, "gpt2")
+
+
+@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("llama"), **CLOSE)
+def padded_llama(student, rng):
+    """The same with rotary positions, grouped-query attention and a gated MLP"""
+    return _padded_logits_and_gradients(student, rng, "llama")
+
+
+@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
+def key_value_cache(student, rng):
+    """Prompts padded on the left, then two steps from the cache under a mask of all positions"""
+    ids, mask = rng.integers(3, 512, 3, 7), torch.ones(3, 7, dtype=torch.long)
+    mask[0, :2], mask[2, :4] = 0, 0
+    model = set_alike(boot(student, "gpt2"), rng)
+    found, cache, start = {}, None, 0
+    for end in (5, 6, 7):
+        kwargs = {} if cache is None else {"past_key_values": cache}
+        logits, cache = model(
+            ids[:, start:end],
+            attention_mask=mask[:, :end],
+            use_cache=True,
+            return_type="logits_and_cache",
+            **kwargs,
+        )
+        found[f"positions {start} to {end - 1}"] = logits[mask[:, start:end].bool()]
+        start = end
+    return found
+
+
+@check("TransformerWithLora.forward", expected=forward_by_hugging_face("llama"), **CLOSE)
+def again_and_again(student, rng):
+    """A second forward, one after an error, and one with other values: no hook stacks"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "llama", sites=("attn.o", "mlp.in")), rng)
+    found = {"first": score(model, ids, mask), "second": score(model, ids, mask)}
+    hooks = count_hooks(model)
+    found["ids beyond the vocabulary"] = is_error(model, ids + 10**6, mask)
+    found["after the error"] = score(model, ids, mask)
+    found["hooks that are left behind"] = count_hooks(model) - hooks
+    set_alike(model, rng)
+    return found | {"other values": score(model, ids, mask)}
+
+
+def _close_in_bfloat16(observed, reference):
+    for name, expected in reference.items():
+        scale = expected.double().norm()
+        error = (observed[name].double() - expected.double()).norm() / scale
+        if not error < 0.1:
+            return f"{name}: wrong by more than rounding in bfloat16"
+    return None
+
+
+@check("TransformerWithLora.forward", holds=_close_in_bfloat16)
+def bfloat16_base(student, rng):
+    """Float32 adapters on a base in bfloat16: logits and gradients"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "llama", dtype=torch.bfloat16), rng)
+    logits = score(model, ids, mask).float()
+    weights = rng.normal(*logits.shape)
+    return {"logits": logits} | measure_gradients(model, (logits * weights).sum() / len(logits))
+
+
+# --- TransformerWithLora.reference --------------------------------------------------------------
+
+NEVER_ADAPTED = {kind: context_by_hugging_face(kind, adapted=False) for kind in ("gpt2", "llama")}
+
+
+class Interruption(BaseException):
+    """What is no `Exception`, as KeyboardInterrupt."""
+
+
+@check("TransformerWithLora.reference", public=True, expected=NEVER_ADAPTED["llama"], **CLOSE)
+def inside_and_after(student, rng):
+    """Inside reference() the logits are the pretrained model's; before and after, the adapted"""
+    ids = rng.integers(3, 512, 1, 5)
+    model = set_alike(boot(student, "llama", sites=("attn.q", "attn.o")), rng)
+    found = {"before": model(ids)}
+    with model.reference():
+        found["inside"] = model(ids)
+    return found | {"after": model(ids)}
+
+
+@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE)
+def between_forward_and_backward(student, rng):
+    """A forward, the reference's forward on the same rows, a backward through both"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "gpt2"), rng)
+    logits = score(model, ids, mask)
+    with model.reference():
+        ref_logits = score(model, ids, mask)
+        again = score(model, ids, mask)
+    found = {"ref_logits": ref_logits, "once more": again}
+    loss = (logits * ref_logits).mean()
+    found["a gradient is recorded"] = loss.requires_grad
+    found["the backward"] = "passed"
+    try:
+        found |= measure_gradients(model, loss)
+    except RuntimeError as error:
+        found["the backward"] = str(error)
+    return found | {"after": score(model, ids, mask)}
+
+
+@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["llama"], **CLOSE)
+def errors_inside_reference(student, rng):
+    """Errors and interrupts pass through, the adapters are on again, and no hook is left"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "llama", sites=("attn.v", "mlp.out")), rng)
+    with model.reference():
+        score(model, ids, mask)
+    score(model, ids, mask)
+    hooks, found = count_hooks(model), {}
+    for error in (ValueError, Interruption):
+        found[error.__name__] = "swallowed"
+        try:
+            with model.reference():
+                found[f"inside, before the {error.__name__}"] = score(model, ids, mask)
+                raise error
+        except (error, Exception) as caught:
+            found[error.__name__] = f"{type(caught).__name__} passed on"
+        found[f"after {error.__name__}"] = score(model, ids, mask)
+    return found | {"hooks that are left behind": count_hooks(model) - hooks}
+
+
+def _try_to_nest(student, rng, outer: str, inners: tuple[str, ...]) -> dict[str, Any]:
+    """What entering a second context gives, and the logits afterwards."""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "llama", sites=("attn.q", "attn.o")), rng)
+    before, found = copy_weights(model), {}
+
+    def enter(name):
+        with getattr(model, name)():
+            pass
+
+    for inner in inners:
+        with getattr(model, outer)():
+            found[f"{inner}() inside {outer}()"] = is_error(enter, inner)
+        found[f"logits after {inner}() inside {outer}()"] = score(model, ids, mask)
+    found["weights that changed"] = len(list_changed(before, model))
+    for name in inners:
+        with getattr(model, name)():
+            found[f"logits inside {name}() alone"] = score(model, ids, mask)
+    return found
+
+
+@check("TransformerWithLora.reference", expected=NEVER_ADAPTED["llama"], **CLOSE)
+def reference_does_not_nest(student, rng):
+    """reference() inside reference() or merged() is an error that leaves the model usable"""
+    inside_reference = _try_to_nest(student, rng, "reference", ("reference", "merged"))
+    inside_merged = _try_to_nest(student, rng, "merged", ("reference",))
+    return [inside_reference, inside_merged]
+
+
+def _takes_no_second_copy(observed, reference):
+    if not torch.allclose(observed["inside"], reference["inside"], atol=1e-3):
+        return "the logits inside are not the pretrained model's"
+    for when in ("bytes before", "bytes inside"):
+        if observed[when] > 1.4 * reference[when]:
+            return "there is a second copy of the base: turn the adapters off instead"
+    return None
+
+
+@check("TransformerWithLora.reference", holds=_takes_no_second_copy)
+def memory_of_the_reference(student, rng):
+    """The bytes of all weights, before and inside: there is one copy of the base"""
+    ids = rng.integers(3, 512, 1, 4)
+    model = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
+    before = count_bytes(model)
+    with model.reference():
+        return {
+            "bytes before": before,
+            "bytes inside": count_bytes(model),
+            "inside": model(ids).float(),
+        }
+
+
+# --- TransformerWithLora.merged -----------------------------------------------------------------
+
+
+def _merge(student, rng, kind: str) -> dict[str, Any]:
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, kind), rng)
+    before, found = copy_weights(model), {}
+    with model.merged():
+        found["inside"] = score(model, ids, mask)
+        found["inside, once more"] = score(model, ids, mask)
+    found["weights that changed"] = len(list_changed(before, model))
+    found["after"] = score(model, ids, mask)
+    set_alike(model, rng)
+    with model.merged():
+        found["inside, other adapters"] = score(model, ids, mask)
+    return found
+
+
+@check(
+    "TransformerWithLora.merged",
+    public=True,
+    points=2,
+    expected=context_by_hugging_face("gpt2", adapted=True),
+    **CLOSE,
+)
+def merged_gpt2(student, rng):
+    """The logits inside are those of the adapted model; after it every weight is as before"""
+    return _merge(student, rng, "gpt2")
+
+
+@check(
+    "TransformerWithLora.merged",
+    points=2,
+    expected=context_by_hugging_face("llama", adapted=True),
+    **CLOSE,
+)
+def merged_llama(student, rng):
+    """The same with grouped-query attention and a gated MLP"""
+    return _merge(student, rng, "llama")
+
+
+def _is_the_same_model(observed, reference):
+    hooked = observed["hooked"].double()
+    if (observed["merged"].double() - hooked).abs().max() > 1e-3:
+        return "the logits inside merged() differ from the hooked model's by more than rounding"
+    for name in ("hooked, after", "hooked, after an error", "hooked, after an interrupt"):
+        if not torch.equal(observed[name], observed["hooked"]):
+            return f"{name}: the logits are not bit for bit those from before"
+    for name in ("reference, after", "reference, after an error", "reference, after an interrupt"):
+        if not torch.equal(observed[name], observed["reference"]):
+            return f"{name}: the logits are not bit for bit those from before"
+    for name in ("weights changed", "weights changed by an error"):
+        if observed[name]:
+            return f"{name}: {observed[name]}, where none should"
+    if (errors := observed["errors"]) != reference["errors"]:
+        return f"an error inside merged() should pass on, but what came out is {errors}"
+    if observed["hooks left behind"] > 0:
+        return "hooks are left behind"
+    return None
+
+
+@check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
+def restored_bit_for_bit(student, rng):
+    """Different adapters on each site: merged is hooked, and everything comes back bit for bit"""
+    ids, mask = ragged_batch(rng)
+    model = set_apart(boot(student, "gpt2"), rng)
+    found = {"hooked": score(model, ids, mask)}
+    with model.reference():
+        found["reference"] = score(model, ids, mask)
+    hooks, weights = count_hooks(model), copy_weights(model)
+
+    def look(when):
+        found[f"hooked, {when}"] = found[f"reference, {when}"] = score(model, ids, mask)
+        with contextlib.suppress(Exception), model.reference():
+            found[f"reference, {when}"] = score(model, ids, mask)
+
+    with model.merged():
+        found["merged"] = score(model, ids, mask)
+    found["weights changed"] = len(list_changed(weights, model))
+    look("after")
+    found["errors"] = []
+    for error, when in ((ValueError, "after an error"), (Interruption, "after an interrupt")):
+        passed = "swallowed"
+        try:
+            with model.merged():
+                raise error
+        except (error, Exception) as caught:
+            passed = f"{type(caught).__name__} passed on"
+        found["errors"].append(passed)
+        look(when)
+    found["weights changed by an error"] = len(list_changed(weights, model))
+    return found | {"hooks left behind": count_hooks(model) - hooks}
+
+
+@check(
+    "TransformerWithLora.merged",
+    points=2,
+    expected=context_by_hugging_face("gpt2", adapted=True),
+    **CLOSE,
+)
+def merged_between_forward_and_backward(student, rng):
+    """A forward, sampling inside merged(), and then the backward"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "gpt2"), rng)
+    logits = score(model, ids, mask)
+    with model.merged(), torch.no_grad():
+        inside = score(model, ids, mask)
+    gradients_after = measure_gradients(model, logits.square().mean())
+    return {"inside": inside} | gradients_after
+
+
+@check(
+    "TransformerWithLora.merged",
+    expected=context_by_hugging_face("llama", adapted=True),
+    **CLOSE,
+)
+def merged_does_not_nest(student, rng):
+    """merged() inside merged() or reference() is an error that leaves the model usable"""
+    inside_merged = _try_to_nest(student, rng, "merged", ("merged", "reference"))
+    inside_reference = _try_to_nest(student, rng, "reference", ("merged",))
+    return [inside_merged, inside_reference]
+
+
+def _is_rounded_once(observed, reference):
+    if len(observed["errors in ulps"]) != len(reference["errors in ulps"]):
+        return "the number of weights that change inside merged() is wrong"
+    if observed["errors in ulps"].max() > 0.51:
+        return "a merged weight is further from W + A B alpha/rank than rounding it once gives"
+    if observed["weights that changed afterwards"]:
+        return "the weights in bfloat16 should come back bit for bit"
+    return None
+
+
+@check("TransformerWithLora.merged", holds=_is_rounded_once)
+def rounded_once(student, rng):
+    """A base in bfloat16: the sum is made in float32 and rounded once"""
+    model = boot(student, "llama", sites=ATTENTION, dtype=torch.bfloat16)
+    set_alike(model, rng)
+    by_shape = {tuple(p.shape): p.detach().double() for p in model.trainable_parameters()}
+    before, errors = copy_weights(model), []
+    with model.merged():
+        for old, new in list_changed(before, model):
+            d_out, d_in = new.shape  # nn.Linear keeps [d_out d_in]
+            delta = by_shape[d_in, RANK] @ by_shape[RANK, d_out] * ALPHA / RANK
+            exact = old.double() + delta.T
+            _, exponent = torch.frexp(new.float())
+            ulp = torch.ldexp(torch.ones_like(exact), exponent - 8)
+            errors.append(((new.double() - exact).abs() / ulp).max())
+    return {
+        "errors in ulps": torch.stack([*errors, torch.zeros(()).double()]),
+        "weights that changed afterwards": len(list_changed(before, model)),
+    }
+
+
+# --- TransformerWithLora.trainable_parameters ---------------------------------------------------
+
+
+def parameters_by_backward(self):
+    """All that a backward from the logits reaches, in a mode where the adapters are on."""
+    mode, self._mode = self._mode, "hooked"
+    try:
+        return find_leaves(self(torch.ones(1, 1, dtype=torch.long)))
+    finally:
+        self._mode = mode
+
+
+@check(
+    "TransformerWithLora.trainable_parameters",
+    public=True,
+    expected=parameters_by_backward,
+    **CLOSE,
+)
+def shapes_of_the_parameters(student, rng):
+    """Rank 3 on k and mlp.in of 2 blocks: 4 pairs, A [32, 3] and B [3, 16] or [3, 48]"""
+    model = set_alike(boot(student, "llama", sites=("attn.k", "mlp.in")), rng)
+    parameters = list(model.trainable_parameters())
+    logits = model(rng.integers(3, 512, 1, 5))
+    return {
+        "shapes": list_shapes(parameters),
+        "distinct ones": len({id(p) for p in parameters}),
+        "numbers": sum(p.numel() for p in parameters),
+    } | measure_gradients(model, logits.square().mean())
+
+
+@check(
+    "TransformerWithLora.trainable_parameters",
+    points=2,
+    seeds=2,
+    expected=parameters_by_backward,
+    atol=5e-4,
+    rtol=1e-3,
+)
+def steps_of_an_optimizer(student, rng):
+    """An optimizer that is given them moves the adapters that the forward uses, and nothing else"""
+    ids, mask = ragged_batch(rng)
+    model = set_alike(boot(student, "llama"), rng)
+    optimizer = torch.optim.SGD(model.trainable_parameters(), lr=0.03)
+    with model.reference():
+        found = {"the frozen model before": score(model, ids, mask)}
+    for step in range(2):
+        logits = score(model, ids, mask)
+        optimizer.zero_grad()
+        logits.logsumexp(-1).mean().backward()
+        optimizer.step()
+        found[f"logits before step {step}"] = logits
+    with model.reference():
+        found["the frozen model afterwards"] = score(model, ids, mask)
+    return found | {"logits": score(model, ids, mask)} | measure(model.trainable_parameters())
+
+
+@check("TransformerWithLora.trainable_parameters", expected=parameters_by_backward, **CLOSE)
+def the_same_at_each_call(student, rng):
+    """Each call gives the same parameters, of every site, also after merged() and reference()"""
+    model = set_alike(boot(student, "llama"), rng)
+    calls = [list(model.trainable_parameters())]
+    for context in (model.merged, model.reference, contextlib.nullcontext):
+        with context():
+            calls.append(list(model.trainable_parameters()))
+    again = calls[-1]
+    return {
+        "how many": len(again),
+        "other ones": sum({id(p) for p in c} != {id(p) for p in again} for c in calls),
+        "kinds": sorted({type(p).__name__ for p in again}),
+        "not trained": sum(not (p.requires_grad and p.is_leaf) for p in again),
+    } | measure(again)
+
+
+# --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
+
+
+@contextlib.contextmanager
+def adapter_file(name: str = "adapter.safetensors") -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / name
+
+
+def read_file(path: Path) -> list[Tensor]:
+    with safe_open(path, framework="pt") as file:
+        return [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+
+
+def _is_loaded(observed, reference):
+    saved, loaded, before = (
+        observed[f"logits {name}"].double() for name in ("saved", "loaded", "before loading")
+    )
+    if (saved - before).abs().max() < 1e-2:
+        return "the adapters have no effect on the logits"
+    if not torch.equal(observed["logits saved"], observed["logits of the first afterwards"]):
+        return "saving should not change the model"
+    if observed["loading"] != "no error":
+        return "loading what was saved is an error"
+    if torch.equal(loaded, before):
+        return "after loading, the logits are those from before"
+    if (difference := (loaded - saved).abs().max()) > 1e-6:
+        how = "slightly" if difference < 0.2 else "altogether"
+        return f"the model that loaded gives {how} other logits than the one that saved"
+    if not torch.equal(observed["frozen model before"], observed["frozen model afterwards"]):
+        return "loading should not change the base"
+    if observed["not trained after loading"] != 0:
+        return "after loading, some trainable parameters get no gradient"
+    return None
+
+
+def _holds_the_adapters(observed, reference):
+    if observed["format"] != "safetensors":
+        return f"reading the file as safetensors fails: {observed['format']}"
+    trained, saved = reference["numbers that are trained"], observed["numbers in the file"]
+    if observed["numbers that are trained"] != trained or not 0 <= saved - trained <= 100:
+        return f"the file holds {saved} numbers, where the adapters have {trained}"
+    return _is_loaded(observed, reference)
+
+
+def _save_and_load(student, rng, kind: str, sites, other_sites, path_type) -> dict[str, Any]:
+    """One model saves; a second one, with other values, loads."""
+    ids, mask = ragged_batch(rng)
+    first = set_apart(boot(student, kind, sites=sites), rng)
+    second = set_apart(boot(student, kind, sites=other_sites), rng)
+    found = {
+        "logits saved": score(first, ids, mask),
+        "logits before loading": score(second, ids, mask),
+        "numbers that are trained": sum(p.numel() for p in first.trainable_parameters()),
+    }
+    with second.reference():
+        found["frozen model before"] = score(second, ids, mask)
+    with adapter_file() as path:
+        first.save_adapter(path_type(path))
+        try:
+            numbers = sum(tensor.numel() for tensor in read_file(path))
+            found |= {"format": "safetensors", "numbers in the file": numbers}
+        except Exception as error:  # an observation: whatever it is
+            found |= {"format": type(error).__name__, "numbers in the file": 0}
+        found["loading"] = is_error(second.load_adapter, path_type(path))
+    found["logits of the first afterwards"] = score(first, ids, mask)
+    found["logits loaded"] = score(second, ids, mask)
+    with second.reference():
+        found["frozen model afterwards"] = score(second, ids, mask)
+    if (logits := score(second, ids, mask)).requires_grad:
+        logits.square().mean().backward()
+    without = [p for p in second.trainable_parameters() if p.grad is None or not p.grad.any()]
+    return found | {"not trained after loading": len(without)}
+
+
+@check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
+def saved_and_loaded(student, rng):
+    """One adapter pair a block is saved as safetensors; a second model that loads it is the same"""
+    return _save_and_load(student, rng, "gpt2", ("attn.q",), ("attn.q",), str)
+
+
+@check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters)
+def every_site_is_saved(student, rng):
+    """Every site of a gated MLP and grouped-query attention, named in another order when loading"""
+    sites = SITES["llama"]
+    return _save_and_load(student, rng, "llama", sites, sites[::-1], Path)
+
+
+@check("TransformerWithLora.load_adapter", public=True, holds=_is_loaded)
+def loaded_into_another(student, rng):
+    """What one model saved gives a second one the same logits, and parameters that still train"""
+    return _save_and_load(student, rng, "gpt2", ("attn.o", "mlp.in"), ("mlp.in", "attn.o"), Path)
+
+
+LOADED_WRONGLY = {
+    "the same shapes of another site": ("q and in", "o and in"),
+    "a site too few": ("q and in", "q"),
+    "a site too many": ("q", "q and in"),
+    "rank 1 into rank 3": ("q and in", "q and in, rank 1"),
+    "rank 3 into rank 1": ("q and in, rank 1", "q and in"),
+}
+
+
+def _rejects_what_does_not_fit(observed, reference):
+    accepted = [name for name in LOADED_WRONGLY if observed[name] != reference[name]]
+    if accepted:
+        return f"what should be an error is not: {', '.join(accepted)}"
+    for name in observed["logits saved"]:
+        saved, loaded = observed["logits saved"][name], observed["logits loaded"][name]
+        if not torch.allclose(loaded, saved, rtol=0, atol=1e-6):
+            return f"{name}: an adapter of the same rank and sites should load"
+    return None
+
+
+@check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit)
+def adapters_that_do_not_fit(student, rng):
+    """Adapters of another rank, of another site, of too few and of too many sites are errors"""
+    ids, mask = ragged_batch(rng)
+    built = {
+        "q and in": boot(student, "llama", sites=("attn.q", "mlp.in")),
+        "o and in": boot(student, "llama", sites=("attn.o", "mlp.in")),
+        "q": boot(student, "llama", sites=("attn.q",)),
+        "q and in, rank 1": boot(student, "llama", rank=1, sites=("attn.q", "mlp.in")),
+    }
+    found = {"logits saved": {}, "logits loaded": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / f"{i}.safetensors" for i, name in enumerate(built)}
+        for name, model in built.items():
+            set_apart(model, rng).save_adapter(paths[name])
+            found["logits saved"][name] = score(model, ids, mask)
+        for case, (into, other) in LOADED_WRONGLY.items():
+            found[case] = is_error(built[into].load_adapter, paths[other])
+        for name, model in built.items():
+            set_apart(model, rng).load_adapter(paths[name])
+            found["logits loaded"][name] = score(model, ids, mask)
+    return found
+
+
+# --- calc_sft_loss ------------------------------------------------------------------------------
+
+
+def sft_loss_by_loops(logits, tokens, loss_mask):
+    """Target by target with torch.distributions."""
+    targets = [(i, t) for i, t in loss_mask.nonzero().tolist() if t > 0]
+    surprises = [-Categorical(logits=logits[i, t - 1]).log_prob(tokens[i, t]) for i, t in targets]
+    return torch.stack(surprises).mean()
+
+
+def sft_batch(rng, rows: int = 6, seq: int = 7, vocab: int = 9, std: float = 1.0):
+    """Logits, tokens and a mask with gaps: a row without targets, one with all, the rest ragged."""
+    loss_mask = ragged_mask(rng, rows, seq) & (rng.uniform(rows, seq) < 0.8)
+    loss_mask[rng.integer(0, rows)] = True
+    loss_mask[0, seq - 1] = True
+    return rng.normal(rows, seq, vocab, std=std), rng.integers(0, vocab, rows, seq), loss_mask
+
+
+def sft_loss_and_gradient(student, logits, tokens, loss_mask) -> dict[str, Tensor]:
+    logits = leaf(logits)
+    loss = student.calc_sft_loss(logits, tokens, loss_mask)
+    return {"the result": loss} | gradients(loss, logits=logits)
+
+
+@check("calc_sft_loss", public=True, expected=1.5 * math.log(2))
+def worked_sft_loss(student, rng):
+    """Targets of probability 1/2 and 1/4, one row: (log 2 + log 4) / 2 = 1.0397"""
+    probs = [[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]]
+    tokens, loss_mask = [[2, 0, 1, 1]], [[False, True, True, False]]
+    logits = rng.tensor([probs]).log()
+    return student.calc_sft_loss(logits, torch.tensor(tokens), torch.tensor(loss_mask))
+
+
+@check("calc_sft_loss", points=2, seeds=2, expected=sft_loss_by_loops)
+def random_targets(student, rng):
+    """Ragged targets with gaps, one row without any; the gradient for the logits"""
+    return sft_loss_and_gradient(student, *sft_batch(rng))
+
+
+@check("calc_sft_loss", expected=sft_loss_by_loops)
+def first_token(student, rng):
+    """The first token of a row has no prediction: marked as a target or not, it does not count"""
+    logits, tokens, loss_mask = sft_batch(rng)
+    found = []
+    for first in (True, False):
+        loss_mask[:, 0] = first
+        found.append(sft_loss_and_gradient(student, logits, tokens, loss_mask))
+    return found
+
+
+@check("calc_sft_loss", points=2, expected=sft_loss_by_loops)
+def logits_that_predict_no_target(student, rng):
+    """NaN or inf where the logits predict no target reach neither the loss nor the gradient"""
+    logits, tokens, loss_mask = sft_batch(rng)
+    predicts = torch.cat([loss_mask[:, 1:], torch.zeros(len(tokens), 1, dtype=torch.bool)], dim=1)
+    return {
+        str(fill): sft_loss_and_gradient(student, poison(logits, predicts, fill), tokens, loss_mask)
+        for fill in (NAN, torch.inf, -torch.inf)
+    }
+
+
+@check("calc_sft_loss", expected=sft_loss_by_loops)
+def large_logits(student, rng):
+    """Logits of 1e4, and small differences on top of 1e4"""
+    large, tokens, loss_mask = sft_batch(rng, std=1e4)
+    offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 1e4
+    return [sft_loss_and_gradient(student, x, tokens, loss_mask) for x in (large, offset)]
+
+
+@check("calc_sft_loss", expected=sft_loss_by_loops)
+def small_batches(student, rng):
+    """One row, two tokens, one target; every token a target; the arguments stay as they were"""
+    logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
+    two = torch.tensor([[False, True]])
+    return {
+        "two tokens": with_inputs_after(student.calc_sft_loss, logits[:1, :2], tokens[:1, :2], two),
+        "all": student.calc_sft_loss(logits, tokens, torch.ones_like(loss_mask)),
+        "ragged": with_inputs_after(student.calc_sft_loss, logits, tokens, loss_mask),
+    }

@@ -1,0 +1,1538 @@
+"""Checks of chapter 2: the PPO trainer."""
+
+import contextlib
+import itertools
+import re
+import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from solutions import ch2_ppo
+from solutions.ch0_sampling import get_logprobs, get_samples
+from solutions.ch1_lora import TransformerWithLora
+from tests import models, trainers
+from tests.inputs import NAN, gradients, leaf, poison, ragged_mask, with_inputs_after
+from tests.trainers import RANK, beyond, inside, make_model, make_samples
+from utils.grading.checks import check
+from utils.models.corpus import NEGATIVE_WORDS, NEUTRAL_WORDS, POSITIVE_WORDS
+
+FILLS = {"NaN": NAN, "inf": torch.inf}  # of what is masked out
+
+
+def call_with_gradients(function, *settings, **tensors: Tensor):
+    """function(*tensors, *settings), and its gradient for every one of the tensors."""
+    leaves = {name: leaf(x) for name, x in tensors.items()}
+    output = function(*leaves.values(), *settings)
+    return {"the result": output} | gradients(output, **leaves)
+
+
+def poison_all(mask, fill, **tensors: Tensor) -> dict[str, Tensor]:
+    return {name: poison(x, mask, fill) for name, x in tensors.items()}
+
+
+def by_case(found: dict[str, dict]) -> dict:
+    """One level less: a message then says in which case what is wrong."""
+    return {f"{name} ({case})": x for case, parts in found.items() for name, x in parts.items()}
+
+
+def in_every_form(call, mask, **tensors: Tensor) -> dict:
+    """What `call(**tensors)` gives: with numbers beyond the mask, and with NaN or inf there, in
+    all of the tensors and in one of them alone."""
+    found = {"numbers beyond the mask": call(**tensors)}
+    for fill_name, fill in FILLS.items():
+        poisoned = poison_all(mask, fill, **tensors)
+        found[f"{fill_name} beyond the mask"] = call(**poisoned)
+        for name in tensors if len(tensors) > 1 else ():
+            chosen = tensors | {name: poisoned[name]}
+            found[f"{fill_name} beyond the mask in {name}"] = call(**chosen)
+    return by_case(found)
+
+
+def call_on_edges(rng, function, make_tensors, *settings):
+    """Value and gradients of a masked mean: one row of one token, one of three, none, all.
+
+    The last is called without gradients, and gives what it left of its inputs.
+    """
+    masks = {
+        "one token": torch.ones(1, 1),
+        "one of three": torch.tensor([[1, 0, 0]]),
+        "none": torch.zeros(2, 3),
+    }
+    found = {}
+    for name, mask in masks.items():
+        mask = mask.bool()
+        tensors = poison_all(mask, NAN, **make_tensors(rng, mask))
+        found[name] = call_with_gradients(function, mask, *settings, **tensors)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    tensors = make_tensors(rng, mask)
+    found["all"] = with_inputs_after(function, *tensors.values(), mask, *settings)
+    return by_case(found)
+
+
+def mean_of_terms(terms, of):
+    """Their mean, or a 0 that depends on `of`."""
+    return torch.stack(terms).mean() if terms else of.nan_to_num(posinf=0.0).sum() * 0
+
+
+# --- reward_fn_char_count -----------------------------------------------------------------------
+
+
+def count_by_loops(samples, char="."):
+    counts = torch.zeros(len(samples))
+    for row, text in enumerate(samples):
+        for c in text:
+            counts[row] += c == char
+    return counts
+
+
+def random_texts(rng, rows):
+    alphabet = "aA b.. ?*\n(e"
+    return [
+        "".join(alphabet[i] for i in rng.integers(0, len(alphabet), rng.integer(1, 40)).tolist())
+        for _ in range(rows)
+    ]
+
+
+@check("reward_fn_char_count", public=True, expected=[2.0, 0.0, 3.0, 0.0])
+def worked_counts(student, rng):
+    """The full stops of "a.b.", "", "...and" and "ab": 2, 0, 3 and 0"""
+    return student.reward_fn_char_count(["a.b.", "", "...and", "ab"])
+
+
+@check("reward_fn_char_count", points=2, seeds=2, expected=count_by_loops)
+def any_character(student, rng):
+    """Random texts: full stops by default, and other characters"""
+    texts, count = random_texts(rng, 9), student.reward_fn_char_count
+    return {f"{char!r}": count(texts, char) for char in (".", "a", "A", " ", "\n", "?", "(")} | {
+        "default": count(texts),
+        "by keyword": count(texts, char="e"),
+        "one text": count(texts[:1]),
+    }
+
+
+# --- reward_fn_sentiment ------------------------------------------------------------------------
+
+OTHER_WORDS = tuple(
+    "greatly unfunny badly enriched warmth coldest flatly superbly baddish notgreat enrich".split()
+)
+
+
+def sentiment_by_word(samples):
+    """One search in every text for each word of the lists."""
+    rewards = []
+    for text in samples:
+        positive, negative = (
+            sum(len(re.findall(rf"\b{word}\b", text, re.IGNORECASE)) for word in words)
+            for words in (POSITIVE_WORDS, NEGATIVE_WORDS)
+        )
+        total = positive + negative
+        rewards.append((positive - negative) / total if total else 0.0)
+    return torch.tensor(rewards)
+
+
+def choose(rng, items):
+    return items[rng.integer(0, len(items))]
+
+
+def random_review(rng, words, n):
+    """`n` of these words in any case, with punctuation and a space or a line break after each."""
+    text = ""
+    for _ in range(n):
+        word = choose(rng, words)
+        word = choose(rng, (word, word.capitalize(), word.upper()))
+        text += (
+            word + choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...")) + choose(rng, " \n")
+        )
+    return text
+
+
+@check("reward_fn_sentiment", public=True, expected=[1 / 3, -1.0, 0.0, 0.0])
+def worked_sentiments(student, rng):
+    """Two good words and a bad one in "Great, and a bad end. Lovely!": 1/3; then -1, 0 and 0"""
+    texts = ["Great, and a bad end. Lovely!", "Dull.", "It is a film", ""]
+    return student.reward_fn_sentiment(texts)
+
+
+@check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
+def random_reviews(student, rng):
+    """Positive, negative and other words, in any case, with punctuation and line breaks"""
+    words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
+    return student.reward_fn_sentiment([random_review(rng, words, n) for n in range(12)])
+
+
+@check("reward_fn_sentiment", expected=sentiment_by_word)
+def every_word_of_the_lists(student, rng):
+    """Each word of the corpus's lists on its own"""
+    words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
+    return student.reward_fn_sentiment([words[i] for i in rng.permutation(len(words)).tolist()])
+
+
+@check("reward_fn_sentiment", expected=sentiment_by_word)
+def words_inside_words(student, rng):
+    """A word inside another one, as "great" in "greatly", is not counted"""
+    mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
+    return student.reward_fn_sentiment(
+        [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
+    )
+
+
+@check("reward_fn_sentiment", expected=sentiment_by_word)
+def repeated_words(student, rng):
+    """A word that is repeated counts each time"""
+    pairs = [(choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS)) for _ in range(5)]
+    return student.reward_fn_sentiment(
+        [" ".join([a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs]
+    )
+
+
+@check("reward_fn_sentiment", expected=sentiment_by_word)
+def no_word_of_the_lists(student, rng):
+    """Texts without any of the words, and empty ones: 0.0, in a batch of only such texts too"""
+    texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]
+    return {
+        "only such texts": student.reward_fn_sentiment(texts),
+        "others among them": student.reward_fn_sentiment(
+            [*texts, random_review(rng, POSITIVE_WORDS + NEGATIVE_WORDS, rng.integer(2, 7))]
+        ),
+    }
+
+
+# --- normalize_reward ---------------------------------------------------------------------------
+
+
+def standardize(numbers, eps):
+    """By Python's statistics; zeros where there is no spread."""
+    if len(set(numbers)) < 2:
+        return [0.0] * len(numbers)
+    mean, std = statistics.fmean(numbers), statistics.stdev(numbers)
+    return [(x - mean) / (std + eps) for x in numbers]
+
+
+def reward_by_statistics(rewards, eps=1e-5):
+    return torch.tensor(standardize(rewards.tolist(), eps))
+
+
+@check("normalize_reward", public=True, expected=[-0.5, 0.0, 0.5])
+def worked_normal_rewards(student, rng):
+    """1, 2, 3 with eps 1: the mean is 2, the std 1, so -1/2, 0, 1/2"""
+    return student.normalize_reward(rng.tensor([1.0, 2.0, 3.0]), 1.0)
+
+
+@check("normalize_reward", points=2, seeds=2, expected=reward_by_statistics)
+def random_rewards(student, rng):
+    """Random rewards, 2 and more, several eps; the rewards stay as they were"""
+    rewards, f = rng.normal(9, mean=4, std=3), student.normalize_reward
+    return by_case(
+        {
+            "default eps": with_inputs_after(f, rewards),
+            "eps 0.7": with_inputs_after(f, rewards, eps=0.7),
+        }
+    ) | {"two rewards": f(rewards[:2])}
+
+
+@check("normalize_reward", expected=reward_by_statistics, atol=1e-3)
+def rewards_far_from_zero(student, rng):
+    """Rewards around 1000 with a std of 1: no digits are lost"""
+    return student.normalize_reward(rng.normal(8, mean=1000))
+
+
+@check("normalize_reward", expected=reward_by_statistics)
+def eps_is_visible(student, rng):
+    """A spread as small as eps"""
+    rewards, f = rng.normal(7), student.normalize_reward
+    return {
+        "default eps": [f(rewards * spread) for spread in (2e-5, 5e-6)],
+        "eps 0.001": [f(rewards * spread, 1e-3) for spread in (2e-3, 5e-4)],
+    }
+
+
+@check("normalize_reward", expected=reward_by_statistics)
+def equal_rewards(student, rng):
+    """Rewards that are all equal, and a single one, give zeros, though a mean may be rounded"""
+    f, x = student.normalize_reward, rng.normal(1)
+    return {
+        f"{n} times {value}": f(rng.tensor([value] * n))
+        for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
+    } | {"one": f(x), "equal": f(x.repeat(rng.integer(3, 90))), "not equal": f(rng.normal(5))}
+
+
+# --- compute_token_rewards ----------------------------------------------------------------------
+
+
+def token_rewards_by_loops(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros(mask.shape)
+    for row, t in mask.nonzero().tolist():
+        if kl_coef:
+            rewards[row, t] -= kl_coef * (logprobs[row, t] - ref_logprobs[row, t]).item()
+        if t == int(mask[row].sum()) - 1:
+            rewards[row, t] += scores[row].item()
+    return rewards
+
+
+@check("compute_token_rewards", public=True, expected=[[0, 5, 0], [0, 0, -2], [0, 0, 0], [1, 0, 0]])
+def worked_scores(student, rng):
+    """Scores 5, -2, 9, 1 of completions with 2, 3, 0 and 1 tokens; no KL"""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]]).bool()
+    return student.compute_token_rewards(rng.tensor([5.0, -2.0, 9.0, 1.0]), mask)
+
+
+@check("compute_token_rewards", public=True, expected=[[-0.1, 5.05, 0], [0.2, -0.1, -2.1]])
+def worked_token_kl(student, rng):
+    """Scores 5 and -2, minus 0.1 times the log-ratios 1, -0.5 (then NaN) and -2, 1, 1"""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    logprobs = rng.tensor([[-1.0, -1.0, NAN], [-3.0, -1.0, -1.0]])
+    ref_logprobs = rng.tensor([[-2.0, -0.5, NAN], [-1.0, -2.0, -2.0]])
+    scores = rng.tensor([5.0, -2.0])
+    return student.compute_token_rewards(scores, mask, logprobs, ref_logprobs, 0.1)
+
+
+def token_logprobs(rng, mask):
+    logprobs, ref_logprobs = (-rng.uniform(*mask.shape, high=4) for _ in "pq")
+    return {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
+
+
+@check("compute_token_rewards", points=2, seeds=2, expected=token_rewards_by_loops)
+def ragged_token_rewards(student, rng):
+    """Ragged completions, anything beyond the mask; the inputs stay as they were"""
+    mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
+    f = student.compute_token_rewards
+    return in_every_form(
+        lambda **x: with_inputs_after(f, scores, mask, *x.values(), kl_coef=0.3),
+        mask,
+        **token_logprobs(rng, mask),
+    )
+
+
+@check("compute_token_rewards", expected=token_rewards_by_loops)
+def scores_alone(student, rng):
+    """No KL: kl_coef 0 with and without log-probs, NaN among them"""
+    mask, scores, f = ragged_mask(rng), rng.normal(6, mean=1), student.compute_token_rewards
+    logprobs, ref_logprobs = poison_all(mask, NAN, **token_logprobs(rng, mask)).values()
+    return {
+        "without": with_inputs_after(f, scores, mask),
+        "None": f(scores, mask, None, None, 0.0),
+        "with": f(scores, mask, logprobs, ref_logprobs),
+        "with, and 0": f(scores, mask, logprobs=logprobs, ref_logprobs=ref_logprobs, kl_coef=0.0),
+    }
+
+
+@check("compute_token_rewards", expected=token_rewards_by_loops)
+def token_reward_edges(student, rng):
+    """One row of one token, no token at all, rows without an end"""
+    masks = {
+        "one token": torch.tensor([[True]]),
+        "one of three": torch.tensor([[True, False, False]]),
+        "none": torch.zeros(2, 3, dtype=torch.bool),
+        "all": torch.ones(2, 3, dtype=torch.bool),
+    }
+    f = student.compute_token_rewards
+    return {
+        name: f(
+            rng.normal(len(mask), mean=1),
+            mask,
+            **poison_all(mask, NAN, **token_logprobs(rng, mask)),
+            kl_coef=kl_coef,
+        )
+        for (name, mask), kl_coef in zip(masks.items(), (0.5, 2.0, 0.5, 0.1), strict=True)
+    }
+
+
+@check("compute_token_rewards", expected=token_rewards_by_loops)
+def token_rewards_carry_no_gradient(student, rng):
+    """Log-probs that require a gradient: a reward is a number, none comes out"""
+    mask, scores = ragged_mask(rng), rng.normal(6)
+    weights = rng.normal(6, 7)
+    return call_with_gradients(
+        lambda p, q: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
+        **poison_all(mask, NAN, **token_logprobs(rng, mask)),
+    )
+
+
+# --- compute_advantages -------------------------------------------------------------------------
+
+
+def deltas_of(values, rewards, gamma):
+    """r + gamma V' - V for one completion, as a list."""
+    after = [*values, 0.0][1:]
+    return [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+
+
+def advantages_by_double_sum(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}, written out row by row."""
+    advantages = torch.zeros(mask.shape)
+    for row, length in enumerate(mask.sum(-1).tolist()):
+        v, r = (x[row, :length].tolist() for x in (values, token_rewards))
+        deltas = deltas_of(v, r, gamma)
+        for t in range(length):
+            terms = [(gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])]
+            advantages[row, t] = sum(terms)
+    return advantages
+
+
+def advantages_at_the_ends(values, token_rewards, mask, gamma, lam):
+    """lam 1: the discounted return of what follows, minus the value. lam 0: one step ahead."""
+    advantages = torch.zeros(mask.shape)
+    for row, length in enumerate(mask.sum(-1).tolist()):
+        v, r = (x[row, :length].tolist() for x in (values, token_rewards))
+        for t in range(length):
+            if lam == 1:
+                advantages[row, t] = sum(gamma**k * r[t + k] for k in range(length - t)) - v[t]
+            else:
+                advantages[row, t] = deltas_of(v, r, gamma)[t]
+    return advantages
+
+
+def rollouts(rng, mask):
+    """Values of a mean that shows what follows the last token, rewards at every token."""
+    values, token_rewards = rng.normal(*mask.shape, mean=2), rng.normal(*mask.shape)
+    return {"values": values, "token_rewards": token_rewards}
+
+
+@check("compute_advantages", public=True, expected=[[1.5, 1.0], [-3.0, 0.0]])
+def worked_advantages(student, rng):
+    """Values 1, 2 and rewards 0, 3 with lam 1/2: deltas 1, 1, so 1.5, 1. A short row: 1 - 4"""
+    values, token_rewards = rng.tensor([[1.0, 2.0], [4.0, NAN]]), rng.tensor([[0, 3.0], [1.0, NAN]])
+    return student.compute_advantages(values, token_rewards, ~values.isnan(), 1.0, 0.5)
+
+
+@check("compute_advantages", points=2, seeds=2, expected=advantages_by_double_sum)
+def ragged_advantages(student, rng):
+    """Ragged completions, anything beyond the mask; the inputs stay as they were"""
+    mask, f = ragged_mask(rng), student.compute_advantages
+    tensors = rollouts(rng, mask)
+    return in_every_form(
+        lambda **x: with_inputs_after(f, *x.values(), mask, gamma=0.9, lam=0.8), mask, **tensors
+    ) | {
+        "defaults": f(*tensors.values(), mask),
+        "gamma alone": f(*tensors.values(), mask, 0.7),
+        "lam alone": f(*tensors.values(), mask, lam=0.7),
+    }
+
+
+@check("compute_advantages", expected=advantages_at_the_ends)
+def the_ends_of_lambda(student, rng):
+    """lam 1 is the discounted return minus the value; lam 0 looks one step ahead"""
+    mask = ragged_mask(rng)
+    tensors = poison_all(mask, NAN, **rollouts(rng, mask))
+    return {
+        f"gamma {gamma}, lam {lam}": student.compute_advantages(*tensors.values(), mask, gamma, lam)
+        for gamma, lam in itertools.product((1.0, 0.9), (1.0, 0.0))
+    }
+
+
+@check("compute_advantages", expected=advantages_by_double_sum)
+def rows_that_were_cut_short(student, rng):
+    """No row has ended: after its last token the value is 0 all the same"""
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    return student.compute_advantages(*rollouts(rng, mask).values(), mask, gamma=0.95, lam=0.9)
+
+
+@check("compute_advantages", expected=advantages_by_double_sum)
+def advantage_edges(student, rng):
+    """One token, no token at all, and a completion of 300"""
+    masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "300": torch.ones(2, 300)}
+    masks["300"][1, 200:] = 0
+    found = {}
+    for name, mask in masks.items():
+        tensors = poison_all(mask.bool(), NAN, **rollouts(rng, mask))
+        found[name] = student.compute_advantages(*tensors.values(), mask.bool(), 0.97, 0.6)
+    return found
+
+
+@check("compute_advantages", expected=advantages_by_double_sum)
+def advantages_carry_no_gradient(student, rng):
+    """Values and rewards that require a gradient: none comes out"""
+    mask = ragged_mask(rng)
+    weights = rng.normal(6, 7)
+    return call_with_gradients(
+        lambda v, r: student.compute_advantages(v, r, mask, 0.9, 0.8) * weights,
+        **poison_all(mask, NAN, **rollouts(rng, mask)),
+    )
+
+
+# --- normalize_advantages -----------------------------------------------------------------------
+
+
+def advantages_by_statistics(advantages, mask, eps=1e-8):
+    normalized = torch.zeros(mask.shape)
+    positions = mask.nonzero().tolist()
+    numbers = standardize([advantages[i, t].item() for i, t in positions], eps)
+    for (i, t), number in zip(positions, numbers, strict=True):
+        normalized[i, t] = number
+    return normalized
+
+
+@check("normalize_advantages", public=True, expected=[[-0.5, 0.5], [0.0, 0.0]])
+def worked_normal_advantages(student, rng):
+    """1 and 3 in one row, 2 in the other, eps 1: the mean is 2, the std 1; beyond the end 0"""
+    advantages = rng.tensor([[1.0, 3.0], [2.0, NAN]])
+    return student.normalize_advantages(advantages, ~advantages.isnan(), 1.0)
+
+
+@check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
+def ragged_normal_advantages(student, rng):
+    """Ragged, anything beyond the mask, rows of different means; the inputs stay as they were"""
+    mask, f = ragged_mask(rng), student.normalize_advantages
+    means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
+    advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
+    return in_every_form(
+        lambda advantages: with_inputs_after(f, advantages, mask), mask, advantages=advantages
+    ) | {"eps 0.7": f(poison(advantages, mask), mask, eps=0.7)}
+
+
+@check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3)
+def advantages_far_from_zero(student, rng):
+    """Advantages around 1000 with a std of 1: no digits are lost"""
+    mask = ragged_mask(rng)
+    return student.normalize_advantages(poison(rng.normal(6, 7, mean=1000), mask), mask)
+
+
+@check("normalize_advantages", expected=advantages_by_statistics)
+def small_advantages(student, rng):
+    """A spread as small as eps"""
+    mask, f = ragged_mask(rng), student.normalize_advantages
+    advantages = poison(rng.normal(6, 7), mask)
+    return {
+        "default eps": [f(advantages * spread, mask) for spread in (5e-8, 5e-9)],
+        "eps 0.01": [f(advantages * spread, mask, 0.01) for spread in (0.02, 0.005)],
+    }
+
+
+@check("normalize_advantages", expected=advantages_by_statistics)
+def equal_advantages(student, rng):
+    """True positions that are all equal, whatever is masked out, and a single one give zeros"""
+    mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
+    one = torch.zeros_like(mask)
+    one[rng.integer(0, 6), 0] = True
+    return {
+        f"{value}, {fill} beyond": f(poison(torch.full_like(x, value), mask, fill), mask)
+        for value, fill in itertools.product((0.1, -3.3, 1e5 / 3), (NAN, torch.inf, 5.0))
+    } | {
+        "120 equal ones": f(rng.tensor([[0.1] * 24] * 5), torch.ones(5, 24, dtype=torch.bool)),
+        "one": f(poison(x, one), one),
+        "none": f(x, torch.zeros_like(mask)),
+        "two": f(x[:1, :2], torch.ones(1, 2, dtype=torch.bool)),
+        "all": f(x, torch.ones_like(mask)),
+    }
+
+
+@check("normalize_advantages", expected=advantages_by_statistics)
+def normal_advantages_carry_no_gradient(student, rng):
+    """Advantages that require a gradient: none comes out"""
+    mask, weights = ragged_mask(rng), rng.normal(6, 7)
+    return call_with_gradients(
+        lambda advantages: student.normalize_advantages(advantages, mask) * weights,
+        advantages=poison(rng.normal(6, 7), mask),
+    )
+
+
+# --- calc_clipped_surrogate_objective -----------------------------------------------------------
+
+
+def surrogate_by_cases(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    """Token by token: what is gained beyond the interval is a constant."""
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    terms = []
+    for i, t in mask.nonzero().tolist():
+        logratio = logprobs[i, t] - old_logprobs[i, t].item()
+        ratio, a = torch.tensor(min(logratio.item(), 100.0)).exp().item(), advantages[i, t].item()
+        if a > 0 and ratio > 1 + high:
+            terms.append(torch.tensor((1 + high) * a))
+        elif a < 0 and ratio < 1 - clip_coef:
+            terms.append(torch.tensor((1 - clip_coef) * a))
+        else:
+            terms.append(logratio.exp() * a)
+    return mean_of_terms(terms, logprobs)
+
+
+def surrogate_inputs(rng, mask, spread=0.5):
+    """Log-ratios with this spread, on top of old log-probs."""
+    old_logprobs = -rng.uniform(*mask.shape, low=0.5, high=4)
+    logprobs = old_logprobs + rng.normal(*mask.shape, std=spread)
+    advantages = rng.normal(*mask.shape, mean=0.4, std=1.5)
+    return {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+
+
+@check("calc_clipped_surrogate_objective", public=True, expected=-0.775)
+def worked_surrogate(student, rng):
+    """Ratios 2, 1/2, 2, 1/2, advantages 1, -1, -2, 1: the mean of 1.2, -0.8, -4 and 0.5"""
+    old_logprobs = rng.tensor([[0.2, 0.5], [0.3, 0.4]]).log()
+    logprobs = rng.tensor([[0.4, 0.25], [0.6, 0.2]]).log()
+    advantages = rng.tensor([[1.0, -1.0], [-2.0, 1.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    return student.calc_clipped_surrogate_objective(logprobs, old_logprobs, advantages, mask, 0.2)
+
+
+@check("calc_clipped_surrogate_objective", public=True, expected=[[1 / 3, 0], [-2 / 3, 1]])
+def worked_slopes(student, rng):
+    """Ratio 1, advantages 1, -2 and 3 at the three true positions: the gradient 1/3, -2/3 and 1"""
+    old_logprobs = rng.tensor([[-1.0, NAN], [-0.5, -2.0]])
+    advantages = rng.tensor([[1.0, NAN], [-2.0, 3.0]])
+    logprobs, mask = leaf(old_logprobs), ~advantages.isnan()
+    objective = student.calc_clipped_surrogate_objective(logprobs, old_logprobs, advantages, mask)
+    return gradients(objective, logprobs=logprobs)["the gradient for logprobs"]
+
+
+@check("calc_clipped_surrogate_objective", points=3, seeds=2, expected=surrogate_by_cases)
+def ragged_surrogates(student, rng):
+    """Ragged, anything beyond the mask: the value, and a gradient for logprobs alone"""
+    mask, f = ragged_mask(rng), student.calc_clipped_surrogate_objective
+    return in_every_form(
+        lambda **x: call_with_gradients(f, mask, **x), mask, **surrogate_inputs(rng, mask)
+    )
+
+
+@check("calc_clipped_surrogate_objective", points=2, expected=surrogate_by_cases)
+def every_case_of_the_clip(student, rng):
+    """Ratios below, inside and above the interval with both signs of advantage, several clips"""
+    settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0)]
+    logratios = rng.tensor([-3.0, -0.5, -0.03, 0.02, 0.6, 3.0]).repeat(2, 1)
+    old_logprobs, size = -rng.uniform(2, 6, low=1, high=3), rng.uniform(2, 6, low=0.5, high=2)
+    tensors = {
+        "logprobs": old_logprobs + logratios,
+        "old_logprobs": old_logprobs,
+        "advantages": size * rng.tensor([[1.0], [-1.0]]),
+    }
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    f = student.calc_clipped_surrogate_objective
+    return by_case(
+        {
+            f"clip_coef {low}, clip_coef_high {high}": call_with_gradients(
+                f, mask, low, high, **tensors
+            )
+            for low, high in settings
+        }
+    ) | {"by keyword": f(*tensors.values(), mask, clip_coef=0.1, clip_coef_high=0.5)}
+
+
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+def the_first_update(student, rng):
+    """The log-probs equal the old ones: the ratio is 1, the gradient A over the count"""
+    mask = ragged_mask(rng)
+    tensors = surrogate_inputs(rng, mask, spread=0.0)
+    return call_with_gradients(
+        student.calc_clipped_surrogate_objective, mask, **poison_all(mask, NAN, **tensors)
+    )
+
+
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+def huge_log_ratios(student, rng):
+    """Log-ratios of 20 and -20, and of 1000 and -1000 beyond the mask: 0 where clipped or masked"""
+    logratios = rng.tensor([[20.0, 10.0, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
+    old_logprobs = -rng.uniform(1, 7, low=1, high=3)
+    signs = rng.tensor([[1.0, 1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
+    return call_with_gradients(
+        student.calc_clipped_surrogate_objective,
+        torch.tensor([[True, True, True, True, True, False, False]]),
+        0.2,
+        0.3,
+        logprobs=old_logprobs + logratios,
+        old_logprobs=old_logprobs,
+        advantages=signs * rng.uniform(1, 7, low=0.5, high=2),
+    )
+
+
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+def surrogate_edges(student, rng):
+    """One token, no token (0), all tokens; the inputs stay as they were"""
+    return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
+
+
+# --- calc_value_function_loss -------------------------------------------------------------------
+
+
+def value_loss_by_cases(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    """Token by token: a value held at the end of its interval is a constant."""
+    errors = []
+    for i, t in mask.nonzero().tolist():
+        value, old, target = values[i, t], old_values[i, t].item(), returns[i, t].item()
+        error = (value - target) ** 2
+        if clip_coef is not None and abs(value.item() - old) > clip_coef:
+            held = old + clip_coef if value.item() > old else old - clip_coef
+            if (held - target) ** 2 > error.item():
+                error = torch.tensor((held - target) ** 2)
+        errors.append(error)
+    return vf_coef / 2 * mean_of_terms(errors, values)
+
+
+def value_inputs(rng, mask):
+    old_values = rng.normal(*mask.shape, mean=1)
+    values = old_values + rng.normal(*mask.shape, std=0.6)
+    return {"values": values, "old_values": old_values, "returns": rng.normal(*mask.shape)}
+
+
+@check("calc_value_function_loss", public=True, expected=1.25)
+def worked_value_loss(student, rng):
+    """Values 1 and 3, returns 2 and 0: 0.5/2 times the mean of 1 and 9"""
+    values, returns = rng.tensor([[1.0, 3.0, NAN]]), rng.tensor([[2.0, 0.0, NAN]])
+    return student.calc_value_function_loss(values, values - 1, returns, ~values.isnan())
+
+
+@check("calc_value_function_loss", public=True, expected=2.65625)
+def worked_value_clip(student, rng):
+    """Values 3 held at 1 + 0.5, returns 0 and 5: 1/4 of the mean of 9 and 12.25"""
+    values, old_values, returns = rng.tensor([[[3.0, 3.0]], [[1.0, 1.0]], [[0.0, 5.0]]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    return student.calc_value_function_loss(values, old_values, returns, mask, 0.5, 0.5)
+
+
+@check("calc_value_function_loss", points=2, seeds=2, expected=value_loss_by_cases)
+def ragged_value_losses(student, rng):
+    """Ragged, anything beyond the mask: the value, and a gradient for values alone"""
+    mask, f = ragged_mask(rng), student.calc_value_function_loss
+    tensors = value_inputs(rng, mask)
+    return in_every_form(
+        lambda **x: call_with_gradients(f, mask, 0.3, None, **x), mask, **tensors
+    ) | {"defaults": f(*tensors.values(), mask), "vf_coef alone": f(*tensors.values(), mask, 0.8)}
+
+
+@check("calc_value_function_loss", points=2, seeds=2, expected=value_loss_by_cases)
+def clipped_value_losses(student, rng):
+    """With clip_coef: elementwise the larger error, then the mean; value and gradients"""
+    mask, f = ragged_mask(rng), student.calc_value_function_loss
+    tensors = value_inputs(rng, mask)
+    return in_every_form(
+        lambda **x: call_with_gradients(f, mask, 0.3, 0.2, **x), mask, **tensors
+    ) | {"clip_coef 0.5": f(*tensors.values(), mask, 0.3, 0.5)}
+
+
+@check("calc_value_function_loss", expected=value_loss_by_cases)
+def every_case_of_the_value_clip(student, rng):
+    """Values far above, near and far below the old ones, returns on either side; a clip of 0 too"""
+    old_values = rng.normal(2, 3)
+    tensors = {
+        "values": old_values + rng.tensor([[0.9, 0.1, -0.8]]),
+        "old_values": old_values,
+        "returns": old_values + rng.tensor([[2.0], [-2.0]]) + rng.uniform(2, 3, high=0.5),
+    }
+    mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
+    return by_case(
+        {
+            f"clip_coef {clip_coef}": call_with_gradients(f, mask, 0.5, clip_coef, **tensors)
+            for clip_coef in (0.25, 0.0)
+        }
+    ) | {"by keyword": f(*tensors.values(), mask, clip_coef=0.4, vf_coef=0.15)}
+
+
+@check("calc_value_function_loss", expected=value_loss_by_cases)
+def value_loss_edges(student, rng):
+    """One token, no token (0), all tokens; the inputs stay as they were"""
+    return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
+
+
+# --- calc_entropy_bonus -------------------------------------------------------------------------
+
+
+def entropy_bonus_by_categorical(logits, mask, ent_coef):
+    """Position by position with torch.distributions."""
+    rows = [logits[i, t] for i, t in mask.nonzero().tolist()]
+    entropies = [Categorical(logits=row).entropy() for row in rows]
+    return ent_coef * mean_of_terms(entropies, logits)
+
+
+def policy_logits(rng, mask, std=1.5, vocab=5):
+    return {"logits": rng.normal(*mask.shape, vocab, std=std)}
+
+
+@check("calc_entropy_bonus", public=True, expected=0.31387062)
+def worked_entropy_bonus(student, rng):
+    """A fair coin (0.6931) and one of 3 to 1 (0.5623), half of their mean; NaN beyond the end"""
+    logits = rng.tensor([[[1.0, 1.0], [NAN, NAN]], [[3.0, 1.0], [NAN, NAN]]]).log()
+    mask = torch.tensor([[True, False], [True, False]])
+    return student.calc_entropy_bonus(logits, mask, 0.5)
+
+
+@check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
+def ragged_entropy_bonuses(student, rng):
+    """Ragged, anything beyond the mask: the value and the gradient for the logits"""
+    mask, f = ragged_mask(rng), student.calc_entropy_bonus
+    tensors = policy_logits(rng, mask)
+    return in_every_form(lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors) | {
+        f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)
+    }
+
+
+@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
+def entropy_bonus_of_hard_logits(student, rng):
+    """Logits of 1e4: no overflow, and a finite gradient"""
+    mask, f = ragged_mask(rng), student.calc_entropy_bonus
+    return call_with_gradients(f, mask, 0.5, **policy_logits(rng, mask, 1e4))
+
+
+@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
+def entropy_bonus_edges(student, rng):
+    """One token, no token (0), all tokens; the inputs stay as they were"""
+    return call_on_edges(rng, student.calc_entropy_bonus, policy_logits, 0.3)
+
+
+# --- calc_kl_penalty ----------------------------------------------------------------------------
+
+
+def kl_penalty_by_distributions(logits, ref_logits, mask, kl_coef):
+    pairs = [(logits[i, t], ref_logits[i, t].detach()) for i, t in mask.nonzero().tolist()]
+    terms = [kl_divergence(Categorical(logits=p), Categorical(logits=q)) for p, q in pairs]
+    return kl_coef * mean_of_terms(terms, logits)
+
+
+def two_logits(rng, mask, std=1.5, vocab=5):
+    logits, ref_logits = (rng.normal(*mask.shape, vocab, std=std) for _ in "pq")
+    return {"logits": logits, "ref_logits": ref_logits}
+
+
+@check("calc_kl_penalty", public=True, expected=0.13081204)
+def worked_kl_penalty(student, rng):
+    """Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln(3/2) + 1/4 ln(1/2); NaN beyond the end"""
+    logits, ref_logits = rng.tensor([[[[3.0, 1.0], [NAN, NAN]]], [[[1.0, 1.0], [NAN, NAN]]]]).log()
+    return student.calc_kl_penalty(logits, ref_logits, torch.tensor([[True, False]]), 1.0)
+
+
+@check("calc_kl_penalty", points=3, seeds=2, expected=kl_penalty_by_distributions)
+def ragged_kl_penalties(student, rng):
+    """Ragged, anything beyond the mask: the value, and a gradient for logits alone"""
+    mask, f = ragged_mask(rng), student.calc_kl_penalty
+    tensors = two_logits(rng, mask)
+    return in_every_form(lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors) | {
+        f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)
+    }
+
+
+@check("calc_kl_penalty", expected=kl_penalty_by_distributions)
+def hard_kl_penalties(student, rng):
+    """Logits around 200 and -200, and a policy that equals its reference"""
+    mask, f = ragged_mask(rng), student.calc_kl_penalty
+    same = policy_logits(rng, mask)["logits"]
+    equal = {"logits": same, "ref_logits": same + 1}
+    draw = [rng.normal(*mask.shape, 5, mean=mean, std=3) for mean in (200, -200)]
+    far = {"logits": draw[0], "ref_logits": draw[1]}
+    return by_case(
+        {
+            "logits around 200": call_with_gradients(f, mask, 0.5, **far),
+            "equal": call_with_gradients(f, mask, 0.5, **equal),
+        }
+    )
+
+
+@check("calc_kl_penalty", expected=kl_penalty_by_distributions)
+def kl_penalty_edges(student, rng):
+    """One token, no token (0), all tokens; the inputs stay as they were"""
+    return call_on_edges(rng, student.calc_kl_penalty, two_logits, 0.3)
+
+
+# --- TransformerWithValueHeadLora ---------------------------------------------------------------
+
+
+def _hugging_face_with_a_head(kind):
+    """Adapters folded into plain Hugging Face, and a product with its last hidden state."""
+
+    def forward_with_value_head(self, input_ids, attention_mask=None):
+        attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        logits, hidden = trainers.run_hugging_face(self, kind, input_ids, attention)
+        return logits, hidden @ self.value_head.weight[0] + self.value_head.bias
+
+    return forward_with_value_head
+
+
+def _logits_and_values(student, rng, kind):
+    model = make_model(student.TransformerWithValueHeadLora, rng, kind)
+    samples = make_samples(rng, rows=4)
+    ids, attention = samples.input_ids, samples.attention_mask
+    logits, values = model.forward_with_value_head(ids, attention)
+    real = attention.bool()
+    weights = rng.normal(*ids.shape)
+    found = {"the logits": logits[real], "the values": values[real]}
+    gradient = trainers.adapter_gradients(
+        (values * weights)[real].sum() + logits[real].sum(), model
+    )
+    first = (ids[:1, -3:], None)  # without a mask
+    return found | gradient | {"without a mask": list(model.forward_with_value_head(*first))}
+
+
+@check(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    points=2,
+    expected=_hugging_face_with_a_head("gpt2"),
+)
+def values_of_gpt2(student, rng):
+    """Logits, values and gradients on left-padded rows: absolute positions, adapters not 0"""
+    return _logits_and_values(student, rng, "gpt2")
+
+
+@check(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    expected=_hugging_face_with_a_head("llama"),
+    rtol=1e-3,
+    atol=1e-4,
+)
+def values_of_llama(student, rng):
+    """Logits, values and gradients: rotary positions, grouped-query attention"""
+    return _logits_and_values(student, rng, "llama")
+
+
+def _head_is_a_part_of_the_model(observed, reference):
+    pairs = {
+        "forward() should give the logits of forward_with_value_head": ("logits", "by forward"),
+        "two identical calls should give the same values": ("values", "values again"),
+        "a saved and loaded model should give the same values": ("values", "values loaded"),
+        "merged() should give the same logits": ("logits", "logits merged"),
+        "reference() should leave the adapters off": ("by reference", "by hugging face"),
+    }
+    observed = observed | {"by hugging face": reference["by reference"]}
+    for message, (a, b) in pairs.items():
+        if not torch.allclose(observed[a], observed[b], atol=1e-4, rtol=1e-4):
+            return message
+    if torch.allclose(observed["logits"], observed["by reference"], atol=1e-2):
+        return "the adapters should be on in forward_with_value_head"
+    if observed["trainable"] != reference["trainable"]:
+        return "trainable_parameters() should hold the adapters and the head"
+    return None
+
+
+@check(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    points=2,
+    holds=_head_is_a_part_of_the_model,
+)
+def head_and_model(student, rng):
+    """The head is trained, saved and loaded with the adapters; merged() and reference() hold"""
+    model = make_model(student.TransformerWithValueHeadLora, rng)
+    samples = make_samples(rng, rows=3)
+    ids, attention = samples.input_ids, samples.attention_mask
+    real = attention.bool()
+    model.train()
+    with torch.no_grad():
+        logits, values = model.forward_with_value_head(ids, attention)
+        found = {"logits": logits[real], "values": values[real]}
+        found["values again"] = model.forward_with_value_head(ids, attention)[1][real]
+        found["by forward"] = model(ids, attention)[real]
+        with model.merged():
+            found["logits merged"] = model.forward_with_value_head(ids, attention)[0][real]
+        with model.reference():
+            found["by reference"] = model(ids, attention)[real]
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "adapter.safetensors"
+            model.save_adapter(path)
+            other = student.TransformerWithValueHeadLora.from_pretrained(
+                models.get_checkpoint("gpt2"), rank=RANK, device="cpu", dtype=rng.dtype
+            )
+            other.load_adapter(path)
+        found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
+    sizes = sorted(parameter.numel() for parameter in model.trainable_parameters())
+    return found | {"trainable": sizes}
+
+
+# --- get_optimizer_and_scheduler ----------------------------------------------------------------
+
+
+def _make_args(student, **options):
+    defaults = {"batch_size": 6, "num_minibatches": 1, "gen_len": 5, "prompts": trainers.PROMPTS}
+    return student.RLHFArgs(**(defaults | options))
+
+
+def _lr_of(optimizer, parameter):
+    groups = [g for g in optimizer.param_groups if any(p is parameter for p in g["params"])]
+    return [group["lr"] for group in groups]
+
+
+def _is_head(parameter):
+    return RANK not in parameter.shape
+
+
+def _schedule_by_hand(warmup_steps, total_phases, final_scale):
+    """The factor at each step, from the two sentences of its definition."""
+    n_left = total_phases - warmup_steps
+    rising = [(k + 1) / warmup_steps for k in range(warmup_steps)]
+    return rising + [1 - (1 - final_scale) * i / n_left for i in range(n_left + 1)]
+
+
+SCHEDULES = [(3, 7, 0.1), (0, 4, 0.25), (5, 6, 0.5), (1, 3, 0.0)]
+
+
+def _adam_by_hand(args, model):
+    """AdamW without weight decay, uphill, from the formulas of its paper."""
+    parts = model.trainable_parts()
+    lrs = {"adapters": args.base_lr, "value_head": args.head_lr}
+    groups = [{"params": part, "lr": 0.0, "full": lrs[name]} for name, part in parts.items()]
+    state = {p: (torch.zeros_like(p), torch.zeros_like(p)) for g in groups for p in g["params"]}
+    factors = _schedule_by_hand(args.warmup_steps, args.total_phases, args.final_scale)
+    clock = SimpleNamespace(adam=0, phase=0)
+
+    def set_lr():
+        for group in groups:
+            group["lr"] = group["full"] * factors[clock.phase]
+
+    def step_adam():
+        clock.adam += 1
+        for group in groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                m = 0.9 * state[p][0] + 0.1 * p.grad
+                v = 0.999 * state[p][1] + 0.001 * p.grad**2
+                state[p] = (m, v)
+                m_hat, v_hat = m / (1 - 0.9**clock.adam), v / (1 - 0.999**clock.adam)
+                p.data += group["lr"] * m_hat / (v_hat.sqrt() + 1e-5)
+
+    def step_schedule():
+        clock.phase = min(clock.phase + 1, len(factors) - 1)
+        set_lr()
+
+    set_lr()
+    return SimpleNamespace(param_groups=groups, step=step_adam), SimpleNamespace(step=step_schedule)
+
+
+@check("get_optimizer_and_scheduler", points=2, expected=_adam_by_hand)
+def learning_rates(student, rng):
+    """The learning rate of adapters and head at every phase, with and without warm-up"""
+    found = {}
+    model = make_model(student.TransformerWithValueHeadLora, rng)
+    base_lr, head_lr = float(rng.uniform(1, low=1e-3)), float(rng.uniform(1, low=1e-3))
+    for warmup_steps, total_phases, final_scale in SCHEDULES:
+        args = _make_args(
+            student,
+            warmup_steps=warmup_steps,
+            total_phases=total_phases,
+            final_scale=final_scale,
+            base_lr=base_lr,
+            head_lr=head_lr,
+        )
+        optimizer, scheduler = student.get_optimizer_and_scheduler(args, model)
+        adapters = [p for p in model.trainable_parameters() if not _is_head(p)]
+        heads = [p for p in model.trainable_parameters() if _is_head(p)]
+        rates = []
+        for _ in range(total_phases + 1):
+            rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapters[-1], heads[0])]))
+            optimizer.step()
+            scheduler.step()
+        name = f"warmup_steps {warmup_steps}, total_phases {total_phases}"
+        found[name] = torch.stack(rates).squeeze(-1)
+    return found
+
+
+@check("get_optimizer_and_scheduler", points=2, expected=_adam_by_hand)
+def steps_of_adam(student, rng):
+    """Three steps uphill by AdamW: eps 1e-5 beside tiny gradients, no weight decay, both parts"""
+    model = make_model(student.TransformerWithValueHeadLora, rng)
+    args = _make_args(student, warmup_steps=0, base_lr=0.02, head_lr=0.05)
+    optimizer, _ = student.get_optimizer_and_scheduler(args, model)
+    parameters = list(model.trainable_parameters())
+    for _ in range(3):
+        trainers.set_gradients(parameters, rng)
+        optimizer.step()
+    return trainers.canonical(parameters)
+
+
+@check("get_optimizer_and_scheduler")
+def what_is_trained(student, rng):
+    """Every trainable parameter is in one group, frozen weights in none; without a head too"""
+    found = {}
+    for model_class in (student.TransformerWithValueHeadLora, TransformerWithLora):
+        model = make_model(model_class, rng)
+        optimizer, _ = student.get_optimizer_and_scheduler(_make_args(student), model)
+        grouped = [p for group in optimizer.param_groups for p in group["params"]]
+        trained = {id(p) for p in model.trainable_parameters()}
+        found[f"frozen in {model_class.__name__}"] = sum(id(p) not in trained for p in grouped)
+        found |= trainers.canonical([p for p in grouped if not _is_head(p)])
+        found[f"sizes in {model_class.__name__}"] = sorted(p.numel() for p in grouped)
+    return found
+
+
+# --- ReplayMemory -------------------------------------------------------------------------------
+
+
+def _numbered_fields(rng, rows):
+    """Every field of a row holds the row's number, in the dtype and shape of that field."""
+    numbers = torch.arange(rows)
+    shift = rng.integer(100, 1000)  # unpredictable
+    return {
+        "input_ids": (numbers + shift)[:, None].repeat(1, 9),
+        "attention_mask": (numbers + shift)[:, None].repeat(1, 9),
+        "mask": (numbers[:, None] >> torch.arange(5)) % 2 == 1,
+        "logprobs": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
+        "advantages": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
+        "scores": (numbers + shift).to(rng.dtype),
+    }
+
+
+def _decode_rows(minibatch, fields):
+    """[row field] the number that each field says a row has; the first and the last column each."""
+    found = []
+    for name in fields:
+        x = getattr(minibatch, name)
+        if name == "mask":
+            found.append((x * 2 ** torch.arange(5)).sum(-1))
+        else:
+            x = x.long().reshape(len(x), -1)
+            found += [x[:, 0], x[:, -1]]
+    return torch.stack(found, dim=1)
+
+
+def _every_row_once_an_epoch(observed, reference):
+    by_mask, by_numbers = observed["rows"][..., 4], observed["rows"][..., [0, 1, 2, 3, 5, 6, 7, 8]]
+    shift = reference["rows"][..., 0].min()
+    if not torch.equal(by_numbers - shift, by_mask[..., None].expand_as(by_numbers)):
+        return "all fields should be shuffled alike: a row's fields come from different rows"
+    orders = by_mask.reshape(-1, 24).tolist()  # three epochs of each of two calls
+    if any(sorted(order) != list(range(24)) for order in orders):
+        return "every row should come exactly once an epoch"
+    if list(range(24)) in orders:
+        return "the rows should come in a random order"
+    if len(set(map(tuple, orders))) < len(orders):
+        return "each epoch should have an order of its own"
+    return None
+
+
+@check("ReplayMemory", points=3, holds=_every_row_once_an_epoch)
+def rows_with_numbers(student, rng):
+    """24 rows, 3 epochs of 4 minibatches: every row once an epoch, a random order, fields alike"""
+    fields = _numbered_fields(rng, 24)
+    memory = student.ReplayMemory(num_minibatches=4, batches_per_learning_phase=3, **fields)
+    calls = [memory.get_minibatches() for _ in range(2)]
+    return {
+        "rows": torch.stack([_decode_rows(m, fields) for call in calls for m in call]),
+        "minibatches": [len(call) for call in calls],
+    }
+
+
+@check("ReplayMemory")
+def fields_and_dtypes(student, rng):
+    """One minibatch of one row and of all rows; the fields as they were given"""
+    fields = _numbered_fields(rng, 6)
+    one = student.ReplayMemory(**{name: x[:1] for name, x in fields.items()})
+    memory = student.ReplayMemory(**fields)
+    (whole,) = memory.get_minibatches()
+    order = whole.scores.argsort()
+    found = {f"{name} of the memory": getattr(memory, name) for name in fields}
+    found |= {f"{name} of one row": getattr(one.get_minibatches()[0], name) for name in fields}
+    return found | {f"{name} of all rows": getattr(whole, name)[order] for name in fields}
+
+
+# --- make_replay_memory -------------------------------------------------------------------------
+
+MEMORY_FIELDS = (
+    "input_ids",
+    "attention_mask",
+    "mask",
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "advantages",
+    "returns",
+)
+
+
+def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
+    """Row by row and token by token: rewards, the double sum of GAE, one whitening."""
+    mask = samples.completion_mask
+    scores, logprobs, values = scores.detach(), logprobs.detach(), values.detach()
+    if args.normalize_reward:
+        spread = scores.std() if len(scores) > 1 else 0.0
+        constant = bool((scores == scores[0]).all())
+        scores = scores * 0 if constant else (scores - scores.mean()) / (spread + 1e-5)
+    advantages = torch.zeros_like(values)
+    for row, n in enumerate(mask.sum(-1).tolist()):
+        rewards = torch.zeros(n, dtype=values.dtype)
+        if args.kl_in == "reward":
+            rewards = -args.kl_coef * (logprobs - ref_logprobs.detach())[row, :n]
+        if n:
+            rewards[-1] += scores[row]
+        v = torch.cat([values[row, :n], values.new_zeros(1)])
+        deltas = rewards + args.gamma * v[1:] - v[:-1]
+        for t in range(n):
+            weights = (args.gamma * args.lam) ** torch.arange(n - t)
+            advantages[row, t] = (weights * deltas[t:]).sum()
+    kept = advantages[mask]
+    whitened = torch.zeros_like(advantages)
+    whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
+    return trainers.as_memory(
+        input_ids=samples.input_ids,
+        attention_mask=samples.attention_mask,
+        mask=mask,
+        logprobs=logprobs,
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
+        values=values,
+        advantages=whitened,
+        returns=advantages + values,
+        get_minibatches=lambda: [None] * args.num_minibatches * args.batches_per_learning_phase,
+    )
+
+
+def _make_memory(student, rng, with_reference=True, **options):
+    args = _make_args(student, **options)
+    samples = make_samples(rng, rows=6)
+    mask = samples.completion_mask
+    drawn = [leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(3)]
+    if not with_reference:
+        drawn[1] = None
+    scores = leaf(rng.normal(6, mean=3, std=2))
+    memory = student.make_replay_memory(args, samples, scores, *drawn)
+    fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
+    return {
+        name: inside(x, mask) if x is not None and x.shape == mask.shape else x
+        for name, x in fields.items()
+        if name != "ref_logprobs" or with_reference
+    } | {
+        "fields with a gradient": [
+            k for k, x in fields.items() if x is not None and x.requires_grad
+        ],
+        "minibatches": len(memory.get_minibatches()),
+        "scores afterwards": scores,
+        "values afterwards": inside(drawn[2], mask),
+    }
+
+
+@check("make_replay_memory", points=2, seeds=2, expected=memory_by_loops)
+def memory_of_a_rollout(student, rng):
+    """Normalised rewards, gamma 0.9, lambda 0.8, ragged rows, one empty, NaN beyond the mask"""
+    return _make_memory(
+        student,
+        rng,
+        gamma=0.9,
+        lam=0.8,
+        kl_coef=0.5,
+        num_minibatches=2,
+        batches_per_learning_phase=3,
+    )
+
+
+@check("make_replay_memory", points=2, expected=memory_by_loops)
+def memory_with_kl_in_the_reward(student, rng):
+    """kl_in "reward": k1 off every token's reward, after the score is normalised"""
+    return _make_memory(student, rng, kl_in="reward", kl_coef=0.5, gamma=0.95, lam=0.7)
+
+
+@check("make_replay_memory", expected=memory_by_loops)
+def memory_of_raw_rewards(student, rng):
+    """normalize_reward off, and no reference because kl_coef is 0"""
+    return _make_memory(student, rng, with_reference=False, normalize_reward=False, kl_coef=0.0)
+
+
+@check("make_replay_memory", expected=memory_by_loops)
+def memory_with_default_gamma(student, rng):
+    """The default gamma and lambda; the KL in the loss is not charged in the reward as well"""
+    return _make_memory(student, rng, kl_in="loss", kl_coef=2.0)
+
+
+# --- RLHFTrainer: rollouts ----------------------------------------------------------------------
+
+KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
+
+
+class RecordingReward:
+    """A reward function that keeps what it is given; see `score_text`."""
+
+    def __init__(self):
+        self.samples, self.prompts = [], []
+
+    def __call__(self, samples, prompts):
+        self.samples, self.prompts = list(samples), list(prompts)
+        return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
+
+
+def score_text(text, prompt):
+    return text.count("a") + 0.01 * len(prompt)
+
+
+def _roll_out(student, rng, **options):
+    """A rollout, and everything that says where it came from."""
+    reward_fn = RecordingReward()
+    args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
+    model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
+    memory = student.RLHFTrainer(args, model).rollout_phase()
+    fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
+    if args.kl_in == "loss":
+        fields.pop("ref_logprobs")  # nothing needs them
+    return trainers.describe_rollout(fields, args.gen_len) | {
+        "texts": reward_fn.samples,
+        "prompts": reward_fn.prompts,
+        "seed": rng.seed,
+    }
+
+
+ROLLOUT = {"batch_size": 24, "num_minibatches": 2, "gen_len": 6, "temperature": 0.7, "kl_coef": 0.3}
+
+
+def _is_a_rollout(**options):
+    """A predicate that rebuilds the memory from the ids that were sampled."""
+
+    def holds(observed, reference):
+        args = ch2_ppo.RLHFArgs(**(ROLLOUT | {"prompts": trainers.PROMPTS} | options))
+        rebuilt = trainers.rebuild_rollout(
+            ch2_ppo.TransformerWithValueHeadLora, observed, reference["seed"], args
+        )
+        wrong = trainers.find_wrong_sample(observed, rebuilt, args)
+        if wrong is not None:
+            return wrong
+        pairs = zip(observed["texts"], observed["prompts"], strict=True)
+        memory = memory_by_loops(
+            args,
+            rebuilt.samples,
+            torch.tensor([score_text(*pair) for pair in pairs]),
+            rebuilt.logprobs,
+            rebuilt.ref_logprobs,
+            rebuilt.values,
+        )
+        names = ("logprobs", "values", "returns", "advantages")
+        names += ("ref_logprobs",) if args.kl_in == "reward" else ()
+        for name in names:
+            if not torch.allclose(
+                observed[name], inside(getattr(memory, name), observed["mask"]), atol=2e-3
+            ):
+                return f"{name} of the memory are wrong"
+        return None
+
+    return holds
+
+
+@check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
+def rollout(student, rng):
+    """Samples of the adapted policy at temperature 0.7, completions scored, the memory's fields"""
+    return _roll_out(student, rng)
+
+
+OTHER_ROLLOUT = {
+    "kl_in": "reward",
+    "normalize_reward": False,
+    "top_k": 5,
+    "temperature": 1.0,
+    "gamma": 0.9,
+    "prepend_bos": False,
+}
+
+
+@check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
+def rollout_with_other_arguments(student, rng):
+    """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument reaches its place"""
+    return _roll_out(student, rng, **OTHER_ROLLOUT)
+
+
+def _scored_by_the_hooked_model(observed, reference):
+    if observed["prompts"] != ["This movie is"] * 8:
+        return "without prompts, every prompt should be the prefix"
+    off = (observed["logprobs"] - observed["hooked"]).abs().max()
+    if off > 1e-3:
+        return (
+            f"the old log-probs are off by up to {off:.2g} from those of the model that is trained,"
+            " so the first ratio is not 1: score with the hooked model, not the merged one"
+        )
+    return None
+
+
+@check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
+def first_ratio_is_one(student, rng):
+    """The old log-probs are the hooked model's: in bfloat16 the merged one differs visibly"""
+    reward_fn = RecordingReward()
+    args = _make_args(student, prompts=None, batch_size=8, gen_len=5, reward_fn=reward_fn)
+    model = make_model(student.TransformerWithValueHeadLora, rng, dtype=torch.bfloat16)
+    memory = student.RLHFTrainer(args, model).rollout_phase()
+    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        logits = model(memory.input_ids, memory.attention_mask)
+    hooked = get_logprobs(logits, memory.input_ids, prompt_len)
+    width = (0, 5 - memory.mask.shape[1])
+    return {
+        "logprobs": F.pad(inside(memory.logprobs, memory.mask), width).to(rng.dtype),
+        "hooked": F.pad(inside(hooked, memory.mask), width).to(rng.dtype),
+        "prompts": reward_fn.prompts,
+    }
+
+
+# --- RLHFTrainer: the objective -----------------------------------------------------------------
+
+OBJECTIVE = {
+    "clip_coef": 0.6,
+    "vf_coef": 0.4,
+    "ent_coef": 0.3,
+    "kl_coef": 0.7,
+    "temperature": 0.7,
+    "lora_rank": RANK,
+}
+
+
+def _make_fields(rng, samples, temperature):
+    """A memory whose old log-probs are far enough from the policy's that both clips act."""
+    mask = samples.completion_mask
+    drawn = {
+        "logprobs": trainers.draw_logprobs(rng, samples, temperature),
+        "ref_logprobs": trainers.draw_logprobs(rng, samples, temperature),
+        "values": rng.normal(*mask.shape),
+        "advantages": rng.normal(*mask.shape),
+        "returns": rng.normal(*mask.shape),
+    }
+    ids = {"input_ids": samples.input_ids, "attention_mask": samples.attention_mask, "mask": mask}
+    return ids | {name: beyond(x, mask) for name, x in drawn.items()}
+
+
+def objective_by_definition(self, minibatch):
+    """Plain Hugging Face for the logits, loops over true positions for the four terms."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n_prompt = ids.shape[1] - mask.shape[1]
+    run = trainers.run_hugging_face
+    logits, hidden = run(self.model, "gpt2", ids, minibatch.attention_mask)
+    ref_logits, _ = run(self.model, "gpt2", ids, minibatch.attention_mask, adapters=False)
+    all_values = hidden @ self.model.value_head.weight[0] + self.model.value_head.bias
+    terms = []
+    for row, t in mask.nonzero().tolist():
+        at = n_prompt + t - 1
+        policy = Categorical(logits=logits[row, at] / args.temperature)
+        reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
+        ratio = (policy.log_prob(ids[row, at + 1]) - minibatch.logprobs[row, t]).exp()
+        advantage = minibatch.advantages[row, t]
+        low, high = 1 - args.clip_coef, 1 + args.clip_coef
+        gain = ratio * advantage
+        if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
+            gain = ratio.detach().clamp(low, high) * advantage
+        error = (all_values[row, at] - minibatch.returns[row, t]) ** 2
+        term = gain - args.vf_coef / 2 * error + args.ent_coef * policy.entropy()
+        if args.kl_in == "loss":
+            term = term - args.kl_coef * kl_divergence(policy, reference)
+        terms.append(term)
+    return torch.stack(terms).mean()
+
+
+def _objective(student, rng, **options):
+    samples = make_samples(rng)
+    args = _make_args(student, **(OBJECTIVE | options))
+    model = make_model(student.TransformerWithValueHeadLora, rng)
+    trainer = student.RLHFTrainer(args, model)
+    model.train()
+    (minibatch,) = student.ReplayMemory(
+        **_make_fields(rng, samples, args.temperature)
+    ).get_minibatches()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    return {"the objective": objective} | trainers.adapter_gradients(objective, model)
+
+
+@check(
+    "RLHFTrainer.compute_rlhf_objective",
+    points=3,
+    seeds=2,
+    expected=objective_by_definition,
+    rtol=1e-3,
+    atol=1e-5,
+)
+def objective_and_gradient(student, rng):
+    """Surrogate - value loss + entropy bonus - exact KL at temperature 0.7, and its gradient"""
+    return _objective(student, rng)
+
+
+@check(
+    "RLHFTrainer.compute_rlhf_objective",
+    points=2,
+    expected=objective_by_definition,
+    rtol=1e-3,
+    atol=1e-5,
+)
+def objective_with_kl_in_the_reward(student, rng):
+    """With kl_in "reward" the KL is charged there, and not in the objective again"""
+    return _objective(student, rng, kl_in="reward")
+
+
+@check(
+    "RLHFTrainer.compute_rlhf_objective",
+    expected=objective_by_definition,
+    rtol=1e-3,
+    atol=1e-5,
+)
+def objective_by_default(student, rng):
+    """The default coefficients, temperature 1"""
+    defaults = {"clip_coef": 0.2, "vf_coef": 0.15, "ent_coef": 0.001, "temperature": 1.0}
+    return _objective(student, rng, **defaults)
+
+
+# --- RLHFTrainer: learning ----------------------------------------------------------------------
+
+
+def learning_by_hand(self, memory):
+    """Clip the gradient's norm, AdamW uphill from its formulas, one schedule step a phase."""
+    if not hasattr(self, "by_hand"):
+        self.by_hand = _adam_by_hand(self.args, self.model)
+    adam, schedule = self.by_hand
+    parameters = list(self.model.trainable_parameters())
+    for minibatch in memory.get_minibatches():
+        gradients = torch.autograd.grad(objective_by_definition(self, minibatch), parameters)
+        norm = sum((g**2).sum() for g in gradients) ** 0.5
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g * min(1.0, float(self.args.max_grad_norm / norm))
+        adam.step()
+    schedule.step()
+
+
+LEARNING = {"vf_coef": 1e-3, "ent_coef": 1e-3, "kl_coef": 1e-3, "warmup_steps": 4}
+
+
+def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
+    """Learning phases on memories whose advantages have the given scales, one after the other."""
+    counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
+    args = _make_args(
+        student, base_lr=0.01, head_lr=0.03, **(OBJECTIVE | LEARNING | counts | options)
+    )
+    model = make_model(student.TransformerWithValueHeadLora, rng)
+    trainer = student.RLHFTrainer(args, model)
+    found = {}
+    for phase, scale in enumerate(scales, start=1):
+        fields = _make_fields(rng, make_samples(rng), args.temperature)
+        fields["advantages"] = fields["advantages"] * scale
+        if minibatches > 1:  # one row only, so that it does not matter how rows are shuffled
+            longest = int(fields["mask"].sum(-1).argmax())
+            fields = {name: x[[longest] * 6] for name, x in fields.items()}
+        trainer.learning_phase(student.ReplayMemory(**counts, **fields))
+        weights = trainers.canonical(list(model.trainable_parameters()))
+        found |= {f"parameters {name} after phase {phase}": x for name, x in weights.items()}
+    return found
+
+
+@check("RLHFTrainer.learning_phase", points=2, expected=learning_by_hand, rtol=1e-3, atol=2e-5)
+def two_phases(student, rng):
+    """Two phases of one step: a gradient that is clipped, then a small one, during warm-up"""
+    return _learn(student, rng, scales=(100.0, 0.01))
+
+
+@check("RLHFTrainer.learning_phase", points=2, expected=learning_by_hand, rtol=1e-3, atol=2e-5)
+def epochs_and_minibatches(student, rng):
+    """Two epochs of three minibatches, twice: a step for each, one step of the schedule a phase"""
+    return _learn(student, rng, scales=(0.1, 0.1), epochs=2, minibatches=3, max_grad_norm=0.02)
+
+
+# --- RLHFTrainer: all of it ---------------------------------------------------------------------
+
+
+def _learned_full_stops(observed, reference):
+    """The rewards before and after, by what the sampled ids say."""
+    before, after = (
+        sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
+        for name in ("before", "after")
+    )
+    if after < 2 * before + 0.5:
+        return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
+    return None
+
+
+@check("RLHFTrainer.train", slow=True, holds=_learned_full_stops)
+def a_short_run_that_learns(student, rng):
+    """Twelve phases on the embedded model: full stops at least double"""
+    args = student.RLHFArgs(
+        batch_size=64,
+        gen_len=12,
+        total_phases=12,
+        warmup_steps=0,
+        base_lr=5e-3,
+        kl_coef=0.0,
+        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
+    )
+    model = student.TransformerWithValueHeadLora.from_pretrained("embedded", device="cpu")
+    sampled = {}
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        trainer = student.RLHFTrainer(args, model)
+        for name in ("before", "after"):
+            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
+            ids = samples.completion_ids * samples.completion_mask
+            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
+            if name == "before":
+                trainer.train()
+    return sampled

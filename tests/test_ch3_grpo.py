@@ -1,0 +1,1190 @@
+"""Checks of chapter 3: group-relative advantages, and the objective that they weigh."""
+
+import contextlib
+import math
+import statistics
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from solutions import ch3_grpo
+from solutions.ch0_sampling import get_logprobs, get_samples
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import (
+    ReplayMemory,
+    calc_clipped_surrogate_objective,
+    compute_advantages,
+    compute_token_rewards,
+)
+from tests import models, trainers
+from tests.inputs import (
+    NAN,
+    error_of,
+    gradients,
+    leaf,
+    poison,
+    ragged_mask,
+    value_and_gradients,
+    with_inputs_after,
+)
+from tests.trainers import RANK, beyond, inside, make_model, make_samples
+from utils.grading.checks import check
+
+# --- group_advantages ---------------------------------------------------------------------------
+
+SCALES = ("group", "batch", "none")
+
+
+def advantages_by_statistics(rewards, group_size, scale="group", eps=1e-4):
+    """Group by group in plain Python."""
+    numbers, advantages = rewards.tolist(), []
+    for start in range(0, len(numbers), group_size):
+        group = numbers[start : start + group_size]
+        if scale == "none":
+            divisor = 1.0
+        else:
+            divisor = statistics.stdev(group if scale == "group" else numbers) + eps
+        advantages += [(r - statistics.mean(group)) / divisor for r in group]
+    return torch.tensor(advantages)
+
+
+def grouped_rewards(rng, groups: int, group_size: int) -> Tensor:
+    """Groups with means and spreads of their own."""
+    spreads, means = rng.uniform(groups, 1, low=0.3, high=3.0), rng.normal(groups, 1, std=3)
+    return (rng.normal(groups, group_size) * spreads + means).flatten()
+
+
+def _every_scale(student, rewards, group_size, **options):
+    return {
+        scale: student.group_advantages(rewards, group_size, scale, **options) for scale in SCALES
+    }
+
+
+@check(
+    "group_advantages",
+    public=True,
+    expected={
+        "group": [-0.5, 0, 0.5, -0.75, 0, 0.75, 0, 0, 0],
+        "batch": [-0.326632, 0, 0.326632, -0.979895, 0, 0.979895, 0, 0, 0],
+        "none": [-1, 0, 1, -3, 0, 3, 0, 0, 0],
+    },
+)
+def worked_groups(student, rng):
+    """Rewards 1, 2, 3 | 0, 3, 6 | 5, 5, 5 with eps 1: stds 1, 3, 0, of all 2.06155"""
+    rewards = rng.tensor([1.0, 2.0, 3.0, 0.0, 3.0, 6.0, 5.0, 5.0, 5.0])
+    return _every_scale(student, rewards, 3, eps=1.0)
+
+
+@check("group_advantages", points=2, seeds=2, expected=advantages_by_statistics)
+def several_groups(student, rng):
+    """Several groups of different means and spreads, every scale, groups of 2, 3 and 5"""
+    found = {
+        f"{groups} groups of {size}": _every_scale(
+            student, grouped_rewards(rng, groups, size), size
+        )
+        for groups, size in ((3, 2), (4, 3), (2, 5), (3, 3), (1, 4))
+    }
+    return found | {"defaults": student.group_advantages(grouped_rewards(rng, 3, 4), 4)}
+
+
+@check("group_advantages", expected=advantages_by_statistics)
+def the_level_of_a_prompt(student, rng):
+    """A constant added to all rewards of a prompt: its advantages stay"""
+    rewards, levels = rng.normal(12), rng.normal(3, std=3).repeat_interleave(4)
+    return {
+        f"{scale}, {name}": student.group_advantages(r, 4, scale)
+        for scale in ("group", "none")
+        for name, r in {"as drawn": rewards, "with constants": rewards + levels}.items()
+    }
+
+
+@check("group_advantages", points=2, expected=advantages_by_statistics)
+def rewards_of_small_spread(student, rng):
+    """Stds near 1e-3 and 1e-5, where the eps counts; its default, and one that is given"""
+    return {
+        f"spread {spread}": {
+            "default eps": _every_scale(student, rewards, 4),
+            "eps 0.01": _every_scale(student, rewards, 4, eps=0.01),
+        }
+        for spread in (1e-3, 1e-5)
+        for rewards in [rng.normal(12, std=spread)]
+    }
+
+
+def _constant_groups_are_zeros(observed, reference):
+    for name, groups in observed.items():
+        if bool((groups.reshape(-1, 7)[-6:] != 0).any()):
+            return f"{name}: a group whose rewards are all equal should give exact zeros"
+        if not torch.allclose(groups, reference[name], rtol=1e-3, atol=1e-5):
+            return f"{name}: beside constant groups, the advantages of the other group are wrong"
+    return None
+
+
+@check("group_advantages", points=2, seeds=2, holds=_constant_groups_are_zeros)
+def constant_groups(student, rng):
+    """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
+    values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
+    constant = values.repeat_interleave(7)
+    both = torch.cat([rng.normal(7, mean=2), constant])
+    found = {}
+    for scale in SCALES:
+        found[f"{scale}, beside"] = student.group_advantages(both, 7, scale)
+        found[f"{scale}, alone"] = student.group_advantages(constant, 7, scale)
+        found[f"{scale}, one constant"] = student.group_advantages(values[:1].repeat(42), 7, scale)
+    return found
+
+
+@check("group_advantages", expected=advantages_by_statistics)
+def rewards_that_require_gradient(student, rng):
+    """The advantages carry no gradient, and the rewards stay as they were"""
+    rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
+    return {
+        scale: {
+            "gradient": value_and_gradients(
+                lambda rewards: student.group_advantages(rewards, 4, scale) * weights,  # noqa: B023
+                rewards=rewards,
+            ),
+            "inputs": with_inputs_after(student.group_advantages, rewards.clone(), 4, scale),
+        }
+        for scale in SCALES
+    }
+
+
+@check("group_advantages")
+def group_sizes_that_do_not_fit(student, rng):
+    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
+    rewards, f = rng.normal(6), student.group_advantages
+    bad = {f"{n}": error_of("group_size", f, rewards, n) for n in (4, 5, 12, 1, 0, -3)}
+    return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
+
+
+@check("group_advantages")
+def unknown_scales(student, rng):
+    """A scale that there is not: a ValueError names it"""
+    rewards, f = rng.normal(6), student.group_advantages
+    bad = {s: error_of("scale", f, rewards, 3, s) for s in ("std", "Group", "")}
+    return bad | _every_scale(student, rewards, 3)
+
+
+# --- calc_single_update_objective ---------------------------------------------------------------
+
+
+def reinforce_by_completions(logprobs, advantages, mask):
+    """The mean over completions of mean logprob * A: its gradient, with the value at ratio 1."""
+    rows = []
+    for row, advantage, kept in zip(logprobs, advantages.tolist(), mask, strict=True):
+        chosen = row[kept]
+        gain = chosen - chosen.detach()  # 0, and the log-prob's gradient
+        rows.append(advantage * (1 + gain.mean()) if len(chosen) else torch.zeros(()))
+    return torch.stack(rows).mean()
+
+
+def one_zero(rng, mask: Tensor) -> Tensor:
+    """Advantages, 0 for the longest completion."""
+    advantages = rng.normal(len(mask))
+    advantages[mask.sum(-1).argmax()] = 0.0
+    return advantages
+
+
+def _single(student, mask):
+    return lambda logprobs, advantages: student.calc_single_update_objective(
+        logprobs, advantages, mask
+    )
+
+
+@check(
+    "calc_single_update_objective",
+    public=True,
+    expected={
+        "the result": 1.0,
+        "the gradient for logprobs": [[1, 1], [-1, 0], [0, 0]],
+        "the gradient for advantages": [0, 0, 0],
+    },
+)
+def worked_single_update(student, rng):
+    """A = 6, -3, 9 for 2, 1 and 0 tokens: (6 - 3 + 0)/3, gradients A / (3 tokens), NaN masked"""
+    logprobs = rng.tensor([[-1.0, -2.0], [-0.5, NAN], [NAN, NAN]])
+    advantages = rng.tensor([6.0, -3.0, 9.0])
+    return value_and_gradients(
+        _single(student, ~logprobs.isnan()), logprobs=logprobs, advantages=advantages
+    )
+
+
+@check(
+    "calc_single_update_objective", points=2, seeds=2, expected=reinforce_by_completions, atol=1e-7
+)
+def ragged_single_updates(student, rng):
+    """Ragged, NaN or inf beyond the mask: the value, and REINFORCE's gradient for the log-probs"""
+    mask = ragged_mask(rng)
+    logprobs, advantages = -rng.uniform(6, 7, high=3.0), one_zero(rng, mask)
+    return {
+        f"{fill}": value_and_gradients(
+            _single(student, mask), logprobs=poison(logprobs, mask, fill), advantages=advantages
+        )
+        for fill in (NAN, torch.inf, -torch.inf)
+    }
+
+
+@check("calc_single_update_objective", expected=reinforce_by_completions)
+def single_updates_of_many_shapes(student, rng):
+    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    masks = {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+    }
+    return {
+        name: value_and_gradients(
+            _single(student, mask),
+            logprobs=poison(-rng.uniform(*mask.shape), mask),
+            advantages=rng.normal(len(mask), mean=1),
+        )
+        for name, mask in masks.items()
+    }
+
+
+@check("calc_single_update_objective", expected=reinforce_by_completions)
+def unlikely_tokens(student, rng):
+    """Log-probs of -1000: the ratio to themselves is 1; the inputs stay as they were"""
+    mask = ragged_mask(rng, 4, 5)
+    logprobs = poison(-1000 * rng.uniform(4, 5, low=0.9, high=1.1), mask)
+    advantages = rng.normal(4)
+    after = with_inputs_after(
+        student.calc_single_update_objective, logprobs.clone(), advantages.clone(), mask.clone()
+    )
+    return {
+        "gradients": value_and_gradients(
+            _single(student, mask), logprobs=logprobs, advantages=advantages
+        ),
+        "inputs": after,
+    }
+
+
+# --- calc_per_token_kl --------------------------------------------------------------------------
+
+
+def k3_of_probabilities(logprobs, ref_logprobs):
+    """r - 1 - log r of the ratio r of two probabilities (float64)."""
+    r = ref_logprobs.detach().exp() / logprobs.exp()
+    return r - 1 - r.log()
+
+
+def k3_number_by_number(logprobs, ref_logprobs):
+    """With the math module, for ratios that float64 can hold and probabilities that it cannot."""
+    d = (ref_logprobs - logprobs).flatten().tolist()
+    return torch.tensor([math.exp(x) - 1 - x for x in d]).reshape(logprobs.shape)
+
+
+def add(logprobs: Tensor, d: Tensor) -> Tensor:
+    """The sum rounded to float32, so that a run in float64 sees the same numbers."""
+    return (logprobs.float() + d.float()).to(logprobs.dtype)
+
+
+@check("calc_per_token_kl", public=True, expected=[0.30685282, 0.0, 0.19314718])
+def worked_k3(student, rng):
+    """Policy 0.2, 0.5, 0.4, reference 0.4, 0.5, 0.2: 2 - 1 - ln 2, 0, 1/2 - 1 + ln 2"""
+    policy, reference = rng.tensor([0.2, 0.5, 0.4]), rng.tensor([0.4, 0.5, 0.2])
+    return student.calc_per_token_kl(policy.log(), reference.log())
+
+
+@check("calc_per_token_kl", points=2, seeds=2, expected=k3_of_probabilities)
+def k3_of_every_shape(student, rng):
+    """Random log-probs with no to three axes; a gradient for the policy's alone; inputs stay"""
+    f, found = student.calc_per_token_kl, {}
+    for shape in ((4, 5), (6,), (2, 3, 2), ()):
+        logprobs, ref_logprobs = -rng.uniform(*shape, high=4.0), -rng.uniform(*shape, high=4.0)
+        found[f"shape {shape}"] = {
+            "gradients": value_and_gradients(f, logprobs=logprobs, ref_logprobs=ref_logprobs),
+            "inputs": with_inputs_after(f, logprobs.clone(), ref_logprobs.clone()),
+        }
+    return found
+
+
+@check(
+    "calc_per_token_kl",
+    points=2,
+    seeds=2,
+    expected=k3_number_by_number,
+    rtol=0.05,
+    atol=1e-12,
+)
+def small_differences(student, rng):
+    """Differences near 1e-4, k3 near 5e-9: never negative, and right to a few percent"""
+    signs = 2.0 * rng.integers(0, 2, 200) - 1
+    logprobs = -rng.uniform(200, low=0.02, high=0.5)
+    d = signs * rng.uniform(200, low=2e-5, high=3e-4)
+    return student.calc_per_token_kl(logprobs, add(logprobs, d))
+
+
+@check("calc_per_token_kl", expected=k3_number_by_number)
+def large_differences(student, rng):
+    """Differences from -1000 to 60, where probabilities underflow"""
+    d = torch.cat([rng.tensor([-1000.0, -200.0, -50.0, 20.0, 40.0, 60.0]), rng.normal(6, std=8)])
+    logprobs = -rng.uniform(12, low=150.0, high=500.0)
+    return student.calc_per_token_kl(logprobs, add(logprobs, d))
+
+
+def _averages_to_the_kl(observed, reference):
+    policy, ref = (Categorical(logits=reference[name].double()) for name in ("policy", "reference"))
+    mean = (policy.probs * observed["k3"]).sum(-1)
+    if not torch.allclose(mean, kl_divergence(policy, ref), rtol=1e-4, atol=1e-5):
+        return "averaged over the policy's tokens, it should be KL(policy ‖ reference)"
+    if not torch.allclose(observed["gradient"].double(), policy.probs - ref.probs, atol=1e-5):
+        return "as a loss, its average gradient should be that of KL(reference ‖ policy)"
+    return None
+
+
+@check("calc_per_token_kl", holds=_averages_to_the_kl)
+def what_k3_estimates(student, rng):
+    """All tokens of a vocabulary: their average is KL(policy ‖ reference), and its gradient"""
+    logits, ref_logits = leaf(rng.normal(3, 6)), rng.normal(3, 6)
+    logprobs = logits.log_softmax(-1)
+    k3 = student.calc_per_token_kl(logprobs, ref_logits.log_softmax(-1))
+    average = (logprobs.detach().exp() * k3).sum()
+    return {
+        "policy": logits,
+        "reference": ref_logits,
+        "k3": k3,
+        "gradient": gradients(average, logits=logits)["the gradient for logits"],
+    }
+
+
+# --- calc_grpo_objective ------------------------------------------------------------------------
+
+
+def objective_by_cases(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """Token by token: the cases of the minimum written out, on probabilities."""
+    high = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
+    total = torch.zeros(())
+    for i, t in mask.nonzero().tolist():
+        ratio = logprobs[i, t].exp() / old_logprobs[i, t].detach().exp()
+        advantage = (advantages[i] if advantages.ndim == 1 else advantages[i, t]).item()
+        if advantage > 0 and ratio > high:
+            term = torch.tensor(high * advantage)
+        elif advantage < 0 and ratio < 1 - clip_coef:
+            term = torch.tensor((1 - clip_coef) * advantage)
+        else:
+            term = ratio * advantage
+        if beta != 0:
+            term = term - beta * k3_of_probabilities(logprobs[i, t], ref_logprobs[i, t])
+        total = total + term / mask[i].sum()
+    return total / len(mask)
+
+
+def ragged_logprobs(rng, mask: Tensor, fill: float = NAN) -> dict[str, Tensor]:
+    """Log-probs with ratios beyond both clips; `fill` beyond the mask."""
+    old = -rng.uniform(*mask.shape, low=0.1, high=3.0)
+    return {
+        "logprobs": poison(old + rng.normal(*mask.shape, std=0.7), mask, fill),
+        "old_logprobs": poison(old, mask, -fill),
+        "ref_logprobs": poison(old + rng.normal(*mask.shape, std=0.7), mask, fill),
+    }
+
+
+def _objective(student, mask, *args, **options):
+    """The objective as a function of the tensors that could have a gradient."""
+    return lambda logprobs, old_logprobs, ref_logprobs, advantages: student.calc_grpo_objective(
+        logprobs, old_logprobs, ref_logprobs, advantages, mask, *args, **options
+    )
+
+
+@check("calc_grpo_objective", public=True, expected=-0.15)
+def worked_clips(student, rng):
+    """Ratios 1.5, 0.5: A = 1 counts 1.2, 0.5 and A = -1 counts -1.5, -0.8; no KL"""
+    logprobs = rng.tensor([[1.5, 0.5], [1.5, 0.5]]).log()
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    return student.calc_grpo_objective(
+        logprobs, torch.zeros_like(logprobs), None, rng.tensor([1.0, -1.0]), mask, beta=0.0
+    )
+
+
+@check("calc_grpo_objective", public=True, expected=0.94885787)
+def worked_completions(student, rng):
+    """Ratios 1, A = 4, 5, -1 for 2, 0, 1 tokens, k3 0.306853, beta 0.25: (4 - 1 - 2 beta k3)/3"""
+    logprobs = rng.tensor([[0.3, 0.4], [NAN, NAN], [0.2, NAN]]).log()
+    return student.calc_grpo_objective(
+        logprobs,
+        logprobs,
+        logprobs + math.log(2),  # k3 = 2 - 1 - ln 2
+        rng.tensor([4.0, 5.0, -1.0]),
+        ~logprobs.isnan(),
+        beta=0.25,
+    )
+
+
+@check("calc_grpo_objective", points=2, seeds=2, expected=objective_by_cases)
+def ragged_objectives(student, rng):
+    """Ragged, NaN or inf beyond the mask: the value, and a gradient for the log-probs alone"""
+    mask = ragged_mask(rng)
+    advantages = one_zero(rng, mask)
+    return {
+        f"{fill}": value_and_gradients(
+            _objective(student, mask), **ragged_logprobs(rng, mask, fill), advantages=advantages
+        )
+        for fill in (NAN, torch.inf, -torch.inf)
+    }
+
+
+@check("calc_grpo_objective", points=2, seeds=2, expected=objective_by_cases)
+def clips_and_beta(student, rng):
+    """Other clip_coef, clip_coef_high and beta; by position too; no reference at beta 0"""
+    mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
+    logprobs, old, ref = ragged_logprobs(rng, mask).values()
+    f = student.calc_grpo_objective
+    options = {
+        "narrow": {"clip_coef": 0.05, "beta": 0.0},
+        "wide": {"clip_coef": 0.6, "beta": 0.0},
+        "higher": {"clip_coef_high": 0.6, "beta": 0.0},
+        "lower": {"clip_coef": 0.4, "clip_coef_high": 0.1, "beta": 0.0},
+        "beta": {"beta": 1.5},
+        "all": {"clip_coef": 0.1, "clip_coef_high": 0.3, "beta": 0.2},
+    }
+    found = {name: f(logprobs, old, ref, advantages, mask, **o) for name, o in options.items()}
+    return found | {
+        "by position": f(logprobs, old, ref, advantages, mask, 0.3, 0.5, 0.7),
+        "no reference": value_and_gradients(
+            lambda logprobs: f(logprobs, old, None, advantages, mask, 0.3, beta=0.0),
+            logprobs=logprobs,
+        ),
+    }
+
+
+def _every_case(student, rng, **options):
+    """Ratios from 0.05 to 20, each with both signs of the advantage."""
+    logratio = rng.tensor([[-3.0, -1.0, -0.1, 0.1, 1.0, 3.0]]).repeat(4, 1)
+    signs = rng.tensor([[1.0] * 6, [-1.0] * 6, [1.0, -1.0] * 3, [-1.0, 1.0] * 3])
+    old = -rng.uniform(4, 6, low=3.5, high=4.0)
+    return value_and_gradients(
+        _objective(student, torch.ones(4, 6, dtype=torch.bool), **options),
+        logprobs=old + logratio,
+        old_logprobs=old,
+        ref_logprobs=old + rng.normal(4, 6),
+        advantages=signs * rng.uniform(4, 6, low=0.5, high=2.0),
+    )
+
+
+@check("calc_grpo_objective", points=2, expected=objective_by_cases)
+def every_case_of_the_minimum(student, rng):
+    """Ratios from 0.05 to 20, inside and beyond both clips, with both signs of A: the gradient"""
+    return {
+        "defaults": _every_case(student, rng),
+        "0.3 below, 0.05 above": _every_case(student, rng, clip_coef=0.3, clip_coef_high=0.05),
+    }
+
+
+@check("calc_grpo_objective", expected=objective_by_cases)
+def no_room_above(student, rng):
+    """clip_coef_high 0 is a value, not a missing one: ratios are clipped at 1 from above"""
+    return _every_case(student, rng, clip_coef_high=0.0)
+
+
+@check("calc_grpo_objective", points=2, expected=objective_by_cases)
+def advantages_of_tokens(student, rng):
+    """Advantages [batch completion] that differ within a row, NaN beyond the mask, any shape"""
+    return {
+        f"{rows} by {completion}": value_and_gradients(
+            _objective(student, mask),
+            **ragged_logprobs(rng, mask),
+            advantages=poison(rng.normal(rows, completion), mask),
+        )
+        for rows, completion in ((6, 4), (5, 5), (3, 7))
+        for mask in [ragged_mask(rng, rows, completion)]
+    }
+
+
+@check("calc_grpo_objective", expected=objective_by_cases)
+def objectives_of_many_shapes(student, rng):
+    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    masks = {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+    }
+    return {
+        name: value_and_gradients(
+            _objective(student, mask),
+            **ragged_logprobs(rng, mask),
+            advantages=rng.normal(len(mask)),
+        )
+        for name, mask in masks.items()
+    }
+
+
+def single_update_without_kl(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.0,
+):
+    """All that is left of it at ratio 1."""
+    return reinforce_by_completions(logprobs, advantages, mask)
+
+
+@check("calc_grpo_objective", expected=single_update_without_kl)
+def ratio_one(student, rng):
+    """Old log-probs equal to the current ones, beta 0: the gradient of mean logprob * A"""
+    mask, advantages = ragged_mask(rng), rng.normal(6)
+    old = poison(-rng.uniform(6, 7, high=3.0), mask)
+    return value_and_gradients(
+        lambda logprobs: student.calc_grpo_objective(
+            logprobs, old, None, advantages, mask, beta=0.0
+        ),
+        logprobs=old,
+    )
+
+
+def ppo_without_values(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    """Chapter 2 completion by completion, with values 0 and gamma = lam = 1."""
+    token_rewards = compute_token_rewards(advantages, mask)
+    advantages = compute_advantages(torch.zeros_like(token_rewards), token_rewards, mask, 1.0, 1.0)
+    rows = [x.split(1) for x in (logprobs, old_logprobs, advantages, mask)]
+    surrogates = [
+        calc_clipped_surrogate_objective(*row, clip_coef, clip_coef_high)
+        for row in zip(*rows, strict=True)
+    ]
+    return torch.stack(surrogates).mean()
+
+
+@check("calc_grpo_objective", expected=ppo_without_values)
+def ppo_of_each_completion(student, rng):
+    """PPO with values 0 and gamma = lam = 1, completion by completion; beta 0, higher clip 0.28"""
+    mask, advantages = ragged_mask(rng), rng.normal(6)
+    return value_and_gradients(
+        _objective(student, mask, 0.2, 0.28, beta=0.0),
+        **ragged_logprobs(rng, mask),
+        advantages=advantages,
+    )
+
+
+@check("calc_grpo_objective", expected=objective_by_cases)
+def extremes_behind_the_mask(student, rng):
+    """Log-ratios of +-1000 behind the mask, to the old policy and the reference: all is finite"""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    extremes = rng.tensor([[0, 0, 1e3, -1e3], [0, 0, 0, 1e3], [0, 0, 0, 0]])
+    old, logratio, ref = -rng.uniform(3, 4), rng.normal(3, 4), rng.normal(3, 4)
+    return {
+        name: value_and_gradients(
+            _objective(student, mask),
+            logprobs=old + logratio + shift,
+            old_logprobs=old,
+            ref_logprobs=old + ref + ref_shift,
+            advantages=rng.normal(3),
+        )
+        for name, shift, ref_shift in (("old", extremes, extremes), ("reference", 0, extremes))
+    }
+
+
+@check("calc_grpo_objective")
+def tensors_afterwards(student, rng):
+    """The tensors that the objective is given stay as they were"""
+    mask, advantages = ragged_mask(rng), rng.normal(6)
+    tensors = list(ragged_logprobs(rng, mask).values())
+    per_token = poison(rng.normal(*mask.shape), mask)
+    return [
+        with_inputs_after(student.calc_grpo_objective, *tensors, a, mask)
+        for a in (advantages, per_token)
+    ]
+
+
+# --- process_advantages -------------------------------------------------------------------------
+
+
+def process_by_statistics(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    """Token by token, the steps that end there or later."""
+    rows = []
+    for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
+        first = row // group_size * group_size
+        together = torch.cat(step_rewards[first : first + group_size]).tolist()
+        steps = list(zip(rewards.tolist(), ends.tolist(), strict=True))
+        if len(set(together)) < 2:
+            steps = []
+        mean = statistics.mean(together) if steps else 0.0
+        std = statistics.stdev(together) if steps else 0.0
+        rows.append(
+            [
+                sum((r - mean) / (std + eps) for r, end in steps if end >= t)
+                for t in range(completion_len)
+            ]
+        )
+    return torch.tensor(rows, dtype=torch.get_default_dtype())
+
+
+def rewarded_steps(rng, counts: list[int], completion_len: int):
+    """Rewards of so many steps a row, and where they end: in any order, some at one token."""
+    return [rng.normal(n, std=2) for n in counts], [
+        rng.integers(0, completion_len, n) for n in counts
+    ]
+
+
+@check(
+    "process_advantages",
+    public=True,
+    expected=[[0.8, 0.8, -0.4, -0.4, 0.0], [-0.8, -0.4, -0.4, 0.0, 0.0]],
+)
+def worked_steps(student, rng):
+    """Steps 5, 1 | 1, 1 end at 1, 3 | 0, 2; mean 2, std 2, eps 0.5: 1.2, -0.4 | -0.4, -0.4"""
+    rewards = [rng.tensor([5.0, 1.0]), rng.tensor([1.0, 1.0])]
+    ends = [torch.tensor([1, 3]), torch.tensor([0, 2])]
+    return student.process_advantages(rewards, ends, 2, 5, eps=0.5)
+
+
+@check("process_advantages", points=2, seeds=2, expected=process_by_statistics)
+def ragged_steps(student, rng):
+    """Several groups, uneven numbers of steps, a row without any, ends in any order"""
+    found = {}
+    for size, counts in ((2, [3, 1, 0, 4, 2, 2]), (3, [2, 0, 5, 1, 3, 1]), (4, [1, 6, 2, 3])):
+        order = rng.permutation(len(counts)).tolist()
+        rewards, ends = rewarded_steps(rng, [counts[i] for i in order], 7)
+        rewards = [r + 3.0 * (row // size) for row, r in enumerate(rewards)]
+        found[f"groups of {size}"] = student.process_advantages(rewards, ends, size, 7)
+    return found
+
+
+@check("process_advantages", expected=process_by_statistics)
+def steps_that_share_an_end(student, rng):
+    """Several steps that end at one token, at the first and at the last, in any order"""
+    ends = [[0, 0, 0], [5, 2, 5, 2], [2], [5]]
+    rewards = [rng.normal(len(row), std=2) for row in ends]
+    ends = [torch.tensor(row) for row in ends]
+    return [
+        student.process_advantages(rewards, ends, 2, 6),
+        student.process_advantages(rewards, ends, 4, 6),
+    ]
+
+
+@check("process_advantages", expected=process_by_statistics)
+def after_the_last_end(student, rng):
+    """0 after the last end, where the completion is longer; one step a row, at any token"""
+    rewards, ends = rewarded_steps(rng, [1, 1, 1, 1, 1, 1], 4)
+    return {f"{n} tokens": student.process_advantages(rewards, ends, 3, n) for n in (4, 5, 9)}
+
+
+@check("process_advantages", expected=process_by_statistics)
+def steps_of_small_spread(student, rng):
+    """Stds near 1e-3, where the eps counts; its default, and one that is given"""
+    rewards, ends = rewarded_steps(rng, [3, 1, 2, 4], 6)
+    rewards = [r / 2000 for r in rewards]
+    f = student.process_advantages
+    return [f(rewards, ends, 2, 6), f(rewards, ends, 2, 6, 0.01), f(rewards, ends, 4, 6, eps=0.3)]
+
+
+@check("process_advantages", seeds=2, expected=process_by_statistics)
+def groups_without_differences(student, rng):
+    """Steps that are all rewarded alike: zeros; two steps that differ: not"""
+    values = rng.integers(-5, 5, 4).tolist()
+    rewards = [[float(v)] * n for v in values for n in (4, 3)]  # numbers whose mean is exact
+    rewards += [rng.normal(1).tolist(), rng.normal(1).tolist()]
+    rewards += [rng.normal(3).tolist(), rng.normal(2).tolist()]
+    rewards = [rng.tensor(row) for row in rewards]
+    ends = [rng.integers(0, 5, len(row)) for row in rewards]
+    return student.process_advantages(rewards, ends, 2, 5)
+
+
+def _process_with_gradients(student, rng, rewards, ends):
+    leaves = [leaf(r) for r in rewards]
+    advantages = student.process_advantages(leaves, ends, 2, 6)
+    weighted = advantages * rng.normal(*advantages.shape)
+    rows = {f"the rewards of row {i}": x for i, x in enumerate(leaves)}
+    return {"the result": advantages} | gradients(weighted, **rows)
+
+
+@check("process_advantages", expected=process_by_statistics)
+def steps_afterwards(student, rng):
+    """The advantages carry no gradient; rewards and ends, of two widths, stay as they were"""
+    rewards, ends = rewarded_steps(rng, [3, 0, 2, 4], 6)
+    narrow = [e.to(torch.int32) for e in ends]
+    return {
+        "with gradients": _process_with_gradients(student, rng, rewards, ends),
+        "int32 ends": student.process_advantages(rewards, narrow, 2, 6),
+        "the rewards afterwards": rewards,
+        "the ends afterwards": [*ends, *narrow],
+    }
+
+
+@check("process_advantages")
+def groups_that_do_not_fit(student, rng):
+    """A group_size that does not divide the number of rows: a ValueError names it"""
+    rewards, ends = rewarded_steps(rng, [2, 1, 3, 1, 2, 2], 5)
+    f = student.process_advantages
+    bad = {f"{n}": error_of("group_size", f, rewards, ends, n, 5) for n in (4, 5, 12)}
+    return bad | {"3": f(rewards, ends, 3, 5)}
+
+
+# --- make_grpo_memory ---------------------------------------------------------------------------
+
+GRPO_FIELDS = ("input_ids", "attention_mask", "mask", "logprobs", "ref_logprobs", "advantages")
+
+
+def _make_grpo_args(student, **options):
+    defaults = {
+        "batch_size": 6,
+        "num_minibatches": 1,
+        "group_size": 3,
+        "gen_len": 5,
+        "prompts": trainers.PROMPTS,
+    }
+    return student.GrpoArgs(**(defaults | options))
+
+
+def advantages_by_loops(scores, group_size, scale="group", eps=1e-4):
+    rows = []
+    for start in range(0, len(scores), group_size):
+        group = scores[start : start + group_size]
+        spread = {"group": group.std() + eps, "batch": scores.std() + eps, "none": 1.0}[scale]
+        constant = bool((group == group[0]).all())
+        rows += [r * 0 if constant else (r - group.mean()) / spread for r in group]
+    return torch.stack(rows)
+
+
+def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
+    per_epoch = [SimpleNamespace(mask=None)] * args.num_minibatches
+    scores = scores.detach()
+    return trainers.as_memory(
+        input_ids=samples.input_ids,
+        attention_mask=samples.attention_mask,
+        mask=samples.completion_mask,
+        logprobs=logprobs.detach(),
+        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
+        advantages=advantages_by_loops(scores, args.group_size, args.advantage_scale),
+        get_minibatches=lambda: per_epoch * args.batches_per_learning_phase,
+    )
+
+
+def _make_grpo_memory(student, rng, with_reference=True, **options):
+    args = _make_grpo_args(student, **options)
+    samples = make_samples(rng)
+    mask = samples.completion_mask
+    logprobs, ref_logprobs = (leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(2))
+    scores = leaf(rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3]))
+    memory = student.make_grpo_memory(
+        args, samples, scores, logprobs, ref_logprobs if with_reference else None
+    )
+    names = GRPO_FIELDS if with_reference else [n for n in GRPO_FIELDS if n != "ref_logprobs"]
+    fields = {name: getattr(memory, name) for name in names}
+    per_token = ("logprobs", "ref_logprobs")
+    found = {name: inside(x, mask) if name in per_token else x for name, x in fields.items()}
+    return found | {
+        "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
+        "minibatches": len(memory.get_minibatches()),
+        "scores afterwards": scores,
+        "logprobs afterwards": inside(logprobs, mask),
+    }
+
+
+@check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
+def memory_of_groups(student, rng):
+    """Two groups with different means, ragged rows, NaN beyond the mask, fields without gradient"""
+    return _make_grpo_memory(student, rng, batches_per_learning_phase=3, num_minibatches=2)
+
+
+@check("make_grpo_memory", expected=grpo_memory_by_loops)
+def memory_with_other_scales(student, rng):
+    """advantage_scale "batch" and "none", and no reference"""
+    return [
+        _make_grpo_memory(student, rng, advantage_scale="batch"),
+        _make_grpo_memory(student, rng, False, advantage_scale="none", kl_coef=0.0),
+    ]
+
+
+def _whole_groups(observed, reference):
+    orders = []
+    for epoch in observed["first row, in groups"]:
+        rows = epoch.flatten()
+        if not torch.equal(rows % 4, (torch.arange(24) % 4).to(rows)):
+            return "a minibatch should hold whole groups, the completions of a prompt side by side"
+        if not torch.equal(rows // 4 * 4, rows[::4].repeat_interleave(4)):
+            return "a minibatch should hold whole groups, the completions of a prompt side by side"
+        if rows.sort().values.tolist() != list(range(24)):
+            return "every row should come exactly once an epoch"
+        orders.append(tuple(rows.tolist()))
+    if len(set(orders)) == 1 or tuple(range(24)) in orders:
+        return "groups should come in a new random order each epoch"
+    return None
+
+
+@check("make_grpo_memory", holds=_whole_groups)
+def groups_stay_together(student, rng):
+    """Minibatches of whole groups: 6 groups of 4, 3 minibatches, 4 epochs"""
+    args = _make_grpo_args(
+        student, batch_size=24, group_size=4, num_minibatches=3, batches_per_learning_phase=4
+    )
+    samples = make_samples(rng, rows=24)
+    samples.input_ids[:, -1] = torch.arange(24)
+    logprobs = rng.normal(24, 5)
+    memory = student.make_grpo_memory(args, samples, rng.normal(24), logprobs, logprobs)
+    rows = [minibatch.input_ids[:, -1] for minibatch in memory.get_minibatches()]
+    return {
+        "first row, in groups": torch.stack(rows).reshape(4, 3, 8),
+        "advantages": memory.advantages,
+    }
+
+
+# --- GrpoTrainer: rollouts ----------------------------------------------------------------------
+
+
+class RecordingReward:
+    """A reward function that keeps what it is given; see `score_text`."""
+
+    def __init__(self):
+        self.samples, self.prompts = [], []
+
+    def __call__(self, samples, prompts):
+        self.samples, self.prompts = list(samples), list(prompts)
+        return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
+
+
+def score_text(text, prompt):
+    """The prompts' part moves all of a group alike."""
+    return text.count("a") + float(len(prompt))
+
+
+GRPO_ROLLOUT = {
+    "batch_size": 36,
+    "num_minibatches": 3,
+    "group_size": 3,
+    "gen_len": 6,
+    "temperature": 0.7,
+}
+
+
+def _roll_out_groups(student, rng, **options):
+    reward_fn = RecordingReward()
+    args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": reward_fn} | options))
+    model = make_model(student.GrpoTrainer.model_class, rng, "ending")
+    memory = student.GrpoTrainer(args, model).rollout_phase()
+    names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
+    fields = {name: getattr(memory, name) for name in names}
+    return trainers.describe_rollout(fields, args.gen_len) | {
+        "texts": reward_fn.samples,
+        "prompts": reward_fn.prompts,
+        "seed": rng.seed,
+    }
+
+
+def _is_a_rollout_of_groups(**options):
+    """A predicate that rebuilds the memory from the ids that were sampled."""
+
+    def holds(observed, reference):
+        args = ch3_grpo.GrpoArgs(**(GRPO_ROLLOUT | {"prompts": trainers.PROMPTS} | options))
+        rebuilt = trainers.rebuild_rollout(TransformerWithLora, observed, reference["seed"], args)
+        wrong = trainers.find_wrong_sample(observed, rebuilt, args)
+        if wrong is not None:
+            return wrong
+        groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
+        if any(len(set(group)) > 1 for group in groups):
+            return "the completions of one prompt should lie next to each other"
+        firsts = [group[0] for group in groups]
+        if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
+            return "each group should have a prompt drawn for it alone"
+        pairs = zip(observed["texts"], observed["prompts"], strict=True)
+        scores = torch.tensor([score_text(*pair) for pair in pairs])
+        memory = {
+            "logprobs": inside(rebuilt.logprobs, observed["mask"]),
+            "ref_logprobs": inside(rebuilt.ref_logprobs, observed["mask"]),
+            "advantages": advantages_by_loops(scores, 3, args.advantage_scale),
+        }
+        for name in memory.keys() & observed.keys():
+            if not torch.allclose(observed[name], memory[name], atol=2e-3):
+                return f"{name} of the memory are wrong"
+        return None
+
+    return holds
+
+
+@check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
+def rollout_of_groups(student, rng):
+    """Groups of the adapted policy at temperature 0.7, completions scored, the memory's fields"""
+    return _roll_out_groups(student, rng)
+
+
+OTHER_GRPO_ROLLOUT = {
+    "kl_coef": 0.0,
+    "advantage_scale": "none",
+    "top_k": 5,
+    "temperature": 1.0,
+    "prepend_bos": False,
+}
+
+
+@check("GrpoTrainer.rollout_phase", points=2, holds=_is_a_rollout_of_groups(**OTHER_GRPO_ROLLOUT))
+def rollout_without_a_reference(student, rng):
+    """kl_coef 0, advantage_scale "none", top_k 5, no bos: every argument reaches its place"""
+    return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
+
+
+def _counts(observed, reference):
+    if observed["forwards without adapters"] != reference["forwards without adapters"]:
+        return "with kl_coef 0 the reference should never run"
+    if observed["sizes of what is trained"] != reference["sizes of what is trained"]:
+        return "without a value head there is nothing to train but the adapters"
+    return None
+
+
+@check("GrpoTrainer.rollout_phase", holds=_counts)
+def no_value_head_and_no_reference(student, rng):
+    """The model that the trainer builds has no value head; with kl_coef 0 no reference runs"""
+    args = _make_grpo_args(
+        student,
+        base_model=models.get_checkpoint("gpt2"),
+        kl_coef=0.0,
+        lora_rank=RANK,
+        reward_fn=lambda samples: torch.arange(float(len(samples))),
+    )
+    trainer = student.GrpoTrainer(args)
+    model, entered = trainer.model, []
+    reference = type(model).reference
+
+    def counted(self):
+        entered.append(1)
+        return reference(self)
+
+    type(model).reference = counted
+    try:
+        memory = trainer.rollout_phase()
+        trainer.learning_phase(memory)
+    finally:
+        type(model).reference = reference
+    return {
+        "forwards without adapters": len(entered),
+        "sizes of what is trained": sorted(p.numel() for p in model.trainable_parameters()),
+        "advantages": memory.advantages,
+    }
+
+
+# --- GrpoTrainer: the objective -----------------------------------------------------------------
+
+GRPO_OBJECTIVE = {
+    "clip_coef": 0.6,
+    "ent_coef": 0.3,
+    "kl_coef": 0.7,
+    "temperature": 0.7,
+}
+
+
+def _make_grpo_fields(rng, samples, temperature):
+    mask = samples.completion_mask
+    old, ref = (trainers.draw_logprobs(rng, samples, temperature) for _ in range(2))
+    fields = {
+        "input_ids": samples.input_ids,
+        "attention_mask": samples.attention_mask,
+        "mask": mask,
+        "logprobs": beyond(old, mask),
+        "ref_logprobs": beyond(ref, mask),
+    }
+    return fields | {"advantages": rng.normal(len(mask))}
+
+
+def grpo_objective_by_definition(self, minibatch):
+    """Plain Hugging Face for the logits, loops over completions and their tokens."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n_prompt = ids.shape[1] - mask.shape[1]
+    run = trainers.run_hugging_face
+    logits, _ = run(self.model, "gpt2", ids, minibatch.attention_mask)
+    ref_logits, _ = run(self.model, "gpt2", ids, minibatch.attention_mask, adapters=False)
+    rows, entropies, exact_kls = [], [], []
+    for row, n in enumerate(mask.sum(-1).tolist()):
+        terms = [logits.new_zeros(())] if n == 0 else []
+        for t in range(n):
+            at = n_prompt + t - 1
+            policy = Categorical(logits=logits[row, at] / args.temperature)
+            reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
+            logprob = policy.log_prob(ids[row, at + 1])
+            ratio = (logprob - minibatch.logprobs[row, t]).exp()
+            advantage = minibatch.advantages[row]
+            low, high = 1 - args.clip_coef, 1 + args.clip_coef
+            term = ratio * advantage
+            if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
+                term = ratio.detach().clamp(low, high) * advantage
+            if args.kl_kind == "k3" and args.kl_coef > 0:
+                d = minibatch.ref_logprobs[row, t] - logprob
+                term = term - args.kl_coef * (d.exp() - 1 - d)
+            terms.append(term)
+            entropies.append(policy.entropy())
+            exact_kls.append(kl_divergence(policy, reference))
+        rows.append(torch.stack(terms).mean())
+    objective = torch.stack(rows).mean() + args.ent_coef * torch.stack(entropies).mean()
+    if args.kl_kind == "exact":
+        objective = objective - args.kl_coef * torch.stack(exact_kls).mean()
+    return objective
+
+
+def _grpo_objective(student, rng, **options):
+    args = _make_grpo_args(student, **(GRPO_OBJECTIVE | options))
+    model = make_model(TransformerWithLora, rng)
+    fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
+    if args.kl_coef == 0:
+        fields.pop("ref_logprobs")
+        fields["ref_logprobs"] = None
+    trainer = student.GrpoTrainer(args, model)
+    model.train()
+    (minibatch,) = ReplayMemory(**fields).get_minibatches()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    return {"the objective": objective} | trainers.adapter_gradients(objective, model)
+
+
+GRPO_CHECK = {"expected": grpo_objective_by_definition, "rtol": 1e-3, "atol": 1e-5}
+
+
+@check("GrpoTrainer.compute_rlhf_objective", points=3, seeds=2, **GRPO_CHECK)
+def grpo_objective_and_gradient(student, rng):
+    """GRPO objective with k3, entropy bonus, temperature 0.7, and the gradient"""
+    return _grpo_objective(student, rng)
+
+
+@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+def objective_with_the_exact_kl(student, rng):
+    """kl_kind "exact": the KL over the vocabulary in place of k3, not both"""
+    return _grpo_objective(student, rng, kl_kind="exact")
+
+
+@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+def objective_without_kl(student, rng):
+    """kl_coef 0, no ref_logprobs"""
+    return _grpo_objective(student, rng, kl_coef=0.0)
+
+
+@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+def grpo_objective_by_default(student, rng):
+    """The default coefficients, temperature 1"""
+    defaults = {"clip_coef": 0.2, "ent_coef": 0.001, "kl_coef": 0.04, "temperature": 1.0}
+    return _grpo_objective(student, rng, **defaults)
+
+
+# --- measure_loss_and_gradient_at_start ---------------------------------------------------------
+
+
+def _zero_and_not_zero(observed, reference):
+    for name in ("first", "second"):
+        objective, norm = observed[name].tolist()
+        if not abs(objective) < 1e-6:
+            return "over whole groups, with every ratio exactly 1, the objective should be 0"
+        if not 1e-4 < norm < 1e4:
+            return "the gradient should not be 0: it is that of the log-probs times advantages"
+    if observed["first"][1] == observed["second"][1]:
+        return "the gradient should be that of this trainer's own rollout"
+    if observed["sum of the parameters"] != reference["sum of the parameters"]:
+        return "measuring should not move the parameters"
+    return None
+
+
+def _make_grpo_trainer(student, rng, **options):
+    args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": RecordingReward()} | options))
+    return student.GrpoTrainer(args, make_model(TransformerWithLora, rng))
+
+
+@check("measure_loss_and_gradient_at_start", points=2, holds=_zero_and_not_zero)
+def objective_at_the_start(student, rng):
+    """On fresh rollouts: objective 0 up to 1e-6, gradient not 0, parameters untouched"""
+    trainer = _make_grpo_trainer(student, rng)
+    first = [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
+    parameters = trainer.model.trainable_parameters()
+    total = float(sum(p.detach().double().sum() for p in parameters))
+    other = _make_grpo_trainer(student, SimpleNamespace(seed=rng.seed + 1, dtype=rng.dtype))
+    second = [float(x) for x in student.measure_loss_and_gradient_at_start(other)]
+    return {
+        "first": torch.tensor(first),
+        "second": torch.tensor(second),
+        "sum of the parameters": total,
+    }
+
+
+def measure_by_reinforce(trainer):
+    """At ratio 1 the gradient is that of the mean over completions of mean log-prob times A."""
+    memory = trainer.rollout_phase()
+    ids, mask = memory.input_ids, memory.mask
+    n_prompt = ids.shape[1] - mask.shape[1]
+    logits, _ = trainers.run_hugging_face(trainer.model, "gpt2", ids, memory.attention_mask)
+    logprobs = trainers.score_rows(logits, ids, n_prompt, trainer.args.temperature)
+    rows = [
+        (logprobs[row, :n] * memory.advantages[row]).mean() if n else logprobs.new_zeros(())
+        for row, n in enumerate(mask.sum(-1).tolist())
+    ]
+    gradients = torch.autograd.grad(torch.stack(rows).mean(), trainer.model.trainable_parameters())
+    return 0.0, float(sum((g**2).sum() for g in gradients) ** 0.5)
+
+
+@check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
+def gradient_at_the_start(student, rng):
+    """On a rollout that is given: the norm of the whole gradient, at temperature 0.7"""
+    trainer = _make_grpo_trainer(student, rng, batch_size=6, num_minibatches=1)
+    samples = make_samples(rng, empty_row=False)  # an empty one would break its group's balance
+    with torch.no_grad():
+        logits = trainer.model(samples.input_ids, samples.attention_mask)
+        ids = samples.input_ids
+        logprobs = get_logprobs(logits, ids, samples.prompt_len, trainer.args.temperature)
+    scores = rng.normal(6, mean=4)
+    memory = student.make_grpo_memory(trainer.args, samples, scores, logprobs, logprobs)
+    trainer.rollout_phase = lambda: memory
+    return [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
+
+
+# --- GrpoTrainer: all of it ---------------------------------------------------------------------
+
+
+def _learned_full_stops(observed, reference):
+    """The rewards before and after, by what the sampled ids say."""
+    before, after = (
+        sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
+        for name in ("before", "after")
+    )
+    if after < 2 * before + 0.5:
+        return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
+    return None
+
+
+@check("GrpoTrainer.train", slow=True, holds=_learned_full_stops)
+def a_short_run_of_grpo(student, rng):
+    """Eight phases on the embedded model: full stops at least double"""
+    args = student.GrpoArgs(
+        batch_size=32,
+        num_minibatches=1,
+        gen_len=10,
+        total_phases=8,
+        warmup_steps=0,
+        base_lr=5e-3,
+        kl_coef=0.0,
+        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
+    )
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
+    sampled = {}
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        trainer = student.GrpoTrainer(args, model)
+        for name in ("before", "after"):
+            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
+            ids = samples.completion_ids * samples.completion_mask
+            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
+            if name == "before":
+                trainer.train()
+    return sampled

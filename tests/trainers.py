@@ -1,0 +1,248 @@
+"""Trainers in a known state, for the checks of chapters 2 and 3, and oracles of plain Hugging Face.
+
+The order of `trainable_parameters()` is free, so parameters of one shape get the same values, and
+what is observed of them is sorted.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from solutions.ch0_sampling import Samples
+from tests import models
+from tests.inputs import NAN, poison, ragged_mask
+
+RANK = 3  # no other size of the small models: it tells adapters from the value head
+PROMPTS = ["This movie is", "A.", "The plot was dull, and", "So", "It", "Not bad", "Yes,", "In all"]
+
+
+def fill(model: nn.Module, rng) -> nn.Module:
+    """The same random values in every trainable parameter of one shape; lora_B is not 0."""
+    for parameter in model.trainable_parameters():
+        shape = tuple(parameter.shape)
+        generator = torch.Generator().manual_seed(rng.seed % 2**31 + sum(shape))
+        draws = torch.randn(shape, generator=generator, dtype=torch.float32)
+        parameter.data.copy_((0.03 if shape[0] == RANK else 0.2) * draws)
+    return model
+
+
+def set_gradients(parameters: list[Tensor], rng) -> None:
+    """Random gradients, large and tiny in turn; parameters of one shape may change places."""
+    draw, counts = rng.integer(0, 10**6), {}
+    for parameter in parameters:
+        shape = tuple(parameter.shape)
+        counts[shape] = count = counts.get(shape, 0) + 1
+        generator = torch.Generator().manual_seed(draw + 1000 * sum(shape) + count)
+        scale = 1.0 if count % 2 else 1e-5
+        gradient = scale * torch.randn(shape, generator=generator, dtype=torch.float32)
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def make_model(model_class: type, rng, kind: str = "gpt2", **options: Any) -> nn.Module:
+    options = {"rank": RANK, "device": "cpu", "dtype": rng.dtype} | options
+    return fill(model_class.from_pretrained(models.get_checkpoint(kind), **options), rng)
+
+
+def canonical(tensors: list[Tensor]) -> dict[str, Tensor]:
+    """Tensors whose order is free, by shape, and within a shape by a random projection."""
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for tensor in tensors:
+        by_shape.setdefault(tuple(tensor.shape), []).append(tensor.detach())
+    found = {}
+    for shape in sorted(by_shape):
+        generator = torch.Generator().manual_seed(0)
+        direction = torch.randn(shape, generator=generator, dtype=torch.double)
+        ordered = sorted(by_shape[shape], key=lambda x: float((x.double() * direction).sum()))
+        found[f"of shape {list(shape)}"] = torch.stack(ordered)
+    return found
+
+
+def adapter_gradients(objective: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """d objective / d trainable parameter, zeros where there is none."""
+    parameters = list(model.trainable_parameters())
+    found = torch.autograd.grad(objective, parameters, allow_unused=True)
+    pairs = zip(found, parameters, strict=True)
+    return canonical([torch.zeros_like(p) if g is None else g for g, p in pairs])
+
+
+def make_samples(
+    rng, rows: int = 6, prompt_len: int = 4, completion: int = 5, empty_row: bool = True
+) -> Samples:
+    """Random ids, left-padded prompts of different lengths, a ragged completion mask."""
+    mask = ragged_mask(rng, rows, completion)
+    if not empty_row:
+        mask[:, 0] = True
+    pads = rng.integers(0, prompt_len, rows)
+    attention = torch.cat([torch.arange(prompt_len) >= pads[:, None], mask], dim=1).long()
+    ids = rng.integers(3, 512, rows, prompt_len + completion) * attention
+    return Samples(ids, attention, prompt_len, mask, [f"text {i}" for i in range(rows)])
+
+
+@torch.no_grad()
+def draw_logprobs(rng, samples: Samples, temperature: float) -> Tensor:
+    """Log-probs near those of the "gpt2" checkpoint, so that ratios lie on both sides of a clip."""
+    ids, attention = samples.input_ids, samples.attention_mask
+    position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
+    hf = models.load_hf("gpt2", rng.dtype)
+    logits = hf(ids, attention_mask=attention, position_ids=position_ids).logits
+    logprobs = score_rows(logits, ids, samples.prompt_len, temperature)
+    return logprobs + rng.normal(*logprobs.shape, std=0.5)
+
+
+def beyond(x: Tensor, mask: Tensor) -> Tensor:
+    return poison(x, mask, NAN)
+
+
+def inside(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` where it counts, 0 elsewhere."""
+    return x.masked_fill(~mask, 0.0)
+
+
+# --- Oracles ------------------------------------------------------------------------------------
+
+
+def run_hugging_face(
+    model: nn.Module, kind: str, ids: Tensor, attention: Tensor, adapters: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Logits and last hidden states of plain Hugging Face with the adapters of a reference model
+    folded into its weights, differentiably."""
+    hf = models.load_hf(kind, next(model.parameters()).dtype)
+    weights = dict(hf.named_parameters())
+    if adapters:
+        for site, layer in model.adapters.items():
+            delta = layer.lora_A @ layer.lora_B * layer.alpha / layer.rank  # [d_in d_out]
+            _fold(weights, site, delta, kind)
+    position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
+    output = functional_call(
+        hf,
+        weights,
+        (ids,),
+        {
+            "attention_mask": attention,
+            "position_ids": position_ids,
+            "output_hidden_states": True,
+        },
+    )
+    return output.logits, output.hidden_states[-1]
+
+
+def _fold(weights: dict[str, Tensor], site: str, delta: Tensor, kind: str) -> None:
+    _, layer, _, name = site.split(".")
+    if kind == "llama":
+        key = f"model.layers.{layer}.self_attn.{name}_proj.weight"
+        weights[key] = weights[key] + delta.T
+    elif name == "o":
+        key = f"transformer.h.{layer}.attn.c_proj.weight"
+        weights[key] = weights[key] + delta
+    else:
+        key = f"transformer.h.{layer}.attn.c_attn.weight"
+        parts = list(weights[key].chunk(3, dim=1))
+        parts["qkv".index(name)] = parts["qkv".index(name)] + delta
+        weights[key] = torch.cat(parts, dim=1)
+
+
+def score_rows(logits: Tensor, ids: Tensor, prompt_len: int, temperature: float = 1.0) -> Tensor:
+    """log p of each token after the prompt, with torch.distributions."""
+    policy = torch.distributions.Categorical(logits=logits[:, prompt_len - 1 : -1] / temperature)
+    return policy.log_prob(ids[:, prompt_len:])
+
+
+def as_memory(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(**fields)
+
+
+# --- Rollouts -----------------------------------------------------------------------------------
+
+
+def get_prompt_len() -> int:
+    """The columns of the longest prompt, with bos."""
+    return 1 + max(len(models.load_tokenizer().encode(prompt)) for prompt in PROMPTS)
+
+
+def describe_rollout(fields: dict[str, Tensor], gen_len: int) -> dict[str, Any]:
+    """A memory's fields in one shape, whichever prompts were drawn and however soon rows ended:
+    `get_prompt_len()` columns of prompt, then `gen_len` of completion."""
+    fields = dict(fields)
+    ids, attention, mask = (fields.pop(k) for k in ("input_ids", "attention_mask", "mask"))
+    n_prompt = ids.shape[1] - mask.shape[1]
+    real = torch.cat([attention[:, :n_prompt].bool(), mask], dim=1)
+    left, right = get_prompt_len() - n_prompt, gen_len - mask.shape[1]
+    found = {
+        "ids": F.pad(ids * real, (left, right)),
+        "attention": F.pad(real.long(), (left, right)),
+        "mask": F.pad(mask, (0, right)),
+        "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
+    }
+    for name, x in fields.items():
+        found[name] = F.pad(inside(x, mask), (0, right)) if x.ndim == 2 else x
+    return found
+
+
+@torch.no_grad()
+def rebuild_rollout(model_class: type, observed: dict, seed: int, args: Any) -> SimpleNamespace:
+    """What plain Hugging Face says of the ids that were observed."""
+    rng = SimpleNamespace(seed=seed, dtype=torch.float32)
+    model = make_model(model_class, rng, "ending")
+    ids, attention, n_prompt = observed["ids"], observed["attention"], get_prompt_len()
+    logits, hidden = run_hugging_face(model, "ending", ids, attention)
+    ref_logits, _ = run_hugging_face(model, "ending", ids, attention, adapters=False)
+    rebuilt = SimpleNamespace(
+        samples=Samples(ids, attention, n_prompt, observed["mask"], observed["texts"]),
+        logits=logits[:, n_prompt - 1 : -1] / args.temperature,
+        logprobs=score_rows(logits, ids, n_prompt, args.temperature),
+        ref_logprobs=score_rows(ref_logits, ids, n_prompt, args.temperature),
+    )
+    if hasattr(model, "value_head"):
+        values = hidden @ model.value_head.weight[0] + model.value_head.bias
+        rebuilt.values = values[:, n_prompt - 1 : -1]
+    return rebuilt
+
+
+def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> str | None:
+    """What is wrong with the prompts, the completions, the mask or their distribution."""
+    tokenizer = models.load_tokenizer()
+    ids, mask, n_prompt = observed["ids"], observed["mask"], get_prompt_len()
+    if observed["fields with a gradient"]:
+        return f"no field may carry a gradient, but {observed['fields with a gradient']} do"
+    if len(set(observed["prompts"])) < 2:
+        return "prompts should be drawn anew for each rollout; here all are one"
+    if not torch.equal(mask, get_mask_by_loops(ids[:, n_prompt:])):
+        return "the mask should be true up to and including the first eos"
+    for row, (text, prompt) in enumerate(zip(observed["texts"], observed["prompts"], strict=True)):
+        bos = [tokenizer.bos_token_id] if args.prepend_bos else []
+        given = ids[row, :n_prompt][observed["attention"][row, :n_prompt].bool()].tolist()
+        if prompt not in args.prompts or given != bos + tokenizer.encode(prompt):
+            return "reward_fn should get each sample's own prompt"
+        new = ids[row, n_prompt:][mask[row]]
+        if text != tokenizer.decode(new, skip_special_tokens=True):
+            return "reward_fn should get the completions, without prompt and special tokens"
+    return find_misfit(ids[:, n_prompt:][mask], rebuilt.logits[mask], args.top_k)
+
+
+def get_mask_by_loops(completion_ids: Tensor) -> Tensor:
+    eos, rows = models.SPECIAL["eos_token_id"], []
+    for ids in completion_ids.tolist():
+        n = ids.index(eos) + 1 if eos in ids else len(ids)
+        rows.append([t < n for t in range(len(ids))])
+    return torch.tensor(rows)
+
+
+def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None:
+    """Whether the surprise of all tokens together fits its mean and variance (p < 1e-9)."""
+    logits = logits.double()
+    if top_k is not None:
+        kth = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth - 1e-4, -torch.inf)
+    policy = torch.distributions.Categorical(logits=logits)
+    surprise = -policy.log_prob(tokens)
+    if surprise.isinf().any():
+        return f"a token was sampled that top_k {top_k} leaves out"
+    logprobs = policy.logits.masked_fill(policy.probs == 0, 0.0)
+    variance = (policy.probs * logprobs.square()).sum(-1) - policy.entropy().square()
+    if (surprise - policy.entropy()).sum().abs() > 6.1 * variance.sum().sqrt():
+        return "the tokens do not have the probabilities of the adapted policy at its temperature"
+    return None

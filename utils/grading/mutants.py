@@ -1,0 +1,547 @@
+"""Automatic mutants of the reference: what the checks let through that nobody thought of.
+
+    python -m utils.grading.mutants [STEM ...]      writes runs/kill_matrix.md
+
+Each definition of a chapter's exercises, and each helper that they call, is changed in one place at
+a time: operators, signs, numbers, slices, dropped detach, swapped arguments. Beside them stand null
+answers: 0, None, the first argument, detached, noise of the right shape. The checks of the exercise
+should kill each one; what survives is listed in `tests/equivalents.toml` with the reason why it is
+no other function, or the run fails.
+"""
+
+import argparse
+import ast
+import copy
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+from utils.grading import answers
+from utils.grading.checks import get_checks, get_reference, get_stems
+from utils.grading.engine import grade
+from utils.grading.observation import Answers
+
+EQUIVALENTS = Path("tests/equivalents.toml")
+LIMIT_S = 60  # a mutant that loops is killed
+
+# What is recorded and shown, unusual tokenizers, and the checking of arguments beyond the contract
+# are tested in tests/course instead.
+SKIPPED_FUNCTIONS = {
+    *("RLHFTrainer._record_samples", "RLHFTrainer.record_ratios"),
+    *("encode_prompts", "get_pad_token_id"),
+    *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__"),
+}
+SKIPPED_CALLS = {"require", "require_option", "require_integers", "_check_group_size"}
+# On one device, and for sequences of one length, these change nothing.
+KEPT_KEYWORDS = {"device", "strict"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one definition. `name` is unique in the chapter and has no line number."""
+
+    stem: str
+    within: str
+    name: str
+    source: str = ""  # of the chapter
+    null: str = ""  # or which null answer
+
+    def build(self) -> Answers:
+        if self.null:
+            return _build_null(self.stem, self.within, NULLS[self.null])
+        return Answers(vars(answers.build_module(self.stem, self.source)))
+
+
+# --- Changes of one node ------------------------------------------------------------------------
+
+BINARY = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Pow: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+RENAMED = {
+    "sum": "mean",
+    "mean": "sum",
+    "amax": "amin",
+    "amin": "amax",
+    "max": "min",
+    "min": "max",
+    "maximum": "minimum",
+    "minimum": "maximum",
+    "exp": "expm1",
+    "expm1": "exp",
+    "log_softmax": "softmax",
+    "softmax": "log_softmax",
+    "logsumexp": "amax",
+    "square": "abs",
+    "argmax": "argmin",
+    "zeros_like": "ones_like",
+    "zeros": "ones",
+    "zeros_": "ones_",
+    "all": "any",
+    "any": "all",
+    "repeat_interleave": "repeat",
+    "copy_": "add_",
+    "std": "var",
+}
+DROPPED_METHODS = {
+    *(
+        "detach",
+        "clone",
+        "masked_fill",
+        "clamp",
+        "flip",
+        "cumsum",
+        "sort",
+        "float",
+        "exp",
+        "square",
+    ),
+    *("long", "int", "contiguous", "squeeze", "unsqueeze", "reshape", "expand_as", "to", "data"),
+}
+DROPPED_FUNCTIONS = {"at_least_float32", "calc_per_token_kl", "normalize_advantages"}
+
+
+def change(node: ast.AST) -> Iterator[ast.AST]:
+    """Every way in which one node is changed."""
+    if isinstance(node, ast.BinOp):
+        if type(node.op) in BINARY:
+            yield ast.BinOp(node.left, BINARY[type(node.op)](), node.right)
+        yield node.left
+        if isinstance(node.op, ast.Sub):
+            yield ast.BinOp(node.right, ast.Sub(), node.left)
+    elif isinstance(node, ast.UnaryOp):
+        yield node.operand
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield ast.BoolOp(other, node.values)
+        yield from node.values
+    elif isinstance(node, ast.Constant):
+        yield from (ast.Constant(value) for value in _change_constant(node.value))
+    elif isinstance(node, ast.IfExp):
+        yield node.body
+        yield node.orelse
+    elif isinstance(node, ast.Call):
+        yield from _change_call(node)
+    elif isinstance(node, ast.Slice):
+        if node.lower is not None:
+            yield ast.Slice(None, node.upper, node.step)
+        if node.upper is not None:
+            yield ast.Slice(node.lower, None, node.step)
+    elif isinstance(node, ast.Attribute) and node.attr in ("T", "data"):
+        yield node.value
+
+
+def _change_constant(value: Any) -> Iterable[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1]
+    if isinstance(value, float):
+        return [0.0, 2 * value] if value else [1.0]
+    return []
+
+
+def _change_call(node: ast.Call) -> Iterator[ast.AST]:
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if isinstance(node.func, ast.Attribute):
+        if name in RENAMED:
+            renamed = ast.Attribute(node.func.value, RENAMED[name], ast.Load())
+            yield ast.Call(renamed, node.args, node.keywords)
+        if name in DROPPED_METHODS:
+            yield node.func.value
+    elif name in DROPPED_FUNCTIONS:
+        yield node.args[0]
+    for i, keyword in enumerate(node.keywords):
+        if keyword.arg in KEPT_KEYWORDS:
+            continue
+        yield ast.Call(node.func, node.args, node.keywords[:i] + node.keywords[i + 1 :])
+    for i in range(len(node.args) - 1):
+        swapped = list(node.args)
+        swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
+        yield ast.Call(node.func, swapped, node.keywords)
+    if len(node.args) > 1 and not isinstance(node.args[-1], ast.Starred):
+        yield ast.Call(node.func, node.args[:-1], node.keywords)
+
+
+def drop(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """A statement left out, or its condition held true or false."""
+    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    if isinstance(statement, ast.Expr | ast.AugAssign) and not is_docstring:
+        yield ast.Pass()
+    elif isinstance(statement, ast.If):
+        for constant in (True, False):
+            yield ast.If(ast.Constant(constant), statement.body, statement.orelse)
+    elif isinstance(statement, ast.With):
+        yield ast.If(ast.Constant(True), statement.body, [])
+    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        is_again = isinstance(target, ast.Name) and target.id in _names(statement.value)
+        if is_again:
+            yield ast.Pass()
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+# --- Mutants of a chapter -----------------------------------------------------------------------
+
+
+def generate(stem: str) -> list[Mutant]:
+    """All mutants of a chapter: the changes of what its exercises reach, and null answers."""
+    found = []
+    for within in reach(stem):
+        node = answers.find_definitions(stem)[within]
+        if isinstance(node, ast.FunctionDef):
+            found += _mutate_function(stem, within, node)
+    for exercise in get_quick_exercises(stem):
+        if isinstance(answers.find_definitions(stem)[exercise], ast.FunctionDef):
+            names = [(null, f"{exercise}: {null}") for null in NULLS]
+            found += [Mutant(stem, exercise, name, null=null) for null, name in names]
+    return found
+
+
+def get_quick_exercises(stem: str) -> list[str]:
+    """Those with more than a smoke test, which detects almost nothing."""
+    return [
+        exercise
+        for exercise, checks in get_checks(stem).items()
+        if not all(check.slow for check in checks)
+    ]
+
+
+@functools.cache
+def reach(stem: str) -> dict[str, tuple[str, ...]]:
+    """Each definition that a chapter's exercises run, and the exercises that reach it."""
+    definitions = answers.find_definitions(stem)
+    reached: dict[str, list[str]] = {}
+    for exercise in get_quick_exercises(stem):
+        waiting = [exercise]
+        seen = set()
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name in SKIPPED_FUNCTIONS:
+                continue
+            seen.add(name)
+            if name in get_checks(stem) and name != exercise and "." not in name:
+                continue  # has checks of its own
+            reached.setdefault(name, []).append(exercise)
+            node = definitions[name]
+            if isinstance(node, ast.ClassDef):
+                methods = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+                waiting += [f"{name}.{method}" for method in methods]
+                continue
+            used = _names(node) | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            waiting += [d for d in definitions if d.rpartition(".")[2] in used and "." in d]
+            waiting += [d for d in definitions if d in _names(node) and "." not in d]
+    # A method that is an exercise is its own exercise's business first.
+    return {
+        name: (name,) if name in get_checks(stem) else tuple(exercises)
+        for name, exercises in reached.items()
+    }
+
+
+def _mutate_function(stem: str, within: str, function: ast.FunctionDef) -> Iterator[Mutant]:
+    names: Counter[str] = Counter()
+    body = ast.Module(function.body, [])
+    for old, new in _find_changes(body):
+        name = f"{within}: {_show(old)} -> {_show(new)}"
+        names[name] += 1
+        if names[name] > 1:
+            name += f" ({names[name]})"
+        changed = copy.copy(function)
+        changed.body = _Replace(old, new).visit(_copy_spine(body)).body
+        source = splice(stem, within, changed)
+        if source is not None:
+            yield Mutant(stem, within, name, source)
+    for i, decorator in enumerate(function.decorator_list):
+        text = ast.unparse(decorator)
+        if "no_grad" in text:
+            changed = copy.copy(function)
+            changed.decorator_list = [d for j, d in enumerate(function.decorator_list) if j != i]
+            source = splice(stem, within, changed)
+            yield Mutant(stem, within, f"{within}: @{text} -> nothing", source)
+
+
+def _find_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    for node in ast.iter_child_nodes(tree):
+        called = node.value if isinstance(node, ast.Expr) else node
+        name = getattr(getattr(called, "func", None), "id", "")
+        if name in SKIPPED_CALLS or isinstance(node, ast.arguments | ast.Raise):
+            continue
+        if isinstance(node, ast.Expr) and _is_record(node):
+            continue
+        if isinstance(node, ast.keyword) and node.arg in KEPT_KEYWORDS:
+            continue
+        is_last_axis = isinstance(tree, ast.Call | ast.keyword) and ast.unparse(node) == "-1"
+        changes = drop(node) if isinstance(node, ast.stmt) else change(node)
+        if is_last_axis:  # for most tensors here axis 1 is the last one
+            changes = [ast.Constant(0)]
+        for new in changes:
+            yield node, new
+        if not is_last_axis:
+            yield from _find_changes(node)
+
+
+def _is_record(statement: ast.Expr) -> bool:
+    """What is only shown."""
+    return ast.unparse(statement).startswith(("self.metrics", "self.record_ratios"))
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST):
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if getattr(node, "origin", node) is self.old:
+            return self.new
+        return self.generic_visit(node)
+
+
+def _copy_spine(tree: ast.AST) -> ast.AST:
+    """A copy whose nodes know what they are copies of."""
+    made = copy.copy(tree)
+    made.origin = tree
+    for field, value in ast.iter_fields(tree):
+        if isinstance(value, ast.AST):
+            setattr(made, field, _copy_spine(value))
+        elif isinstance(value, list):
+            setattr(made, field, [_copy_spine(v) if isinstance(v, ast.AST) else v for v in value])
+    return made
+
+
+def _show(node: ast.AST) -> str:
+    if isinstance(node, ast.Slice):
+        return f"[{ast.unparse(ast.fix_missing_locations(node))}]"
+    if isinstance(node, ast.Pass):
+        return "nothing"
+    if isinstance(node, ast.If | ast.With):
+        head = ast.unparse(ast.fix_missing_locations(node)).splitlines()[0]
+        return head
+    return ast.unparse(ast.fix_missing_locations(node))
+
+
+def splice(stem: str, within: str, changed: ast.FunctionDef) -> str | None:
+    """The chapter's source with one definition replaced; None if it is the same or no program."""
+    first, last = answers.get_lines(stem, within)
+    lines = answers.get_source(stem).splitlines()
+    indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
+    text = ast.unparse(ast.fix_missing_locations(changed)).splitlines()
+    original = ast.unparse(answers.find_definitions(stem)[within]).splitlines()
+    if text == original:
+        return None
+    source = "\n".join([*lines[:first], *(indent + line for line in text), *lines[last:]])
+    try:
+        compile(source, stem, "exec")
+    except SyntaxError:
+        return None
+    return source
+
+
+# --- Null answers -------------------------------------------------------------------------------
+
+
+def _map_tensors(f: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return f(value)
+    if isinstance(value, float):
+        return f(torch.tensor(value)).item()
+    if isinstance(value, tuple | list):
+        return type(value)(_map_tensors(f, item) for item in value)
+    if type(value).__name__ in ("Samples", "ReplayMemory"):
+        changed = copy.copy(value)
+        vars(changed).update({k: _map_tensors(f, v) for k, v in vars(value).items()})
+        return changed
+    return value
+
+
+def _noise(x: torch.Tensor) -> torch.Tensor:
+    return (
+        torch.rand_like(x) if x.is_floating_point() else x[torch.randperm(len(x))] if x.ndim else x
+    )
+
+
+NULLS: dict[str, Callable[[Callable], Callable]] = {
+    "returns 0": lambda f: lambda *args, **kwargs: 0,
+    "returns None": lambda f: lambda *args, **kwargs: None,
+    "returns its first argument": lambda f: lambda *args, **kwargs: args[0],
+    "returns zeros": lambda f: lambda *a, **k: _map_tensors(torch.zeros_like, f(*a, **k)),
+    "returns noise of the right shape": lambda f: lambda *a, **k: _map_tensors(_noise, f(*a, **k)),
+    "returns it detached": lambda f: lambda *a, **k: _map_tensors(torch.Tensor.detach, f(*a, **k)),
+}
+
+
+def _build_null(stem: str, exercise: str, wrap: Callable[[Callable], Callable]) -> Answers:
+    name, _, method = exercise.partition(".")
+    right = getattr(get_reference(stem), name)
+    right = vars(right)[method] if method else right
+    if isinstance(right, classmethod):
+        return answers.replace(stem, exercise, classmethod(wrap(right.__func__)))
+    return answers.replace(stem, exercise, wrap(right))
+
+
+# --- Running them -------------------------------------------------------------------------------
+
+
+class _TookTooLong(BaseException):
+    """Past every `except Exception` of the code under test."""
+
+
+def kill(mutant: Mutant) -> str | None:
+    """The path of the check that rejects a mutant, or None if all accept it."""
+    checks = [
+        check
+        for exercise in reach(mutant.stem)[mutant.within]
+        for check in get_checks(mutant.stem)[exercise]
+        if not check.slow
+    ]
+
+    def stop(*_):
+        raise _TookTooLong
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(LIMIT_S)
+    check = checks[0]
+    try:
+        student = mutant.build()
+        for check in checks:
+            if not grade(check, student).passed:
+                return check.path
+    except (_TookTooLong, Exception):
+        return check.path
+    finally:
+        signal.alarm(0)
+    return None
+
+
+@functools.cache
+def get_equivalents() -> dict[str, dict[str, str]]:
+    """By chapter, the mutants that are no other function, with the reason."""
+    return tomllib.loads(EQUIVALENTS.read_text()) if EQUIVALENTS.exists() else {}
+
+
+def sample(stem: str, n: int) -> list[Mutant]:
+    """Some mutants of a chapter that the checks should kill; the same ones each time."""
+    known = get_equivalents().get(stem, {})
+    mutants = [mutant for mutant in generate(stem) if mutant.name not in known]
+    return random.Random(0).sample(mutants, min(n, len(mutants)))
+
+
+def run(mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, str | None]]:
+    # Forked children of a process that has used two threads hang.
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_be_quiet) as pool:
+        killers = pool.map(kill, mutants, chunksize=4)
+        return list(zip(mutants, tqdm(killers, total=len(mutants), unit="mutant"), strict=True))
+
+
+def _be_quiet() -> None:
+    torch.set_num_threads(1)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for the life of the process
+
+
+def format_report(results: list[tuple[Mutant, str | None]]) -> str:
+    """The kill matrix: by exercise, and by check; then every survivor."""
+    known = get_equivalents()
+    by_definition: dict[str, Counter[str]] = {}
+    for mutant, killer in results:
+        row = by_definition.setdefault(f"{mutant.stem} {mutant.within}", Counter())
+        fate = "killed" if killer else "survived"
+        if not killer and mutant.name in known.get(mutant.stem, {}):
+            fate = "equivalent"
+        row[fate] += 1
+    names = ("killed", "equivalent", "survived")
+    rows = [(name, *(row[fate] for fate in names)) for name, row in by_definition.items()]
+    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
+    killed, survived = rows[-1][1], rows[-1][3]
+    killers = Counter(killer for _, killer in results if killer)
+    survivors = [m for m, k in results if not k and m.name not in known.get(m.stem, {})]
+    parts = [
+        "# Mutants",
+        f"{killed} of {killed + survived} that are not equivalent are killed "
+        f"({100 * killed / max(killed + survived, 1):.1f}%).",
+        tabulate(rows, ("definition", *names), tablefmt="github"),
+        "## By the first check that rejects them",
+        tabulate(killers.most_common(), ("check", "mutants"), tablefmt="github"),
+        "## Survivors",
+        "\n".join(f"- {m.stem} `{m.name}`" for m in survivors) or "None.",
+        "## Equivalent",
+        "\n".join(
+            f"- {m.stem} `{m.name}`: {known[m.stem][m.name]}"
+            for m, k in results
+            if not k and m.name in known.get(m.stem, {})
+        )
+        or "None.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("stems", nargs="*", metavar="STEM", help="chapters, e.g. ch2_ppo; all")
+    parser.add_argument("--only", default="", help="definitions whose name contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--out", type=Path, default=Path("runs/kill_matrix.md"))
+    args = parser.parse_args()
+    unknown = set(args.stems) - set(get_stems())
+    if unknown:
+        parser.error(f"STEM should be among {get_stems()}, but {sorted(unknown)} are not")
+    mutants = [m for stem in args.stems or get_stems() for m in generate(stem)]
+    results = run([m for m in mutants if args.only in m.within], args.jobs)
+    report = format_report(results)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(report)
+    print(report)
+    known = get_equivalents()
+    survived = [m for m, k in results if not k and m.name not in known.get(m.stem, {})]
+    stale = _find_stale(results, known)
+    for stem, name in stale:
+        print(f"{EQUIVALENTS}: {stem} {name!r} is killed, or is no mutant any more")
+    sys.exit(bool(survived or (stale and not args.only)))
+
+
+def _find_stale(
+    results: list[tuple[Mutant, str | None]], known: dict[str, dict[str, str]]
+) -> list[tuple[str, str]]:
+    """Entries of the file that no surviving mutant has."""
+    alive = {(m.stem, m.name) for m, killer in results if not killer}
+    stems = {m.stem for m, _ in results}
+    listed = {(stem, name) for stem, names in known.items() if stem in stems for name in names}
+    return sorted(listed - alive)
+
+
+if __name__ == "__main__":
+    main()
