@@ -6,6 +6,7 @@ sorted. The rank equals no other size: a parameter that ends in it is an A.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -23,7 +24,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import models
-from tests.inputs import NAN, error_of, gradients, leaf, poison, ragged_mask, with_inputs_after
+from tests.inputs import error_of, gradients, leaf, ragged_mask, with_inputs_after
 from utils.grading.checks import check
 from utils.models.loading import load_base_model
 
@@ -259,18 +260,18 @@ def several_forwards(student, rng):
     return found
 
 
+DTYPES = {
+    "bfloat16 activations, a float32 adapter": (torch.bfloat16, torch.bfloat16),
+    "float32 activations and adapter": (torch.float32, torch.float32),
+}
+
+
 def _keeps_the_dtype(observed, reference):
     for name in DTYPES:
         yours, expected = observed[name].double(), reference[name].double()
         if (yours - expected).abs().max() > 0.02 * expected.abs().max():
             return f"{name}: the output is wrong by more than rounding"
     return None
-
-
-DTYPES = {
-    "bfloat16 activations, a float32 adapter": (torch.bfloat16, torch.bfloat16),
-    "float32 activations and adapter": (torch.float32, torch.float32),
-}
 
 
 @check("make_lora_hooks", holds=_keeps_the_dtype)
@@ -693,10 +694,8 @@ def dropout(student, rng):
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "gpt2", sites=("attn.q", "mlp.in")), rng)
     found = {"new": score(model, ids, mask)}
-    model.train()
-    found["after .train()"] = score(model, ids, mask)
-    model.eval()
-    nn.Sequential(model).train()
+    found["after .train()"] = score(model.train(), ids, mask)
+    nn.Sequential(model.eval()).train()
     return found | {"after .train() of a container": score(model, ids, mask)}
 
 
@@ -724,16 +723,10 @@ def initial_adapters(student, rng):
     return found
 
 
-DTYPE_NAMES = ("dtypes of adapters on float32", "dtypes of adapters on bfloat16")
-
-
 def _honours_the_dtype(observed, reference):
     exact = reference["logits in float32"].double()
     if (observed["logits in float32"].double() - exact).abs().max() > 1e-3:
         return "without a dtype, the base should be in float32"
-    for name in DTYPE_NAMES:
-        if observed[name] != reference[name]:
-            return f"{name}: {observed[name]}, where {reference[name]} is expected"
     error = (observed["logits in bfloat16"].double() - exact).norm() / exact.norm()
     if error < 1e-3:
         return "with dtype=torch.bfloat16, the base should be in bfloat16; the logits are too exact"
@@ -744,13 +737,11 @@ def _honours_the_dtype(observed, reference):
 
 @check("TransformerWithLora.from_pretrained", holds=_honours_the_dtype)
 def base_dtype(student, rng):
-    """The base in bfloat16 when asked for; the adapters are in float32 either way"""
+    """The base in bfloat16 when asked for, in float32 otherwise"""
     ids, found = rng.integers(3, 512, 2, 6), {}
     for name, dtype in (("float32", None), ("bfloat16", torch.bfloat16)):
         model = boot(student, "llama", sites=("attn.q", "attn.o"), dtype=dtype)
         found[f"logits in {name}"] = model(ids).float()
-        trained = model.trainable_parameters()
-        found[f"dtypes of adapters on {name}"] = sorted({str(p.dtype) for p in trained})
     return found
 
 
@@ -1112,7 +1103,9 @@ def rounded_once(student, rng):
             exact = old.double() + delta.T
             _, exponent = torch.frexp(new.float())
             ulp = torch.ldexp(torch.ones_like(exact), exponent - 8)
-            errors.append(((new.double() - exact).abs() / ulp).max())
+            # What float32 itself rounds off may be many ulps of a sum that is nearly 0.
+            excess = ((new.double() - exact).abs() - 1e-6).clamp(min=0)
+            errors.append((excess / ulp).max())
     return {
         "errors in ulps": torch.stack([*errors, torch.zeros(()).double()]),
         "weights that changed afterwards": len(list_changed(before, model)),
@@ -1152,7 +1145,6 @@ def shapes_of_the_parameters(student, rng):
 @check(
     "TransformerWithLora.trainable_parameters",
     points=2,
-    seeds=2,
     expected=parameters_by_backward,
     atol=5e-4,
     rtol=1e-3,
@@ -1310,11 +1302,12 @@ def _rejects_what_does_not_fit(observed, reference):
 def adapters_that_do_not_fit(student, rng):
     """Adapters of another rank, of another site, of too few and of too many sites are errors"""
     ids, mask = ragged_batch(rng)
+    build = functools.partial(boot, student, "llama", alpha=6)
     built = {
-        "q and in": boot(student, "llama", sites=("attn.q", "mlp.in")),
-        "o and in": boot(student, "llama", sites=("attn.o", "mlp.in")),
-        "q": boot(student, "llama", sites=("attn.q",)),
-        "q and in, rank 1": boot(student, "llama", rank=1, sites=("attn.q", "mlp.in")),
+        "q and in": build(sites=("attn.q", "mlp.in")),
+        "o and in": build(sites=("attn.o", "mlp.in")),
+        "q": build(sites=("attn.q",)),
+        "q and in, rank 1": build(sites=("attn.q", "mlp.in"), rank=1, alpha=2),
     }
     found = {"logits saved": {}, "logits loaded": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -1378,17 +1371,6 @@ def first_token(student, rng):
         loss_mask[:, 0] = first
         found.append(sft_loss_and_gradient(student, logits, tokens, loss_mask))
     return found
-
-
-@check("calc_sft_loss", points=2, expected=sft_loss_by_loops)
-def logits_that_predict_no_target(student, rng):
-    """NaN or inf where the logits predict no target reach neither the loss nor the gradient"""
-    logits, tokens, loss_mask = sft_batch(rng)
-    predicts = torch.cat([loss_mask[:, 1:], torch.zeros(len(tokens), 1, dtype=torch.bool)], dim=1)
-    return {
-        str(fill): sft_loss_and_gradient(student, poison(logits, predicts, fill), tokens, loss_mask)
-        for fill in (NAN, torch.inf, -torch.inf)
-    }
 
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)

@@ -902,7 +902,8 @@ def _head_is_a_part_of_the_model(observed, reference):
 )
 def head_and_model(student, rng):
     """The head is trained, saved and loaded with the adapters; merged() and reference() hold"""
-    model = make_model(student.TransformerWithValueHeadLora, rng)
+    sites = ("attn.q", "mlp.out")
+    model = make_model(student.TransformerWithValueHeadLora, rng, sites=sites)
     samples = make_samples(rng, rows=3)
     ids, attention = samples.input_ids, samples.attention_mask
     real = attention.bool()
@@ -920,7 +921,7 @@ def head_and_model(student, rng):
             path = Path(folder) / "adapter.safetensors"
             model.save_adapter(path)
             other = student.TransformerWithValueHeadLora.from_pretrained(
-                models.get_checkpoint("gpt2"), rank=RANK, device="cpu", dtype=rng.dtype
+                models.get_checkpoint("gpt2"), rank=RANK, device="cpu", dtype=rng.dtype, sites=sites
             )
             other.load_adapter(path)
         found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
@@ -1342,6 +1343,24 @@ def first_ratio_is_one(student, rng):
     }
 
 
+@check("RLHFTrainer.rollout_phase")
+def the_model_that_is_built(student, rng):
+    """Without a model, the trainer builds model_class with the rank, alpha and sites of args"""
+    args = _make_args(
+        student,
+        base_model=models.get_checkpoint("gpt2"),
+        lora_rank=RANK,
+        lora_alpha=5,
+        lora_sites=("attn.q", "attn.o"),
+    )
+    trainer = student.RLHFTrainer(args)
+    model = trainers.fill(trainer.model, rng)
+    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
+    with torch.no_grad():
+        logits, values = model.forward_with_value_head(ids)
+    return {"logits": logits.float(), "values": values.float()}
+
+
 # --- RLHFTrainer: the objective -----------------------------------------------------------------
 
 OBJECTIVE = {
@@ -1508,18 +1527,19 @@ def _learned_full_stops(observed, reference):
         sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
         for name in ("before", "after")
     )
-    if after < 2 * before + 0.5:
+    if after < 1.5 * before:
         return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
     return None
 
 
 @check("RLHFTrainer.train", slow=True, holds=_learned_full_stops)
 def a_short_run_that_learns(student, rng):
-    """Twelve phases on the embedded model: full stops at least double"""
+    """Eight phases on the embedded model: at least half as many full stops again"""
     args = student.RLHFArgs(
-        batch_size=64,
-        gen_len=12,
-        total_phases=12,
+        batch_size=32,
+        num_minibatches=1,
+        gen_len=10,
+        total_phases=8,
         warmup_steps=0,
         base_lr=5e-3,
         kl_coef=0.0,

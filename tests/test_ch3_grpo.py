@@ -664,7 +664,7 @@ def worked_steps(student, rng):
 def ragged_steps(student, rng):
     """Several groups, uneven numbers of steps, a row without any, ends in any order"""
     found = {}
-    for size, counts in ((2, [3, 1, 0, 4, 2, 2]), (3, [2, 0, 5, 1, 3, 1]), (4, [1, 6, 2, 3])):
+    for size, counts in ((2, [3, 2, 0, 4, 2, 2]), (3, [2, 0, 5, 1, 3, 1]), (4, [1, 6, 2, 3])):
         order = rng.permutation(len(counts)).tolist()
         rewards, ends = rewarded_steps(rng, [counts[i] for i in order], 7)
         rewards = [r + 3.0 * (row // size) for row, r in enumerate(rewards)]
@@ -1159,14 +1159,14 @@ def _learned_full_stops(observed, reference):
         sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
         for name in ("before", "after")
     )
-    if after < 2 * before + 0.5:
+    if after < 1.5 * before:
         return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
     return None
 
 
 @check("GrpoTrainer.train", slow=True, holds=_learned_full_stops)
 def a_short_run_of_grpo(student, rng):
-    """Eight phases on the embedded model: full stops at least double"""
+    """Eight phases on the embedded model: at least half as many full stops again"""
     args = student.GrpoArgs(
         batch_size=32,
         num_minibatches=1,

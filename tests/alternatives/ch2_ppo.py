@@ -1,15 +1,25 @@
 """Right answers to chapter 2, written differently."""
 
+import random
 import re
 import string
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce
-from torch.distributions import Categorical
+from torch.distributions import Categorical, kl_divergence
 
-from solutions.ch0_sampling import calc_entropy, masked_mean
+from solutions.ch0_sampling import calc_entropy, get_logprobs, get_samples, masked_mean
+from solutions.ch2_ppo import (
+    ReplayMemory,
+    compute_advantages,
+    compute_token_rewards,
+    make_replay_memory,
+    normalize_advantages,
+    normalize_reward,
+)
 from utils.grading.answers import right
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 
@@ -362,3 +372,176 @@ def kl_one_row_after_the_other(logits, ref_logits, mask, kl_coef):
         probs = p.softmax(-1)
         total = total + (probs * logratio.masked_fill(probs == 0, 0.0)).sum().float()
     return kl_coef * total / max(int(mask.sum()), 1)
+
+
+@right("calc_clipped_surrogate_objective")
+def plain_exp(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0).exp()
+    a = torch.where(mask, advantages.detach(), 0.0)
+    terms = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, 1 + high) * a)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@right("calc_kl_penalty")
+def kl_divergence_of_torch(logits, ref_logits, mask, kl_coef):
+    if not mask.any():
+        return logits.new_zeros(())
+    policy, reference = (Categorical(logits=x[mask]) for x in (logits, ref_logits.detach()))
+    return kl_coef * kl_divergence(policy, reference).mean()
+
+
+# --- The trainer --------------------------------------------------------------------------------
+
+
+@right("TransformerWithValueHeadLora.forward_with_value_head")
+def forward_twice(self, input_ids, attention_mask=None):
+    """The base's own hooks catch the hidden state during an ordinary forward."""
+    caught = {}
+
+    def catch(x, hook):
+        caught["hidden"] = x
+
+    with self.base.hooks(fwd_hooks=[("ln_final.hook_out", catch)]):
+        logits = self.forward(input_ids, attention_mask=attention_mask)
+    weight, bias = self.value_head.weight, self.value_head.bias
+    return logits, torch.einsum("bsd,d->bs", caught["hidden"], weight[0]) + bias
+
+
+@right("get_optimizer_and_scheduler")
+def adam_and_sequential_schedulers(args, model):
+    """Adam is AdamW without weight decay; two schedulers, one after the other."""
+    head = list(model.value_head.parameters()) if hasattr(model, "value_head") else []
+    adapters = [p for p in model.trainable_parameters() if all(p is not h for h in head)]
+    groups = [{"params": adapters, "lr": args.base_lr}]
+    if head:
+        groups.insert(0, {"params": head, "lr": args.head_lr})
+    optimizer = torch.optim.Adam(groups, eps=1e-5, maximize=True)
+    decay = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 1.0, args.final_scale, args.total_phases - args.warmup_steps
+    )
+    if args.warmup_steps == 0:
+        return optimizer, decay
+    n = args.warmup_steps
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min((k + 1) / n, 1.0))
+    joined = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], [n])
+    return optimizer, joined
+
+
+@right("ReplayMemory")
+class MemoryOfRows:
+    """Rows as dicts, shuffled by the random module."""
+
+    def __init__(self, num_minibatches=1, batches_per_learning_phase=1, group_size=1, **fields):
+        self.counts = (num_minibatches, batches_per_learning_phase, group_size)
+        self.fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def get_minibatches(self, generator=None):
+        n_minibatches, epochs, group = self.counts
+        n = len(next(x for x in self.fields.values() if x is not None))
+        minibatches = []
+        for _ in range(epochs):
+            starts = list(range(0, n, group))
+            random.shuffle(starts)
+            rows = [row for start in starts for row in range(start, start + group)]
+            size = n // n_minibatches
+            for i in range(0, n, size):
+                chosen = {
+                    k: None if x is None else torch.stack([x[r] for r in rows[i : i + size]])
+                    for k, x in self.fields.items()
+                }
+                minibatches.append(SimpleNamespace(**chosen))
+        return minibatches
+
+
+@right("make_replay_memory")
+def memory_built_step_by_step(args, samples, scores, logprobs, ref_logprobs, values):
+    mask = samples.completion_mask
+    with torch.no_grad():
+        if args.normalize_reward:
+            scores = normalize_reward(scores)
+        token_rewards = compute_token_rewards(scores, mask)
+        if args.kl_in == "reward" and args.kl_coef > 0:
+            penalty = args.kl_coef * (logprobs - ref_logprobs)
+            token_rewards = torch.where(mask, token_rewards - penalty, 0.0)
+        advantages = compute_advantages(values, token_rewards, mask, lam=args.lam, gamma=args.gamma)
+    return ReplayMemory(
+        args.num_minibatches,
+        args.batches_per_learning_phase,
+        returns=advantages + values.detach(),
+        advantages=normalize_advantages(advantages, mask),
+        values=values.detach(),
+        ref_logprobs=ref_logprobs.detach() if ref_logprobs is not None else None,
+        logprobs=logprobs.detach(),
+        mask=mask,
+        attention_mask=samples.attention_mask,
+        input_ids=samples.input_ids,
+    )
+
+
+@right("RLHFTrainer.compute_rlhf_objective")
+def objective_in_one_piece(self, minibatch):
+    """One log-softmax for all; the reference before the policy."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n = mask.shape[1]
+    with torch.no_grad(), self.model.reference():
+        ref_logits = self.model(ids, attention_mask=minibatch.attention_mask)[:, -n - 1 : -1]
+    logits, values = self.model.forward_with_value_head(ids, minibatch.attention_mask)
+    logp = F.log_softmax(logits[:, -n - 1 : -1] / args.temperature, dim=-1)
+    ref_logp = F.log_softmax(ref_logits / args.temperature, dim=-1)
+    chosen = logp.gather(-1, ids[:, -n:, None])[..., 0]
+    ratio = torch.where(mask, chosen - minibatch.logprobs, 0.0).exp()
+    a = torch.where(mask, minibatch.advantages, 0.0)
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    total = torch.min(ratio * a, clipped * a)
+    error = values[:, -n - 1 : -1] - torch.where(mask, minibatch.returns, 0.0)
+    total = total - args.vf_coef / 2 * error**2
+    total = total - args.ent_coef * (logp.exp() * logp).sum(-1)
+    if args.kl_in == "loss":
+        total = total - args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)
+    return total[mask].sum() / mask.sum()
+
+
+@right("RLHFTrainer.learning_phase")
+def learning_with_a_loop_of_its_own(self, memory):
+    for minibatch in memory.get_minibatches():
+        objective = self.compute_rlhf_objective(minibatch)
+        parameters = list(self.model.trainable_parameters())
+        gradients = torch.autograd.grad(objective, parameters)
+        norm = torch.stack([g.norm() for g in gradients]).norm()
+        scale = (self.args.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient * scale
+        self.optimizer.step()
+    self.optimizer.zero_grad()
+    self.scheduler.step()
+
+
+@right("RLHFTrainer.rollout_phase")
+def rollout_in_one_batch(self):
+    """Everything in one forward pass, rewards called by hand, prompts from the random module."""
+    args = self.args
+    prompts = [random.choice(args.prompts or [args.prefix]) for _ in range(args.batch_size)]
+    with torch.no_grad():
+        samples = get_samples(
+            self.model,
+            prompts,
+            args.gen_len,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            prepend_bos=args.prepend_bos,
+        )
+        ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len
+        logits, values = self.model.forward_with_value_head(ids, attention)
+        with self.model.reference():
+            ref_logits = self.model(ids, attention)
+    return make_replay_memory(
+        args,
+        samples,
+        args.reward_fn(samples.texts, prompts=prompts),
+        get_logprobs(logits, ids, n, args.temperature),
+        get_logprobs(ref_logits, ids, n, args.temperature),
+        values[:, n - 1 : -1],
+    )

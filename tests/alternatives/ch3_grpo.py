@@ -4,7 +4,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from solutions.ch0_sampling import get_logprobs, get_samples
+from solutions.ch2_ppo import ReplayMemory
+from solutions.ch3_grpo import (
+    calc_grpo_objective,
+    calc_single_update_objective,
+    group_advantages,
+    make_grpo_memory,
+)
 from utils.grading.answers import right
+from utils.rewards import call_reward_fn
 
 # --- group_advantages ---------------------------------------------------------------------------
 
@@ -335,3 +344,126 @@ def counted_by_numpy(step_rewards, step_ends, group_size, completion_len, eps=1e
             at_ends = np.bincount(ends.numpy(), weights=rewards, minlength=completion_len)
             out[i] = at_ends[::-1].cumsum()[::-1]
     return torch.tensor(out, dtype=step_rewards[0].dtype)
+
+
+@right("calc_grpo_objective")
+def plain_exp(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logprobs, old = logprobs.masked_fill(~mask, 0), old_logprobs.detach().masked_fill(~mask, 0)
+    a = advantages.detach()
+    a = a[:, None].expand_as(logprobs) if a.ndim == 1 else a
+    a = a.masked_fill(~mask, 0)
+    ratio = torch.exp(logprobs - old)
+    terms = torch.min(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta:
+        d = ref_logprobs.detach().masked_fill(~mask, 0) - logprobs
+        terms = terms - beta * (d.exp() - d - 1)
+    return ((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+@right("process_advantages")
+def without_a_special_case(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+    if len(step_rewards) % group_size:
+        raise ValueError(f"group_size should divide {len(step_rewards)}, but is {group_size}")
+    advantages = torch.zeros(len(step_rewards), completion_len)
+    for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
+        start = row - row % group_size
+        group = torch.cat(step_rewards[start : start + group_size]).detach()
+        for reward, end in zip(rewards.detach(), ends.tolist(), strict=True):
+            advantages[row, : end + 1] += (reward - group.mean()) / (group.std() + eps)
+    return advantages
+
+
+# --- The trainer --------------------------------------------------------------------------------
+
+
+@right("make_grpo_memory")
+def memory_row_by_row(args, samples, scores, logprobs, ref_logprobs):
+    advantages = group_advantages(
+        scores.detach(), group_size=args.group_size, scale=args.advantage_scale
+    )
+    memory = ReplayMemory(
+        args.num_minibatches,
+        args.batches_per_learning_phase,
+        args.group_size,
+        input_ids=samples.input_ids,
+        attention_mask=samples.attention_mask,
+        mask=samples.completion_mask,
+        logprobs=logprobs.detach().clone(),
+        ref_logprobs=ref_logprobs.detach().clone() if ref_logprobs is not None else None,
+        advantages=advantages,
+    )
+    return memory
+
+
+@right("GrpoTrainer.rollout_phase")
+def rollout_in_one_batch(self):
+    args = self.args
+    chosen = torch.randint(len(args.prompts or [0]), (args.batch_size // args.group_size,))
+    prompts = [(args.prompts or [args.prefix])[i] for i in chosen for _ in range(args.group_size)]
+    with torch.no_grad():
+        samples = get_samples(
+            self.model,
+            prompts,
+            args.gen_len,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            prepend_bos=args.prepend_bos,
+        )
+        ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len
+        logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
+        ref_logprobs = None
+        if args.kl_coef > 0:
+            with self.model.reference():
+                ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
+    scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
+    return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+
+
+@right("GrpoTrainer.compute_rlhf_objective")
+def objective_in_one_piece(self, minibatch):
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n = mask.shape[1]
+    logits = self.model(ids, minibatch.attention_mask)[:, -n - 1 : -1] / args.temperature
+    logp = F.log_softmax(logits, dim=-1)
+    objective = calc_grpo_objective(
+        logp.gather(-1, ids[:, -n:, None])[..., 0],
+        minibatch.logprobs,
+        minibatch.ref_logprobs,
+        minibatch.advantages,
+        mask,
+        clip_coef=args.clip_coef,
+        beta=args.kl_coef * (args.kl_kind == "k3"),
+    )
+    per_token = args.ent_coef * (logp.exp() * logp).sum(-1)
+    if args.kl_kind == "exact":
+        with torch.no_grad(), self.model.reference():
+            ref_logits = self.model(ids, minibatch.attention_mask)[:, -n - 1 : -1]
+        ref_logp = F.log_softmax(ref_logits / args.temperature, dim=-1)
+        per_token = per_token + args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)
+    return objective - per_token[mask].mean()
+
+
+@right("measure_loss_and_gradient_at_start")
+def measured_by_backward(trainer):
+    memory = trainer.rollout_phase()
+    n = memory.mask.shape[1]
+    prompt_len = memory.input_ids.shape[1] - n
+    logits = trainer.model(memory.input_ids, memory.attention_mask)
+    logprobs = get_logprobs(logits, memory.input_ids, prompt_len, trainer.args.temperature)
+    objective = calc_single_update_objective(logprobs, memory.advantages, memory.mask)
+    objective.backward()
+    parameters = list(trainer.model.trainable_parameters())
+    norm = sum(float(p.grad.square().sum()) for p in parameters) ** 0.5
+    for parameter in parameters:
+        parameter.grad = None
+    return objective.detach(), norm

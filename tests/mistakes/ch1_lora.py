@@ -1,12 +1,14 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from solutions.ch1_lora import make_lora_hooks
 from utils.grading.answers import edit, wrong
 
 # --- LoraLayer ----------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ HOOKS = [
     ),
     edit(
         "make_lora_hooks",
-        "added_in_every_head_order",
+        "another_hook_point",
         '(f"{site}.hook_out", add_output)]',
         '(f"{site}.hook_result", add_output)]',
         "The point after a linear layer is `site.hook_out`.",
@@ -466,6 +468,14 @@ FROM_PRETRAINED = [
         "",
         "`.train()` turns the base's dropout on: two identical forwards then differ. Keep the base "
         "in evaluation mode whatever `.train()` says.",
+        within="TransformerWithLora.train",
+    ),
+    edit(
+        BUILD,
+        "train_returns_nothing",
+        "        return self\n",
+        "",
+        "`.train()` and `.eval()` return None: a `train` of your own has to return self.",
         within="TransformerWithLora.train",
     ),
     edit(
@@ -677,7 +687,7 @@ FORWARDS = [
     ),
     edit(
         CALL,
-        "adapters_detached",
+        "a_copy_of_the_adapters",
         "make_lora_hooks(site, layer) for",
         "make_lora_hooks(site, copy_of(layer)) for copy_of in [__import__('copy').deepcopy] for",
         "The forward runs on a copy of the adapters: the gradients go to the copy.",
@@ -744,7 +754,7 @@ def hooks_pile_up(self, input_ids, attention_mask=None, **kwargs):
     mode, self._mode = self._mode, "plain"
     if mode == "hooked":
         for site, layer in self.adapters.items():
-            for name, function in _hooks_for(site, layer):
+            for name, function in make_lora_hooks(site, layer):
                 self.base.add_hook(name, function)
     try:
         return self._run([], input_ids, attention_mask, **kwargs)
@@ -761,21 +771,15 @@ def hooks_left_by_an_error(self, input_ids, attention_mask=None, **kwargs):
     mode, self._mode = self._mode, "plain"
     if mode == "hooked":
         for site, layer in self.adapters.items():
-            for name, function in _hooks_for(site, layer):
+            for name, function in make_lora_hooks(site, layer):
                 self.base.add_hook(name, function)
     try:
         output = self._run([], input_ids, attention_mask, **kwargs)
     finally:
         self._mode = mode
-    for name, _ in [hook for pair in self.adapters.items() for hook in _hooks_for(*pair)]:
+    for name, _ in [hook for pair in self.adapters.items() for hook in make_lora_hooks(*pair)]:
         self.base.hook_dict[name].remove_hooks("fwd")
     return output
-
-
-def _hooks_for(site, layer):
-    from solutions.ch1_lora import make_lora_hooks
-
-    return make_lora_hooks(site, layer)
 
 
 @wrong(
@@ -785,7 +789,7 @@ def _hooks_for(site, layer):
 )
 def past_the_bridge(self, input_ids, attention_mask=None, **kwargs):
     cached = kwargs.pop("return_type", None) == "logits_and_cache"
-    hooks = [hook for pair in self.adapters.items() for hook in _hooks_for(*pair)]
+    hooks = [hook for pair in self.adapters.items() for hook in make_lora_hooks(*pair)]
     with self.base.hooks(fwd_hooks=hooks if self._mode == "hooked" else []):
         output = self.base.original_model(input_ids, attention_mask=attention_mask, **kwargs)
     return (output.logits, output.past_key_values) if cached else output.logits
@@ -955,7 +959,7 @@ def hooks_left_behind(self):
             yield self
         finally:
             for site, layer in self.adapters.items():
-                for name, function in _hooks_for(site, layer):
+                for name, function in make_lora_hooks(site, layer):
                     self.base.add_hook(name, function)
 
 
@@ -1137,7 +1141,7 @@ def merges_nest(self):
     return _merged(self, nests=True)
 
 
-_kept_deltas = {}
+_kept_deltas = WeakKeyDictionary()
 
 
 @wrong(
@@ -1508,28 +1512,6 @@ def mean_of_row_means(logits, tokens, loss_mask):
     finite = logits[:, :-1].masked_fill(~mask[..., None], 0)
     losses = F.cross_entropy(finite.transpose(1, 2), tokens[:, 1:], reduction="none")
     return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
-@wrong(
-    "calc_sft_loss",
-    "NaN times a mask of 0 is NaN: what stands in positions that are no targets reaches the loss. "
-    "Choose the targets first, or use masked_fill.",
-)
-def multiplied_by_the_mask(logits, tokens, loss_mask):
-    mask = loss_mask[:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none")
-    return (losses * mask).sum() / mask.sum()
-
-
-@wrong(
-    "calc_sft_loss",
-    "The loss is right, but where the logits hold NaN in positions that are no targets, so does "
-    "the gradient: ignore_index and masked_fill on the losses still pass 0 * NaN back. Choose the "
-    "logits of the targets before the softmax.",
-)
-def nan_in_the_gradient(logits, tokens, loss_mask):
-    labels = tokens.masked_fill(~loss_mask, -100)[:, 1:]
-    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels, ignore_index=-100)
 
 
 @wrong(

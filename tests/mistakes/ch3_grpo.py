@@ -1356,13 +1356,6 @@ PROCESS_ADVANTAGES = [
     ),
     edit(
         "process_advantages",
-        "one_step_is_nan",
-        "together.numel() < 2 or together.max() == together.min()",
-        "together.numel() == 0 or (together.numel() > 1 and together.max() == together.min())",
-        "The std of a single step is nan. A group with one step has nothing to compare: zeros.",
-    ),
-    edit(
-        "process_advantages",
         "two_steps_are_too_few",
         "together.numel() < 2",
         "together.numel() < 3",

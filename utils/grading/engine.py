@@ -51,18 +51,27 @@ class Verdict:
         return "\n".join(lines)
 
 
-def grade(check: Check, student: Answers, secret: str = "", all_seeds: bool = False) -> Verdict:
-    """Run one check on a student's code, up to the first seed that fails unless `all_seeds`."""
-    observations, first, printed = [], None, ""
+def grade(check: Check, student: Answers, secret: str = "") -> Verdict:
+    """Run one check on a student's code, up to the first seed that fails."""
+    observations = []
     for index in range(check.seeds):
-        observed, output = run_check(check, student, index, secret)
+        observed, printed = run_check(check, student, index, secret)
         observations.append(observed)
-        if first is None:
-            first = judge(check, observed, index, secret)
-            printed = output
-        if first is not None and not all_seeds:
+        mismatch = judge(check, observed, index, secret)
+        if mismatch is not None:
             break
-    return Verdict(check, tuple(observations), first, printed)
+    return Verdict(check, tuple(observations), mismatch, printed)
+
+
+def grade_answer(check: Check, answer: "answers.Answer", secret: str = "") -> Verdict:
+    """`grade` of a known answer; what was observed of it is kept."""
+    observations = []
+    for index in range(check.seeds):
+        observations.append(observe_answer(answer, check, index, secret))
+        mismatch = judge(check, observations[-1], index, secret)
+        if mismatch is not None:
+            break
+    return Verdict(check, tuple(observations), mismatch)
 
 
 def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
@@ -156,7 +165,7 @@ def _same_as_mistake(verdict: Verdict, mistake: "answers.Answer", secret: str) -
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def observe_answer(answer: "answers.Answer", check: Check, index: int, secret: str = "") -> Any:
     return run_check(check, answer.build(), index, secret)[0]
 
@@ -169,14 +178,24 @@ def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "")
     return find_mismatch(a, b, gap, check.rtol, check.atol) is None
 
 
+def diagnose_answer(answer: "answers.Answer") -> str | None:
+    """What `diagnose` says of a known mistake: its own sentence, unless another does the same."""
+    checks = get_quick_checks(answer.stem, answer.exercise)
+    return diagnose([grade_answer(check, answer) for check in checks])
+
+
 # --- Exercises ----------------------------------------------------------------------------------
+
+
+def get_quick_checks(stem: str, exercise: str) -> list[Check]:
+    return [check for check in get_checks(stem)[exercise] if not check.slow]
 
 
 def grade_exercise(
     stem: str, exercise: str, student: Answers, secret: str = "", slow: bool = False
 ) -> tuple[list[Verdict], str | None]:
     """Every check of an exercise, and the mistake's sentence if exactly one fits."""
-    checks = [check for check in get_checks(stem)[exercise] if slow or not check.slow]
+    checks = get_quick_checks(stem, exercise) if not slow else get_checks(stem)[exercise]
     verdicts = [grade(check, student, secret) for check in checks]
     failed = any(not verdict.passed for verdict in verdicts)
     return verdicts, diagnose(verdicts, secret) if failed else None

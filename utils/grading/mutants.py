@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from utils.grading import answers
 from utils.grading.checks import get_checks, get_reference, get_stems
-from utils.grading.engine import grade
-from utils.grading.observation import Answers
+from utils.grading.engine import get_quick_checks, grade
+from utils.grading.observation import Answers, run_check
 
 EQUIVALENTS = Path("tests/equivalents.toml")
 LIMIT_S = 60  # a mutant that loops is killed
@@ -46,6 +46,9 @@ SKIPPED_FUNCTIONS = {
     *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__"),
 }
 SKIPPED_CALLS = {"require", "require_option", "require_integers", "_check_group_size"}
+# Methods that run without being named.
+MADE_AND_CALLED = {"__init__", "__post_init__", "train"}
+RECORDS = ("self.metrics", "self.record_ratios", "self._record_samples")
 # On one device, and for sequences of one length, these change nothing.
 KEPT_KEYWORDS = {"device", "strict"}
 
@@ -179,7 +182,7 @@ def _change_call(node: ast.Call) -> Iterator[ast.AST]:
         if name in RENAMED:
             renamed = ast.Attribute(node.func.value, RENAMED[name], ast.Load())
             yield ast.Call(renamed, node.args, node.keywords)
-        if name in DROPPED_METHODS:
+        if name in DROPPED_METHODS and "device" not in ast.unparse(node):
             yield node.func.value
     elif name in DROPPED_FUNCTIONS:
         yield node.args[0]
@@ -187,7 +190,8 @@ def _change_call(node: ast.Call) -> Iterator[ast.AST]:
         if keyword.arg in KEPT_KEYWORDS:
             continue
         yield ast.Call(node.func, node.args, node.keywords[:i] + node.keywords[i + 1 :])
-    for i in range(len(node.args) - 1):
+    commutes = name in ("minimum", "maximum") or (name in ("min", "max") and len(node.args) == 2)
+    for i in range(0 if commutes else len(node.args) - 1):
         swapped = list(node.args)
         swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
         yield ast.Call(node.func, swapped, node.keywords)
@@ -228,18 +232,37 @@ def generate(stem: str) -> list[Mutant]:
             found += _mutate_function(stem, within, node)
     for exercise in get_quick_exercises(stem):
         if isinstance(answers.find_definitions(stem)[exercise], ast.FunctionDef):
-            names = [(null, f"{exercise}: {null}") for null in NULLS]
+            names = [(null, f"{exercise}: {null}") for null in _choose_nulls(stem, exercise)]
             found += [Mutant(stem, exercise, name, null=null) for null, name in names]
     return found
 
 
+def _choose_nulls(stem: str, exercise: str) -> list[str]:
+    """Those that differ from the reference: what returns no tensor has no zeros of its shape."""
+    returned: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        returned.append(x)
+        return x
+
+    spy = _build_null(stem, exercise, lambda f: lambda *a, **k: _map_tensors(keep, f(*a, **k)))
+    for check in get_quick_checks(stem, exercise):
+        run_check(check, spy, 0, "")
+    chosen = ["returns 0", "returns None", "returns its first argument"]
+    if returned:
+        chosen += ["returns zeros", "returns noise of the right shape"]
+    if any(x.requires_grad for x in returned):
+        chosen.append("returns it detached")
+    return chosen
+
+
 def get_quick_exercises(stem: str) -> list[str]:
-    """Those with more than a smoke test, which detects almost nothing."""
-    return [
-        exercise
-        for exercise, checks in get_checks(stem).items()
-        if not all(check.slow for check in checks)
-    ]
+    return [exercise for exercise in get_checks(stem) if not _is_smoke_test(stem, exercise)]
+
+
+def _is_smoke_test(stem: str, name: str) -> bool:
+    """Whether slow checks are all that a definition has: they detect almost nothing."""
+    return name in get_checks(stem) and not get_quick_checks(stem, name)
 
 
 @functools.cache
@@ -252,7 +275,7 @@ def reach(stem: str) -> dict[str, tuple[str, ...]]:
         seen = set()
         while waiting:
             name = waiting.pop()
-            if name in seen or name in SKIPPED_FUNCTIONS:
+            if name in seen or name in SKIPPED_FUNCTIONS or _is_smoke_test(stem, name):
                 continue
             seen.add(name)
             if name in get_checks(stem) and name != exercise and "." not in name:
@@ -263,14 +286,21 @@ def reach(stem: str) -> dict[str, tuple[str, ...]]:
                 methods = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
                 waiting += [f"{name}.{method}" for method in methods]
                 continue
-            used = _names(node) | {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+            used = {
+                n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
+            } - MADE_AND_CALLED
             waiting += [d for d in definitions if d.rpartition(".")[2] in used and "." in d]
+            owner = name.rpartition(".")[0]
+            waiting += [f"{owner}.{m}" for m in MADE_AND_CALLED if f"{owner}.{m}" in definitions]
             waiting += [d for d in definitions if d in _names(node) and "." not in d]
-    # A method that is an exercise is its own exercise's business first.
-    return {
-        name: (name,) if name in get_checks(stem) else tuple(exercises)
-        for name, exercises in reached.items()
-    }
+    for name, exercises in reached.items():
+        owner = name.rpartition(".")[0]
+        if name in get_checks(stem):  # its own exercise's business
+            exercises[:] = [name]
+        elif owner:  # other methods of the class may depend on it by what it leaves behind
+            mine = (e for e in get_quick_exercises(stem) if e.startswith(f"{owner}."))
+            exercises += [e for e in mine if e not in exercises]
+    return {name: tuple(exercises) for name, exercises in reached.items()}
 
 
 def _mutate_function(stem: str, within: str, function: ast.FunctionDef) -> Iterator[Mutant]:
@@ -317,7 +347,9 @@ def _find_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 def _is_record(statement: ast.Expr) -> bool:
     """What is only shown."""
-    return ast.unparse(statement).startswith(("self.metrics", "self.record_ratios"))
+    return ast.unparse(statement).startswith(
+        ("self.metrics", "self.record_ratios", "self._record_samples")
+    )
 
 
 class _Replace(ast.NodeTransformer):
@@ -421,12 +453,8 @@ class _TookTooLong(BaseException):
 
 def kill(mutant: Mutant) -> str | None:
     """The path of the check that rejects a mutant, or None if all accept it."""
-    checks = [
-        check
-        for exercise in reach(mutant.stem)[mutant.within]
-        for check in get_checks(mutant.stem)[exercise]
-        if not check.slow
-    ]
+    exercises = reach(mutant.stem)[mutant.within]
+    checks = [check for exercise in exercises for check in get_quick_checks(mutant.stem, exercise)]
 
     def stop(*_):
         raise _TookTooLong

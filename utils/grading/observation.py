@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import huggingface_hub.constants
 import torch
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ def observe(
 ) -> tuple[Any, str]:
     """Run a probe: the plain observation or `Raised`, and what was printed.
 
-    One thread, seeded, and everything that is global afterwards as it was.
+    One thread, seeded, no model hub, and everything that is global afterwards as it was.
     """
     printed = io.StringIO()
     with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
@@ -67,11 +68,9 @@ def observe(
 
 @contextlib.contextmanager
 def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
-    threads, default, python_state = (
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        random.getstate(),
-    )
+    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    python_state, hub = random.getstate(), huggingface_hub.constants
+    offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     random.seed(seed)
@@ -81,6 +80,7 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
             torch.manual_seed(seed)
             yield
     finally:
+        hub.HF_HUB_OFFLINE = offline
         torch.set_num_threads(threads)
         torch.set_default_dtype(default)
         random.setstate(python_state)

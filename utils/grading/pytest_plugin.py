@@ -14,7 +14,7 @@ import pytest
 
 from utils.grading.answers import Answer, get_alternatives, get_mistakes
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.engine import Verdict, diagnose, grade
+from utils.grading.engine import Verdict, diagnose, get_quick_checks, grade, grade_answer
 from utils.grading.observation import Answers
 from utils.grading.submission import load_submission
 
@@ -91,7 +91,7 @@ class Exercise(pytest.Collector):
 
     @property
     def quick_checks(self) -> list[Check]:
-        return [check for check in self.checks if not check.slow]
+        return get_quick_checks(self.stem, self.name)
 
 
 class Failed(Exception):
@@ -137,9 +137,8 @@ class MistakeItem(Item):
         self.answer = answer
 
     def runtest(self) -> None:
-        student = self.answer.build()
         # Lazily: the first check that rejects it is enough.
-        if all(grade(check, student).passed for check in self.parent.quick_checks):
+        if all(grade_answer(check, self.answer).passed for check in self.parent.quick_checks):
             raise Failed(f"all checks of {self.parent.name} accept this: {self.answer.sentence}")
 
 
@@ -147,9 +146,8 @@ class AlternativeItem(MistakeItem):
     """Passes if every check accepts the alternative."""
 
     def runtest(self) -> None:
-        student = self.answer.build()
         for check in self.parent.checks:
-            verdict = grade(check, student)
+            verdict = grade_answer(check, self.answer)
             if not verdict.passed:
                 detail = f"{verdict.mismatch.message}\n{verdict.mismatch.values}"
                 raise Failed(f"{check.path} rejects this right answer: {detail}")

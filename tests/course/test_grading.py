@@ -1,0 +1,363 @@
+"""The engine of the checks: what it compares and says, and that it finds what it should."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from utils.grading import answers, engine, mutants
+from utils.grading.checks import Rng, get_checks, get_reference, get_stems
+from utils.grading.comparison import find_mismatch, measure_gap
+from utils.grading.notebook import check as check_in_notebook
+from utils.grading.observation import Answers, NotDefined, Raised, observe, to_plain
+from utils.grading.submission import load_submission
+
+ROOT = Path(__file__).parents[2]
+STEMS = get_stems()
+EXERCISES = [(stem, exercise) for stem in STEMS for exercise in get_checks(stem)]
+
+
+# --- Comparison ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("yours", "expected", "said"),
+    [
+        (1.0, torch.tensor(1.0), "is a float, where a tensor is expected"),
+        (None, torch.tensor(1.0), "is None"),
+        (torch.ones(2, 1), torch.ones(2), r"has shape \[2, 1\], where \[2\]"),
+        (torch.ones(2).double(), torch.ones(2), "torch.float64, where torch.float32"),
+        (torch.ones(2), torch.ones(2).long(), "torch.float32, where torch.int64"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), r"at \[1\].*1 of 2"),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), r"is nan at \[1\]"),
+        (torch.tensor([torch.inf]), torch.ones(1), "is inf"),
+        (torch.ones(1), torch.tensor([torch.inf]), "is wrong"),
+        ([torch.ones(1)], [torch.ones(1)] * 2, "has 1 entries, where 2"),
+        ({"a": 1}, {"b": 1}, "has the entries"),
+        (True, 1, "a bool, where an int"),
+        ("x", "y", "is wrong"),
+        (Raised("KeyError", "'k'", ""), torch.ones(1), "raised KeyError: 'k'"),
+    ],
+)
+def test_mismatches_are_found_and_named(yours, expected, said):
+    mismatch = find_mismatch(yours, expected)
+    assert mismatch is not None
+    assert re.search(said, mismatch.message)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.tensor([1.0, torch.nan, torch.inf]), [torch.ones(2), {"a": 2.0, "b": None}], 3, "x"],
+)
+def test_an_observation_equals_itself(value):
+    assert find_mismatch(value, value) is None
+
+
+def test_integers_of_every_width_are_alike():
+    assert find_mismatch(torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.int64)) is None
+
+
+def test_the_gap_between_float32_and_float64_widens_the_tolerance():
+    a, b = torch.tensor([1.0]), torch.tensor([1.01])
+    gap = measure_gap(torch.tensor([1.0]), torch.tensor([1.002], dtype=torch.double))
+    assert find_mismatch(a, b) is not None
+    assert find_mismatch(a, b, gap) is None
+    assert find_mismatch(a, torch.tensor([1.03]), gap) is not None
+
+
+class AlwaysEqual(torch.Tensor):
+    def __eq__(self, other):
+        return torch.ones(1, dtype=torch.bool)
+
+
+def test_an_observation_is_plain_and_a_copy():
+    x = torch.ones(3, requires_grad=True)
+    plain = to_plain({"x": (x, [torch.ones(1).expand(4)])})
+    assert type(plain["x"]) is list
+    assert not plain["x"][0].requires_grad
+    assert plain["x"][1][0].is_contiguous()
+    with torch.no_grad():
+        x += 1
+    assert plain["x"][0].tolist() == [1, 1, 1]
+    mismatch = find_mismatch(to_plain(torch.ones(1).as_subclass(AlwaysEqual)), torch.zeros(1))
+    assert "a AlwaysEqual, where a tensor" in mismatch.message
+
+
+# --- Running a probe ----------------------------------------------------------------------------
+
+
+def test_a_probe_leaves_no_trace():
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    state = torch.get_rng_state()
+
+    def probe(student, rng):
+        torch.manual_seed(5)
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float16)
+        torch.set_num_threads(3)
+        print("hello")
+        return rng.normal(2)
+
+    observed, printed = observe(probe, Answers({}), 3, torch.float32)
+    assert printed == "hello\n"
+    assert observed.shape == (2,)
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == dtype
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(0), NotDefined("f is not defined")])
+def test_what_student_code_raises_is_an_observation(error):
+    def probe(student, rng):
+        raise error
+
+    observed, _ = observe(probe, Answers({}), 0, torch.float32)
+    assert observed.kind == type(error).__name__
+
+
+def test_the_inputs_are_the_same_in_both_dtypes():
+    single, double = Rng(7), Rng(7, torch.float64)
+    for name in ("normal", "uniform"):
+        a, b = getattr(single, name)(4), getattr(double, name)(4)
+        assert a.dtype == torch.float32
+        assert b.dtype == torch.float64
+        assert torch.equal(a.double(), b)
+
+
+def test_seeds_depend_on_the_secret_the_check_and_the_index():
+    first, second = get_checks("ch0_sampling")["get_logprobs"][:2]
+    seeds = [first.seed(0), first.seed(1), first.seed(0, "secret"), second.seed(0)]
+    assert len(set(seeds)) == 4
+    assert first.seed(0) == seeds[0]
+
+
+# --- Checks that are complete -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stem", "exercise"), EXERCISES)
+def test_every_exercise_has_an_oracle_and_a_public_check_or_predicate(stem, exercise):
+    checks = get_checks(stem)[exercise]
+    assert any(c.expected is not None or c.holds is not None for c in checks)
+    names = [c.name for c in checks]
+    assert len(set(names)) == len(names)
+    assert all(c.probe.__doc__ for c in checks), "a student reads the docstring's first line"
+    assert sum(c.points for c in checks if not c.slow) > 0 or all(c.slow for c in checks)
+
+
+@pytest.mark.parametrize(("stem", "exercise"), EXERCISES)
+def test_every_exercise_has_mistakes_with_sentences(stem, exercise):
+    if all(c.slow for c in get_checks(stem)[exercise]):
+        pytest.skip("a smoke test only")
+    mine = [m for m in answers.get_mistakes(stem) if m.exercise == exercise]
+    assert len(mine) >= 5
+    sentences = [m.sentence for m in mine]
+    assert all(s.endswith(".") for s in sentences)
+    assert len(set(sentences)) == len(sentences)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_mistakes_are_diagnosed_by_their_own_sentence(stem):
+    """At least four in five; a tie between two gives no sentence."""
+    mistakes = answers.get_mistakes(stem)
+    sentences = [engine.diagnose_answer(mistake) for mistake in mistakes]
+    wrong = [
+        m.name for m, s in zip(mistakes, sentences, strict=True) if s not in (None, m.sentence)
+    ]
+    assert wrong == []
+    assert sum(s is not None for s in sentences) >= 0.8 * len(sentences)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_reference_passes_with_other_secrets(stem):
+    for exercise in get_checks(stem):
+        student = Answers(vars(get_reference(stem)))
+        verdicts, _ = engine.grade_exercise(stem, exercise, student, secret="another")
+        assert all(v.passed for v in verdicts), [v.check.name for v in verdicts if not v.passed]
+
+
+def list_gaps(gap, value):
+    """Pairs: ten times the largest gap of a tensor, and its largest finite number."""
+    if isinstance(gap, dict):
+        return [pair for key in gap for pair in list_gaps(gap[key], value[key])]
+    if isinstance(gap, list):
+        return [pair for g, v in zip(gap, value, strict=True) for pair in list_gaps(g, v)]
+    if isinstance(gap, float):
+        return [(10 * gap, abs(value))]
+    if isinstance(gap, torch.Tensor) and gap.numel():
+        finite = value.double().nan_to_num(0.0, 0.0, 0.0)
+        return [(10 * gap.max().item(), finite.abs().max().item())]
+    return []
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(stem):
+    """The gap is rounding: a probe whose inputs differ in float64 would accept anything."""
+    for checks in get_checks(stem).values():
+        for c in (c for c in checks if c.holds is None):
+            for index in range(c.seeds):
+                gap = engine.measure_reference_gap(c, index)
+                for wide, largest in list_gaps(gap, engine.observe_reference(c, index)):
+                    assert wide <= 1e-3 * largest + 1e-4, c.path
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_sample_of_the_mutants_is_killed(stem):
+    survivors = [m.name for m in mutants.sample(stem, 25) if mutants.kill(m) is None]
+    assert survivors == []
+
+
+def test_a_pattern_must_occur_exactly_once():
+    for pattern in ("no such text", "logits"):
+        edit = answers.Edit("get_logprobs", pattern, "x")
+        with pytest.raises(ValueError, match="should occur once"):
+            answers.apply_edits("ch0_sampling", (edit,))
+
+
+# --- What a student sees ------------------------------------------------------------------------
+
+
+def masked_mean(values, mask, dim=None):
+    return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+def test_the_notebook_names_the_mistake_and_shows_values_of_public_checks_only(capsys):
+    check_in_notebook(masked_mean)
+    said = capsys.readouterr().out
+    assert "masked_mean: 2 of 6 points" in said
+    assert "yours     nan\n" in said  # of the public check
+    assert "expected  2.5" in said
+    assert said.count("expected ") == 1
+    assert "→ Multiplying by the mask leaves nan" in said
+
+
+def test_the_notebook_says_when_all_is_well(capsys):
+    check_in_notebook(get_reference("ch0_sampling").masked_mean)
+    said = capsys.readouterr().out
+    assert "6 of 6 points" in said
+    assert "✗" not in said
+
+
+def test_the_notebook_on_a_stub_and_on_no_exercise(capsys):
+    def calc_entropy(logits):
+        raise NotImplementedError
+
+    calc_entropy.__qualname__ = "calc_entropy"
+    check_in_notebook(calc_entropy)
+    assert capsys.readouterr().out == "calc_entropy: not written yet\n"
+    with pytest.raises(ValueError, match="should be one of"):
+        check_in_notebook(len)
+
+
+def test_a_lambda_is_an_answer(capsys):
+    globals()["calc_entropy"] = lambda logits: torch.distributions.Categorical(
+        logits=logits.clamp(min=-1e30)
+    ).entropy()
+    try:
+        check_in_notebook(globals()["calc_entropy"])
+    finally:
+        del globals()["calc_entropy"]
+    assert "calc_entropy: 6 of 6 points" in capsys.readouterr().out
+
+
+# --- Submissions --------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import Tensor
+from solutions.ch0_sampling import calc_entropy
+
+eps = 0.0
+print("not run")
+1 / 0
+
+def helper(mask):
+    return mask.sum().clamp(min=1) + eps
+
+def calc_reinforce_objective(logprobs, advantages, mask):
+    kept = torch.where(mask, logprobs * advantages.detach(), 0.0)
+    return kept.sum() / helper(mask)
+
+left_pad = lambda sequences, pad_token_id: None
+"""
+
+
+def run_pytest(*args):
+    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", *args]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def make_notebook(path: Path, *cells: str) -> Path:
+    notebook = nbformat.v4.new_notebook()
+    notebook.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(notebook, path)
+    return path
+
+
+def test_definitions_are_taken_and_nothing_else_runs(tmp_path, capsys):
+    path = tmp_path / "answers (1).py"
+    path.write_text(SCRIPT)
+    students = load_submission(path)
+    assert list(students) == ["ch0_sampling"]
+    assert capsys.readouterr().out == ""
+    student = students["ch0_sampling"]
+    assert student.eps == 0.0
+    with pytest.raises(NotDefined, match="masked_mean is not defined"):
+        _ = student.masked_mean
+
+
+def test_a_notebook_with_magics_and_a_broken_cell(tmp_path):
+    path = make_notebook(
+        tmp_path / "copy.ipynb",
+        "%matplotlib inline\nimport torch\n!pip install x",
+        "def broken(:",
+        "%%time\nraise SystemExit",
+        SCRIPT.replace("import torch\n", ""),
+    )
+    assert callable(load_submission(path)["ch0_sampling"].calc_reinforce_objective)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.py", "x = 1", "should define an exercise"),
+        ("a.txt", "", "should be a .py or .ipynb"),
+        ("a.ipynb", "{", "should be a notebook"),
+        ("missing.py", None, "is not there"),
+    ],
+)
+def test_what_is_no_submission_is_said(tmp_path, name, text, said):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_submission(tmp_path / name)
+
+
+def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(SCRIPT)
+    result = run_pytest("tests", "--submission", str(path), "-v", "-m", "not slow")
+    student = load_submission(path)["ch0_sampling"]
+    for exercise, checks in get_checks("ch0_sampling").items():
+        verdicts, _ = engine.grade_exercise("ch0_sampling", exercise, student)
+        for check_, verdict in zip(checks, verdicts, strict=True):
+            word = "PASSED" if verdict.passed else "FAILED"
+            assert f"::{exercise}::{check_.name} {word}" in result.stdout
+    assert "the product is nan" in result.stdout  # the mistake's sentence
+    assert "masked_mean is not defined" in result.stdout
+    assert "test_ch1" not in result.stdout
+    assert "ch0_sampling  calc_reinforce_objective" in result.stdout
+
+
+def test_one_exercise_is_chosen_by_name():
+    result = run_pytest("tests", "-k", "calc_reinforce_objective", "-v")
+    assert result.returncode == 0
+    lines = [line for line in result.stdout.splitlines() if "PASSED" in line]
+    assert lines
+    assert all("calc_reinforce_objective" in line for line in lines)
+    assert any("mistake:" in line for line in lines)
+    assert any("alternative:" in line for line in lines)
