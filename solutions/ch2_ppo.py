@@ -230,7 +230,7 @@ def calc_clipped_surrogate_objective(
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
     given. The minimum takes away what the policy would gain beyond the interval, and leaves what
-    it would lose there.
+    it would lose there. `old_logprobs` and `advantages` are constants: detached.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     ratio = calc_ratio(logprobs, old_logprobs, mask)
@@ -267,7 +267,8 @@ def calc_value_function_loss(
     The 1/2, a convention of PPO implementations, cancels the 2 of the square's gradient.
 
     With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
-    of `old_values` (the value clipping of the N+ details).
+    of `old_values` (the value clipping of the N+ details). `old_values` and `returns` are
+    constants: detached.
     """
     values = values.masked_fill(~mask, 0.0)
     old_values = old_values.detach().masked_fill(~mask, 0.0)
@@ -300,6 +301,7 @@ def calc_kl_penalty(
     """kl_coef times the masked mean of KL(policy ‖ reference), exact, in nats per token.
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
+    The reference is a constant: detached.
     """
     logprobs = at_least_float32(logits[mask]).log_softmax(-1)  # [true positions, vocab]
     ref_logprobs = at_least_float32(ref_logits.detach()[mask]).log_softmax(-1)

@@ -35,9 +35,10 @@ def group_advantages(
     scale is "group": the group's std + eps, so that every prompt weighs alike, however small its
     differences; "batch": the std of all raw rewards of the batch + eps, one scale for all prompts;
     "none": 1 (Dr. GRPO). A group whose rewards are all equal gives exact zeros: it has nothing to
-    compare.
+    compare. Standard deviations have ddof 1.
 
-    Raises ValueError if `group_size` is below 2 or does not divide the batch.
+    Raises ValueError if `group_size` is below 2 or does not divide the batch, or `scale` is none of
+    these.
     """
     _check_group_size(group_size, len(rewards))
     require(
@@ -131,7 +132,7 @@ def calc_per_token_kl(
     """The k3 estimate of KL(policy ‖ reference) at each token, never negative (GRPO, eq. 4).
 
     k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs. `expm1` keeps the digits that exp(d) - 1
-    loses where d is small.
+    loses where d is small. `ref_logprobs` is a constant: detached.
     """
     d = ref_logprobs.detach() - logprobs
     return torch.expm1(d) - d
@@ -151,8 +152,8 @@ def calc_grpo_objective(
     """Per token min(ratio A, clip(ratio) A) - beta k3, mean over each completion, then the batch.
 
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
-    clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `ref_logprobs` may be
-    None with beta 0.
+    clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `old_logprobs`,
+    `ref_logprobs` and `advantages` are constants: detached. `ref_logprobs` may be None with beta 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     require(

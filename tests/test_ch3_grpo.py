@@ -158,7 +158,10 @@ def rewards_that_require_gradient(student, rng):
 def group_sizes_that_do_not_fit(student, rng):
     """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
-    bad = {f"{n}": error_of("group_size", f, rewards, n) for n in (4, 5, 12, 1, 0, -3)}
+    bad = {
+        f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
+        for n in (4, 5, 12, 1, 0, -3)
+    }
     return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
 
 
@@ -166,7 +169,7 @@ def group_sizes_that_do_not_fit(student, rng):
 def unknown_scales(student, rng):
     """A scale that there is not: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
-    bad = {s: error_of("scale", f, rewards, 3, s) for s in ("std", "Group", "")}
+    bad = {f"scale {s!r}": error_of("scale", f, rewards, 3, s) for s in ("std", "Group", "")}
     return bad | _every_scale(student, rewards, 3)
 
 
@@ -738,7 +741,10 @@ def groups_that_do_not_fit(student, rng):
     """A group_size that does not divide the number of rows: a ValueError names it"""
     rewards, ends = rewarded_steps(rng, [2, 1, 3, 1, 2, 2], 5)
     f = student.process_advantages
-    bad = {f"{n}": error_of("group_size", f, rewards, ends, n, 5) for n in (4, 5, 12)}
+    bad = {
+        f"group_size {n} for 6 rows": error_of("group_size", f, rewards, ends, n, 5)
+        for n in (4, 5, 12)
+    }
     return bad | {"3": f(rewards, ends, 3, 5)}
 
 

@@ -453,6 +453,14 @@ GET_COMPLETION_MASK = [
     ),
     edit(
         "get_completion_mask",
+        "up_to_the_second_eos",
+        "eos_before = is_eos.cumsum(-1) - is_eos.int()\n    return eos_before == 0",
+        "return is_eos.cumsum(-1) <= 1",
+        "What stands between the first eos and the second is true as well: the count is 1 there. "
+        "Count the eos before each token, its own not included.",
+    ),
+    edit(
+        "get_completion_mask",
         "turned_around",
         "eos_before == 0",
         "eos_before > 0",

@@ -1792,6 +1792,31 @@ def kl_div_turned_around(logits, ref_logits, mask, kl_coef):
     return kl_coef * kl.sum() / mask.sum().clamp(min=1)
 
 
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Old log-probs and advantages get a gradient. They come from the rollout, as constants: detach "
+    "them.",
+)
+def nothing_detached(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).clamp(max=80.0).exp()
+    a = advantages.masked_fill(~mask, 0.0)
+    return masked_mean(torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a), mask)
+
+
+@wrong(
+    "calc_value_function_loss",
+    "Old values and returns get a gradient. They come from the rollout, as constants: detach them.",
+)
+def targets_not_detached(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    values, old, target = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
+    errors = (values - target).square()
+    if clip_coef is not None:
+        clipped = old + (values - old).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - target).square())
+    return vf_coef / 2 * masked_mean(errors, mask)
+
+
 # --- The trainer ---------------------------------------------------------------------------------
 
 FORWARD_WITH_VALUE_HEAD = [

@@ -1509,6 +1509,32 @@ def _normalised(step_rewards, group_size, eps):
     return rows
 
 
+@wrong(
+    "calc_grpo_objective",
+    "Old and reference log-probs and advantages get a gradient. They come from the rollout, as "
+    "constants: detach them.",
+)
+def nothing_detached(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    a = advantages[:, None].expand_as(logprobs) if advantages.ndim == 1 else advantages
+    a, logprobs, old = (x.masked_fill(~mask, 0.0) for x in (a, logprobs, old_logprobs))
+    ratio = (logprobs - old).exp()
+    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta:
+        d = ref_logprobs.masked_fill(~mask, 0.0) - logprobs
+        terms = terms - beta * (torch.expm1(d) - d)
+    return (terms.sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
 # --- The trainer ---------------------------------------------------------------------------------
 
 MAKE_GRPO_MEMORY = [

@@ -9,9 +9,13 @@ A probe runs on the student's code, and with the same seed on the reference; `ut
 compares. It is the check's name, and its docstring the line that a student reads.
 """
 
+import ast
+import difflib
 import hashlib
 import importlib
+import inspect
 import pkgutil
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -94,6 +98,13 @@ class Check:
         return (self.probe.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
 
     @property
+    def source(self) -> str:
+        """The lines of the probe below its docstring."""
+        source = inspect.getsource(self.probe)
+        first = ast.parse(source).body[0].body[1]  # after the docstring
+        return textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
+
+    @property
     def stem(self) -> str:
         """The chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
         return self.probe.__module__.rpartition(".")[2].removeprefix("test_")
@@ -153,4 +164,5 @@ def find_stem(exercise: str) -> str:
         if exercise in get_checks(stem):
             return stem
     names = [name for stem in get_stems() for name in get_checks(stem)]
-    raise ValueError(f"the exercise should be one of {names}, but is {exercise!r}")
+    close = difflib.get_close_matches(exercise, names, n=3, cutoff=0.4) or names
+    raise ValueError(f"the exercise should be one of {close}, but is {exercise!r}")

@@ -42,7 +42,7 @@ def find_mismatch(
             return Mismatch(
                 f"{where} has the entries {sorted(yours)}, where {sorted(expected)} are expected"
             )
-        pairs = [(f"{key}", yours[key], expected[key], _enter(gap, key)) for key in expected]
+        pairs = [(_say(key), yours[key], expected[key], _enter(gap, key)) for key in expected]
     elif isinstance(expected, list):
         if len(yours) != len(expected):
             return Mismatch(f"{where} has {len(yours)} entries, where {len(expected)} are expected")
@@ -73,6 +73,11 @@ def measure_gap(a: Any, b: Any) -> Any:
     if isinstance(a, float) and isinstance(b, float):
         return abs(a - b) if math.isfinite(a - b) else 0.0
     return None
+
+
+def _say(key: str) -> str:
+    """A probe's label as the subject of a sentence: one that is none is put after it."""
+    return key if key.startswith("the ") else f"the result ({key})"
 
 
 def _enter(gap: Any, key: Any) -> Any:
@@ -130,12 +135,15 @@ def _compare_tensors(
     if not differs.any():
         return None
     position = differs.nonzero()[0].tolist()
-    count = f"{int(differs.sum())} of {differs.numel()} differ"
-    at = f" at {position}, the first of those that differ ({count})" if position else ""
+    at = f" at {position} first, {int(differs.sum())} of {differs.numel()}" if position else ""
     y_first, e_first = yours[tuple(position)].item(), expected[tuple(position)].item()
     what = f"{where} is wrong{at}"
     if not math.isfinite(y_first) and math.isfinite(e_first):
         what = f"{where} is {y_first}{at}"
+    elif where.startswith("the gradient") and not expected.any():
+        what = f"{where} is not 0: it should be held constant (detached)"
+    elif where.startswith("the gradient") and not yours.any():
+        what = f"{where} is 0: none of it gets through"
     values = f"yours     {_format(yours, position)}\nexpected  {_format(expected, position)}"
     return Mismatch(what, values)
 
@@ -175,4 +183,6 @@ def _compare_scalars(
             return None
     elif yours == expected:
         return None
+    elif isinstance(expected, str) and expected.startswith("a ValueError"):
+        return Mismatch(f"{where}: {yours}, where {expected} is expected")
     return Mismatch(f"{where} is wrong", values)

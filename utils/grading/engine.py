@@ -40,12 +40,13 @@ class Verdict:
         return isinstance(last, Raised) and last.kind == "NotImplementedError"
 
     def describe(self) -> str:
-        """What failed, for the student: values, prints and frames for public checks only."""
+        """What failed, for the student: values, the probe and prints for public checks only."""
         if self.passed:
             return ""
         lines = [self.mismatch.message]
         if self.check.public:
             lines += self.mismatch.values.splitlines()
+            lines += ["of:", *(f"    {line}" for line in self.check.source.splitlines())]
             if self.printed.strip():
                 lines += ["printed:", *self.printed.rstrip().splitlines()[-10:]]
         return "\n".join(lines)

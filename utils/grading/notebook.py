@@ -44,8 +44,9 @@ def format_verdicts(exercise: str, verdicts: list[Verdict], sentence: str | None
     if all(verdict.is_stub for verdict in verdicts):
         return f"{exercise}: not written yet"
     for verdict in verdicts:
-        lines.append(f"  {'✓' if verdict.passed else '✗'} {verdict.check.title}")
+        points = f"{verdict.points:g}/{verdict.check.points:g}"
+        lines.append(f"  {'✓' if verdict.passed else '✗'} {points}  {verdict.check.title}")
         lines += [f"      {line}" for line in verdict.describe().splitlines()]
     if sentence is not None:
-        lines.append(f"  → {sentence}")
+        lines.append(f"→ {sentence}")
     return "\n".join([f"{exercise}: {earned:g} of {total:g} points", *lines])
