@@ -48,7 +48,9 @@ def with_inputs_after(function: Callable, *args: Tensor, **kwargs: Any) -> dict[
     """What a function returns, and what it left of its arguments."""
     output = function(*args, **kwargs)
     return {"the result": output} | {
-        f"argument {i} afterwards": a for i, a in enumerate(args) if isinstance(a, Tensor)
+        f"the argument {i}, which should stay as it was,": a
+        for i, a in enumerate(args)
+        if isinstance(a, Tensor)
     }
 
 

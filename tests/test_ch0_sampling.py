@@ -42,11 +42,11 @@ def worked_by_hand(student, rng):
 
 @check("get_logprobs", points=2, seeds=2, expected=logprobs_by_categorical)
 def every_prefix_and_temperature(student, rng):
-    """Random logits, prefixes of several lengths, temperatures 1 and 0.7"""
+    """Random logits, prefixes of several lengths, temperatures from 0.3 to 2"""
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
     return {
         f"prefix_len {p}, temperature {t}": student.get_logprobs(logits, tokens, p, t)
-        for p, t in itertools.product((1, 2, 5), (1.0, 0.7))
+        for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.3, 2.0))
     } | {"defaults": student.get_logprobs(logits, tokens)}
 
 
@@ -64,9 +64,14 @@ def gradient_of_logits(student, rng):
     """The gradient for the logits; a column that predicts no counted token gets none"""
     tokens = rng.integers(0, 7, 2, 5)
     weights = rng.normal(2, 3)
-    logits = leaf(rng.normal(2, 5, 7))
-    logprobs = student.get_logprobs(logits, tokens, 2, 0.7)
-    return {"the result": logprobs} | gradients(logprobs * weights, logits=logits)
+    logits, f = leaf(rng.normal(2, 5, 7)), student.get_logprobs
+    logprobs, by_default = f(logits, tokens, 2, 0.7), f(logits, tokens)
+    at_default = gradients(by_default[:, -3:] * weights, logits=logits)
+    return {
+        "the result": logprobs,
+        "the result by default": by_default,
+        "the gradient for logits by default": at_default.popitem()[1],
+    } | gradients(logprobs * weights, logits=logits)
 
 
 @check("get_logprobs")
@@ -92,7 +97,7 @@ def keeps_a_distribution(function, *args):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         output = function(*args)
-    return {"the result": output, "a softmax is kept": any(kept)}
+    return {"the result": output, "the log-softmax that is kept for the backward pass": any(kept)}
 
 
 @check("get_logprobs")
@@ -130,9 +135,9 @@ def gradient_of_the_entropy(student, rng):
 
 @check("calc_entropy", expected=entropy_by_categorical)
 def entropy_of_huge_logits(student, rng):
-    """Logits of 1e4, and small differences on top of 200: no overflow, no nan, gradients too"""
+    """Logits of 1e4, and small differences on top of 200 and of -200: no overflow, no nan"""
     large = rng.normal(3, 5, std=1e4)
-    offset = rng.integers(-3, 4, 4, 5).to(rng.dtype) + 200
+    offset = rng.integers(-3, 4, 4, 5).to(rng.dtype) + rng.tensor([[200.0], [-200], [200], [-200]])
     return [value_and_gradients(student.calc_entropy, logits=x) for x in (large, offset)]
 
 
@@ -147,6 +152,14 @@ def impossible_tokens(student, rng):
     logits = poison(rng.normal(4, 6), ragged_mask(rng, 4, 6), -torch.inf)
     logits[:, 0] = rng.normal(4)
     return value_and_gradients(student.calc_entropy, logits=logits)
+
+
+@check("calc_entropy", expected=entropy_of_possible_tokens)
+def logits_stay_as_they_were(student, rng):
+    """Logits that are a part of a larger tensor, some of them -inf, stay as they were"""
+    logits = rng.normal(4, 9)[:, ::2]
+    logits[0, 1] = -torch.inf
+    return with_inputs_after(student.calc_entropy, logits)
 
 
 # --- masked_mean --------------------------------------------------------------------------------
@@ -222,6 +235,7 @@ def nothing_to_average(student, rng):
             lambda values: student.masked_mean(values, mask), values=values
         ),
         "all": student.masked_mean(values, ~mask),
+        "rows": student.masked_mean(values, mask, 1),
     }
 
 
@@ -248,13 +262,16 @@ def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
 SETTINGS = {
     "temperature 1": {},
     "temperature 0.5": {"temperature": 0.5},
+    "temperature 0.1": {"temperature": 0.1},
     "temperature 2": {"temperature": 2.0},
     "top_k 3": {"top_k": 3},
     "top_k 1": {"top_k": 1},
     "top_k beyond the vocabulary": {"top_k": 99},
     "top_p 0.6": {"top_p": 0.6},
+    "top_p 0.675": {"top_p": 0.675},
     "top_p 1": {"top_p": 1.0},
     "a tiny top_p": {"top_p": 1e-6},
+    "top_k 3, top_p 0.6": {"top_k": 3, "top_p": 0.6},
     "top_k 3, top_p 0.75": {"top_k": 3, "top_p": 0.75},
     "temperature 0.5, top_p 0.8": {"temperature": 0.5, "top_p": 0.8},
     "temperature 2, top_k 4, top_p 0.9": {"temperature": 2.0, "top_k": 4, "top_p": 0.9},
@@ -288,9 +305,10 @@ def _fits_every_setting(observed, reference):
 @check("sample_next_token", points=3, seeds=2, holds=_fits_every_setting)
 def frequencies(student, rng):
     """Temperature, top-k, top-p and all together, against exact probabilities"""
-    # Neither sorted nor alike by row; the masses keep away from the thresholds.
+    # Neither sorted nor alike by row, far apart; the masses keep away from the thresholds.
     probs = rng.tensor([0.4, 0.27, 0.17, 0.1, 0.06])
-    logits = torch.stack([probs[rng.permutation(5)].log() for _ in range(2)]) + 3
+    logits = torch.stack([probs[rng.permutation(5)].log() for _ in range(2)])
+    logits = logits + rng.tensor([[3.0], [-200.0]])
     batch = logits.repeat(DRAWS, 1)
     draws = {
         name: student.sample_next_token(batch, generator=rng.new_generator(), **options)
@@ -316,7 +334,7 @@ def what_leaves_no_choice(student, rng):
 def _fits_the_crossing(observed, reference):
     probs = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.double)
     crossing = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.double)
-    # At p = 0.8, 0.5 + 0.25 falls short and the third token crosses; at 0.5 the first one reaches.
+    # At p = 0.8, 0.5 + 0.25 falls short and the third token crosses.
     wanted = {"p 0.8": crossing / crossing.sum(), "p 0.7": probs * torch.tensor([1, 1, 0, 0])}
     wanted["p 0.45"] = torch.tensor([1.0, 0, 0, 0])
     for name, target in wanted.items():
@@ -349,6 +367,10 @@ def _is_repeatable(observed, reference):
         return "generators of different seeds should give different draws"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different draws"
+    if not torch.equal(observed["plain"], observed["plain again"]):
+        return "the generator should decide without top_k and top_p too"
+    if torch.equal(observed["plain"], observed["plain, later"]):
+        return "a generator should move on from one call to the next"
     if not torch.equal(observed["logits afterwards"], reference["logits afterwards"]):
         return "the logits should stay as they were"
     return None
@@ -364,7 +386,15 @@ def generator(student, rng):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         return student.sample_next_token(logits, 0.9, top_k=5, top_p=0.95, generator=generator)
 
+    generator = torch.Generator().manual_seed(a)
+    first = student.sample_next_token(logits, generator=generator)
+    later = student.sample_next_token(logits, generator=generator)
+    again = student.sample_next_token(logits, generator=torch.Generator().manual_seed(a))
     return {
+        "plain": first,
+        "plain, later": later,
+        "plain again": again,
+        "one row": student.sample_next_token(logits[:1]),
         "seed a": draw(a),
         "seed a again": draw(a),
         "seed b": draw(b),
@@ -609,6 +639,8 @@ def _reuses_the_cache(observed, reference):
         return "the same generator should give the same completions"
     if torch.equal(observed["completion"], observed["another seed"]):
         return "another generator should give other completions"
+    if torch.equal(observed["no generator"], observed["no generator again"]):
+        return "without a generator, two calls should give different completions"
     if observed["positions that the model ran"] > rows * (prompt_len + width):
         return "with a key-value cache each step feeds the newest token only"
     return None
@@ -630,9 +662,12 @@ def cache_and_generator(student, rng):
     found = {}
     for name, seed in seeds.items():
         generator = torch.Generator().manual_seed(seed)
-        samples = student.get_samples(model, PROMPTS, 10, generator=generator)
+        samples = student.get_samples(model, list(PROMPTS), 10, generator=generator)
         found |= {name: samples.completion_ids, "prompt_len": samples.prompt_len}
-    return found | {"positions that the model ran": sum(ran) // len(seeds)}
+    found["positions that the model ran"] = sum(ran) // len(seeds)
+    for name in ("no generator", "no generator again"):
+        found[name] = student.get_samples(model, PROMPTS[:1], 10).completion_ids
+    return found
 
 
 # --- calc_reinforce_objective -------------------------------------------------------------------
@@ -711,7 +746,11 @@ def random_policies(student, rng):
     return {
         f"baseline {b:.2f}": student.calc_expected_policy_gradient(logits, rewards, b)
         for b in (0.0, 2.0, -1.5)
-    } | {"logits": logits, "rewards": rewards}
+    } | {
+        "logits around 200": student.calc_expected_policy_gradient(logits + 200, rewards, 1.0),
+        "the logits afterwards": logits,
+        "the rewards afterwards": rewards,
+    }
 
 
 def _baseline_cuts_the_variance(observed, reference):

@@ -824,6 +824,25 @@ def again_and_again(student, rng):
     return found | {"other values": score(model, ids, mask)}
 
 
+@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
+def every_way_of_calling(student, rng):
+    """One padded row, a real token 0 without a mask, no_grad, train(), two models at a time"""
+    model = set_alike(boot(student, "gpt2", sites=("attn.q", "mlp.in")), rng)
+    other = set_alike(boot(student, "gpt2", sites=("attn.v",)), rng)
+    ids, mask = rng.integers(3, 512, 1, 6), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    zeros = torch.cat([rng.integers(3, 512, 1, 2), torch.zeros(1, 2, dtype=torch.long)], dim=1)
+    found = {"one padded row": score(model, ids, mask), "token 0": model(zeros)}
+    with torch.no_grad():
+        found["no_grad"] = model(ids)
+    model.train()
+    found |= {"after train()": model(ids), "after train(), again": model(ids)}
+    model.eval()
+    found["after eval()"] = model(ids)
+    with other.reference():
+        found["beside another's reference()"] = model(ids)
+    return found | {"the other": other(ids)}
+
+
 def _close_in_bfloat16(observed, reference):
     for name, expected in reference.items():
         scale = expected.double().norm()
@@ -1063,8 +1082,16 @@ def merged_between_forward_and_backward(student, rng):
     logits = score(model, ids, mask)
     with model.merged(), torch.no_grad():
         inside = score(model, ids, mask)
+        nested = is_error(model.merged().__enter__)
+        still_inside = score(model, ids, mask)
+    frozen = sum(not p.requires_grad for p in model.parameters())
     gradients_after = measure_gradients(model, logits.square().mean())
-    return {"inside": inside} | gradients_after
+    return {
+        "inside": inside,
+        "nesting": nested,
+        "inside, after a refused merged()": still_inside,
+        "frozen parameters afterwards, any": frozen > 0,
+    } | gradients_after
 
 
 @check(
@@ -1323,6 +1350,41 @@ def adapters_that_do_not_fit(student, rng):
     return found
 
 
+def _overwrites(observed, reference):
+    if not torch.equal(observed["loaded again"], observed["saved again"]):
+        return "saving to a path again, or loading again, should give the newest values"
+    if not torch.equal(observed["loaded fresh"], observed["saved fresh"]):
+        return "a new adapter, whose B is 0, should be saved and loaded as well"
+    if not observed["the same parameters"]:
+        return "load_adapter should write into the parameters that there are: an optimizer has them"
+    if observed["files"] != reference["files"]:
+        return "save_adapter should write the file at its path and no other"
+    return None
+
+
+@check("TransformerWithLora.load_adapter", holds=_overwrites)
+def saved_twice_and_loaded_twice(student, rng):
+    """A new adapter, then another one under the same path; the parameters stay the same objects"""
+    ids, mask = ragged_batch(rng)
+    first, second = (boot(student, "llama", sites=("attn.q",)) for _ in range(2))
+    set_apart(second, rng)
+    parameters = list(second.trainable_parameters())
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "adapter"
+        for name in ("fresh", "again"):
+            first.save_adapter(path)
+            second.load_adapter(path)
+            found |= {
+                f"saved {name}": score(first, ids, mask),
+                f"loaded {name}": score(second, ids, mask),
+            }
+            set_apart(first, rng)
+        found["files"] = sorted(p.name for p in Path(folder).iterdir())
+    now = list(second.trainable_parameters())
+    return found | {"the same parameters": {*map(id, now)} == {*map(id, parameters)}}
+
+
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
 
@@ -1375,9 +1437,9 @@ def first_token(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def large_logits(student, rng):
-    """Logits of 1e4, and small differences on top of 1e4"""
+    """Logits of 1e4, and small differences on top of 200"""
     large, tokens, loss_mask = sft_batch(rng, std=1e4)
-    offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 1e4
+    offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 200
     return [sft_loss_and_gradient(student, x, tokens, loss_mask) for x in (large, offset)]
 
 

@@ -38,10 +38,10 @@ def find_mismatch(
     if yours_kind != expected_kind:
         return Mismatch(f"{where} is {yours_kind}, where {expected_kind} is expected")
     if isinstance(expected, dict):
-        if yours.keys() != expected.keys():
-            return Mismatch(
-                f"{where} has the entries {sorted(yours)}, where {sorted(expected)} are expected"
-            )
+        if missing := sorted(expected.keys() - yours.keys()):
+            return Mismatch(f"{where} lacks {missing[0]}")
+        if unexpected := sorted(yours.keys() - expected.keys()):
+            return Mismatch(f"{where} has {unexpected[0]}, which is not expected")
         pairs = [(_say(key), yours[key], expected[key], _enter(gap, key)) for key in expected]
     elif isinstance(expected, list):
         if len(yours) != len(expected):
@@ -87,13 +87,13 @@ def _enter(gap: Any, key: Any) -> Any:
 
 
 def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
-    if not isinstance(expected, Raised):
-        return Mismatch(f"raised {yours.kind}: {yours.message}", yours.trace)
+    if isinstance(yours, Raised) and isinstance(expected, Raised) and yours == expected:
+        return None
     if not isinstance(yours, Raised):
         return Mismatch(f"raised nothing, where {expected.kind} is expected")
-    if yours.kind == expected.kind:
-        return None
-    return Mismatch(f"raised {yours.kind}: {yours.message}, where {expected.kind} is expected")
+    if yours.kind == "NotDefined":  # the engine's own words
+        return Mismatch(yours.message)
+    return Mismatch(f"raised {yours.kind}", f"{yours.message}\n{yours.trace}".strip())
 
 
 def _describe_kind(value: Any) -> str:

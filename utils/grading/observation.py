@@ -3,6 +3,7 @@
 import contextlib
 import io
 import random
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -15,14 +16,22 @@ from torch import Tensor, nn
 
 from utils.grading.checks import Check, Rng
 
+MOST_NUMBERS = 10**7  # of a tensor that is observed
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Raised:
-    """What is observed of code that raised."""
+    """What is observed of code that raised. Two are equal if kind and wording are."""
 
     kind: str  # the exception's class name
     message: str
-    trace: str  # the frames of the student's code
+    trace: str = ""  # the frames of the student's code
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Raised) and self._wording() == other._wording()
+
+    def _wording(self) -> tuple[str, str]:
+        return self.kind, re.sub(r"\d+", "", self.message)
 
 
 @dataclass(frozen=True)
@@ -56,19 +65,32 @@ def observe(
 
     One thread, seeded, no model hub, and everything that is global afterwards as it was.
     """
-    printed = io.StringIO()
+    printed = _Unclosable()
     with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
         try:
             with contextlib.redirect_stderr(printed):
                 observed = to_plain(probe(student, Rng(seed, dtype)))
-        except (Exception, SystemExit) as error:
-            observed = Raised(type(error).__name__, str(error), _format_frames(error, probe))
+        except (Exception, SystemExit, GeneratorExit) as error:
+            observed = Raised(type(error).__name__, _say(error), _format_frames(error, probe))
     return observed, printed.getvalue()
+
+
+class _Unclosable(io.StringIO):
+    def close(self) -> None:
+        """Whoever prints next to it may not close it."""
+
+
+def _say(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a student's own __str__
+        return ""
 
 
 @contextlib.contextmanager
 def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
     threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     python_state, hub = random.getstate(), huggingface_hub.constants
     offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     torch.set_num_threads(1)
@@ -81,6 +103,7 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         hub.HF_HUB_OFFLINE = offline
+        torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
         torch.set_default_dtype(default)
         random.setstate(python_state)
@@ -91,6 +114,8 @@ def to_plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (Tensor, nn.Parameter):
+        if value.numel() > MOST_NUMBERS:  # an expanded one takes no memory until it is copied
+            return Unsupported(f"tensor of {value.numel()} numbers")
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(value, list | tuple):
         return [to_plain(item) for item in value]
