@@ -288,7 +288,8 @@ def test_a_lambda_is_an_answer(capsys):
         check_in_notebook(globals()["calc_entropy"])
     finally:
         del globals()["calc_entropy"]
-    assert "calc_entropy: 6 of 6 points" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "calc_entropy: 7 of 7 points" in said
 
 
 # --- Submissions --------------------------------------------------------------------------------
