@@ -1113,6 +1113,33 @@ def fields_and_dtypes(student, rng):
     return found | {f"{name} of all rows": getattr(whole, name)[order] for name in fields}
 
 
+def _rows_that_do_not_divide(observed, reference):
+    rows = observed["rows"].reshape(2, 10).sort().values
+    if not torch.equal(rows, torch.arange(10).expand(2, 10)):
+        return "10 rows in 3 minibatches: every row should come once an epoch, the last ones too"
+    groups = observed["groups"].reshape(-1, 4)
+    if not torch.equal(groups - groups[:, :1], torch.arange(4).expand_as(groups)):
+        return "group_size rows that follow one another should stay together"
+    if torch.equal(groups[:, 0], torch.arange(0, 24, 4)):
+        return "groups should come in a random order"
+    return None
+
+
+@check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
+def groups_and_odd_numbers(student, rng):
+    """10 rows in 3 minibatches, and 6 groups of 4 rows that stay together"""
+    x = rng.normal(24)
+    memory = student.ReplayMemory(
+        num_minibatches=3, batches_per_learning_phase=2, row=torch.arange(10), x=x[:10]
+    )
+    grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=torch.arange(24), x=x)
+    return {
+        "rows": torch.cat([minibatch.row for minibatch in memory.get_minibatches()]),
+        "groups": torch.cat([minibatch.row for minibatch in grouped.get_minibatches()]),
+        "x": x,
+    }
+
+
 # --- make_replay_memory -------------------------------------------------------------------------
 
 MEMORY_FIELDS = (
@@ -1163,14 +1190,14 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     )
 
 
-def _make_memory(student, rng, with_reference=True, **options):
+def _make_memory(student, rng, with_reference=True, spread=2.0, **options):
     args = _make_args(student, **options)
     samples = make_samples(rng, rows=6)
     mask = samples.completion_mask
     drawn = [leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(3)]
     if not with_reference:
         drawn[1] = None
-    scores = leaf(rng.normal(6, mean=3, std=2))
+    scores = leaf(rng.normal(6, mean=3 * spread, std=spread))
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     return {
@@ -1213,6 +1240,12 @@ def memory_of_raw_rewards(student, rng):
     return _make_memory(student, rng, with_reference=False, normalize_reward=False, kl_coef=0.0)
 
 
+@check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
+def memory_of_nearly_equal_rewards(student, rng):
+    """Scores that differ as little as the eps of normalize_reward"""
+    return _make_memory(student, rng, spread=1e-5)
+
+
 @check("make_replay_memory", expected=memory_by_loops)
 def memory_with_default_gamma(student, rng):
     """The default gamma and lambda; the KL in the loss is not charged in the reward as well"""
@@ -1244,15 +1277,15 @@ def _roll_out(student, rng, **options):
     reward_fn = RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
-    memory = student.RLHFTrainer(args, model).rollout_phase()
+    trainer = student.RLHFTrainer(args, model)
+    memory = trainer.rollout_phase()
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
-    return trainers.describe_rollout(fields, args.gen_len) | {
-        "texts": reward_fn.samples,
-        "prompts": reward_fn.prompts,
-        "seed": rng.seed,
-    }
+    found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    trainer.rollout_phase()
+    found["texts of a second rollout"] = reward_fn.samples
+    return found | trainers.describe_rollout(fields, args.gen_len)
 
 
 ROLLOUT = {"batch_size": 24, "num_minibatches": 2, "gen_len": 6, "temperature": 0.7, "kl_coef": 0.3}
@@ -1269,6 +1302,8 @@ def _is_a_rollout(**options):
         wrong = trainers.find_wrong_sample(observed, rebuilt, args)
         if wrong is not None:
             return wrong
+        if observed["prompts"][::2] == observed["prompts"][1::2]:
+            return "each row should have a prompt drawn for it alone; here two follow each other"
         pairs = zip(observed["texts"], observed["prompts"], strict=True)
         memory = memory_by_loops(
             args,
@@ -1300,7 +1335,7 @@ OTHER_ROLLOUT = {
     "kl_in": "reward",
     "normalize_reward": False,
     "top_k": 5,
-    "temperature": 1.0,
+    "temperature": 1.3,
     "gamma": 0.9,
     "prepend_bos": False,
 }

@@ -609,6 +609,19 @@ def extremes_behind_the_mask(student, rng):
     }
 
 
+@check("calc_grpo_objective", expected=objective_by_cases)
+def far_from_the_reference(student, rng):
+    """Log-probs up to 9 away from the reference's, both ways, in the value and the gradient"""
+    old, far = -rng.uniform(2, 3), rng.tensor([[9.0, -9.0, 7.0], [-6.0, 6.0, 0.0]])
+    return value_and_gradients(
+        _objective(student, torch.ones(2, 3, dtype=torch.bool)),
+        logprobs=old + rng.normal(2, 3, std=0.1),
+        old_logprobs=old,
+        ref_logprobs=old + far,
+        advantages=rng.normal(2),
+    )
+
+
 @check("calc_grpo_objective")
 def tensors_afterwards(student, rng):
     """The tensors that the objective is given stay as they were"""
@@ -889,14 +902,14 @@ def _roll_out_groups(student, rng, **options):
     reward_fn = RecordingReward()
     args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.GrpoTrainer.model_class, rng, "ending")
-    memory = student.GrpoTrainer(args, model).rollout_phase()
+    trainer = student.GrpoTrainer(args, model)
+    memory = trainer.rollout_phase()
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
-    return trainers.describe_rollout(fields, args.gen_len) | {
-        "texts": reward_fn.samples,
-        "prompts": reward_fn.prompts,
-        "seed": rng.seed,
-    }
+    found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    trainer.rollout_phase()
+    found["texts of a second rollout"] = reward_fn.samples
+    return found | trainers.describe_rollout(fields, args.gen_len)
 
 
 def _is_a_rollout_of_groups(**options):
@@ -948,6 +961,34 @@ OTHER_GRPO_ROLLOUT = {
 def rollout_without_a_reference(student, rng):
     """kl_coef 0, advantage_scale "none", top_k 5, no bos: every argument reaches its place"""
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
+
+
+def _scored_by_the_hooked_model(observed, reference):
+    off = (observed["logprobs"] - observed["hooked"]).abs().max()
+    if off > 1e-3:
+        return (
+            f"the old log-probs are off by up to {off:.2g} from those of the model that is trained,"
+            " so the first ratio is not 1: score with the hooked model, not the merged one"
+        )
+    return None
+
+
+@check("GrpoTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
+def first_ratio_is_one(student, rng):
+    """The old log-probs are the hooked model's: in bfloat16 the merged one differs visibly"""
+    reward_fn = RecordingReward()
+    args = _make_grpo_args(student, batch_size=8, group_size=4, reward_fn=reward_fn)
+    model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
+    memory = student.GrpoTrainer(args, model).rollout_phase()
+    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        logits = model(memory.input_ids, memory.attention_mask)
+    hooked = get_logprobs(logits, memory.input_ids, prompt_len)
+    width = (0, 5 - memory.mask.shape[1])
+    return {
+        "logprobs": F.pad(inside(memory.logprobs, memory.mask), width).to(rng.dtype),
+        "hooked": F.pad(inside(hooked, memory.mask), width).to(rng.dtype),
+    }
 
 
 def _counts(observed, reference):
@@ -1077,8 +1118,8 @@ def objective_with_the_exact_kl(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_without_kl(student, rng):
-    """kl_coef 0, no ref_logprobs"""
-    return _grpo_objective(student, rng, kl_coef=0.0)
+    """kl_coef 0: no ref_logprobs, whichever the kl_kind"""
+    return [_grpo_objective(student, rng, kl_coef=0.0, kl_kind=kind) for kind in ("k3", "exact")]
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
@@ -1153,6 +1194,7 @@ def gradient_at_the_start(student, rng):
     scores = rng.normal(6, mean=4)
     memory = student.make_grpo_memory(trainer.args, samples, scores, logprobs, logprobs)
     trainer.rollout_phase = lambda: memory
+    trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
     return [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
 
 

@@ -64,9 +64,12 @@ def canonical(tensors: list[Tensor]) -> dict[str, Tensor]:
 def adapter_gradients(objective: Tensor, model: nn.Module) -> dict[str, Tensor]:
     """d objective / d trainable parameter, zeros where there is none."""
     parameters = list(model.trainable_parameters())
+    n_left = sum(p.grad is not None for p in parameters)
     found = torch.autograd.grad(objective, parameters, allow_unused=True)
     pairs = zip(found, parameters, strict=True)
-    return canonical([torch.zeros_like(p) if g is None else g for g, p in pairs])
+    gradients = canonical([torch.zeros_like(p) if g is None else g for g, p in pairs])
+    named = {f"the gradient for parameters {name}": g for name, g in gradients.items()}
+    return named | {"the number of gradients left in .grad": n_left}
 
 
 def make_samples(
@@ -77,8 +80,10 @@ def make_samples(
     if not empty_row:
         mask[:, 0] = True
     pads = rng.integers(0, prompt_len, rows)
-    attention = torch.cat([torch.arange(prompt_len) >= pads[:, None], mask], dim=1).long()
-    ids = rng.integers(3, 512, rows, prompt_len + completion) * attention
+    # After a completion the attention is on: what is trained on is the mask's business alone.
+    prompt = torch.arange(prompt_len) >= pads[:, None]
+    attention = torch.cat([prompt, torch.ones_like(mask)], dim=1).long()
+    ids = rng.integers(0, 512, rows, prompt_len + completion)  # 0 is the pad id, and a token
     return Samples(ids, attention, prompt_len, mask, [f"text {i}" for i in range(rows)])
 
 
@@ -208,8 +213,11 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
     ids, mask, n_prompt = observed["ids"], observed["mask"], get_prompt_len()
     if observed["fields with a gradient"]:
         return f"no field may carry a gradient, but {observed['fields with a gradient']} do"
-    if len(set(observed["prompts"])) < 2:
+    prompts = observed["prompts"]
+    if len(set(prompts)) < 2:
         return "prompts should be drawn anew for each rollout; here all are one"
+    if observed["texts of a second rollout"] == observed["texts"]:
+        return "a second rollout should sample anew"
     if not torch.equal(mask, get_mask_by_loops(ids[:, n_prompt:])):
         return "the mask should be true up to and including the first eos"
     for row, (text, prompt) in enumerate(zip(observed["texts"], observed["prompts"], strict=True)):
