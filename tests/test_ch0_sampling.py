@@ -564,7 +564,7 @@ def _greedy(student, kind, prompts, **options):
     return _sample(student, model, prompts, 8, temperature=0.0, **options)
 
 
-@check("get_samples", points=2, expected=_greedy_by_hugging_face("gpt2"))
+@check("get_samples", public=True, points=2, expected=_greedy_by_hugging_face("gpt2"))
 def greedy_gpt2(student, rng):
     """Greedy, prompts of different lengths, a model with absolute positions and dropout"""
     order = rng.permutation(len(PROMPTS)).tolist()
@@ -608,7 +608,7 @@ def _fits_the_model(observed, reference):
             entropy = -(logprobs.exp() * logprobs).sum()
             surprise += float(probs[token].log() + entropy)
             variance += float((logprobs.exp() * (logprobs + entropy).square()).sum())
-    if abs(surprise) > 6.1 * variance**0.5:  # p < 1e-9
+    if abs(surprise) > 8 * variance**0.5:
         return "the tokens do not have the probabilities that the model gives them"
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
@@ -680,7 +680,7 @@ def reinforce_by_loops(logprobs, advantages, mask):
 
 @check("calc_reinforce_objective", public=True, expected=-1.75)
 def worked_objective(student, rng):
-    """(-1)(1) + (-2)(-1) + (-3)(2) + (-1)(-2) ... over four true positions, NaN beyond"""
+    """(-1)(1) + (-2)(-1) + (-3)(2) + (-1)(2), over four true positions, NaN beyond"""
     logprobs = rng.tensor([[-1.0, -2.0, -3.0], [-1.0, NAN, NAN]])
     advantages = rng.tensor([[1.0, -1.0, 2.0], [2.0, NAN, NAN]])
     return student.calc_reinforce_objective(logprobs, advantages, ~logprobs.isnan())

@@ -828,7 +828,7 @@ def memory_of_groups(student, rng):
     return _make_grpo_memory(student, rng, batches_per_learning_phase=3, num_minibatches=2)
 
 
-@check("make_grpo_memory", expected=grpo_memory_by_loops)
+@check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
     """advantage_scale "batch" and "none", and no reference"""
     return [
@@ -848,7 +848,7 @@ def _whole_groups(observed, reference):
         if rows.sort().values.tolist() != list(range(24)):
             return "every row should come exactly once an epoch"
         orders.append(tuple(rows.tolist()))
-    if len(set(orders)) == 1 or tuple(range(24)) in orders:
+    if len(set(orders)) == 1:  # by chance once in 720 ** 3
         return "groups should come in a new random order each epoch"
     return None
 
@@ -999,7 +999,7 @@ def _counts(observed, reference):
     return None
 
 
-@check("GrpoTrainer.rollout_phase", holds=_counts)
+@check("GrpoTrainer.rollout_phase", public=True, holds=_counts)
 def no_value_head_and_no_reference(student, rng):
     """The model that the trainer builds has no value head; with kl_coef 0 no reference runs"""
     args = _make_grpo_args(
@@ -1122,7 +1122,7 @@ def objective_without_kl(student, rng):
     return [_grpo_objective(student, rng, kl_coef=0.0, kl_kind=kind) for kind in ("k3", "exact")]
 
 
-@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+@check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
 def grpo_objective_by_default(student, rng):
     """The default coefficients, temperature 1"""
     defaults = {"clip_coef": 0.2, "ent_coef": 0.001, "kl_coef": 0.04, "temperature": 1.0}
@@ -1151,7 +1151,7 @@ def _make_grpo_trainer(student, rng, **options):
     return student.GrpoTrainer(args, make_model(TransformerWithLora, rng))
 
 
-@check("measure_loss_and_gradient_at_start", points=2, holds=_zero_and_not_zero)
+@check("measure_loss_and_gradient_at_start", public=True, points=2, holds=_zero_and_not_zero)
 def objective_at_the_start(student, rng):
     """On fresh rollouts: objective 0 up to 1e-6, gradient not 0, parameters untouched"""
     trainer = _make_grpo_trainer(student, rng)
@@ -1212,7 +1212,7 @@ def _learned_full_stops(observed, reference):
     return None
 
 
-@check("GrpoTrainer.train", slow=True, holds=_learned_full_stops)
+@check("GrpoTrainer.train", public=True, slow=True, holds=_learned_full_stops)
 def a_short_run_of_grpo(student, rng):
     """Eight phases on the embedded model: at least half as many full stops again"""
     args = student.GrpoArgs(

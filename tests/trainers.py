@@ -240,7 +240,7 @@ def get_mask_by_loops(completion_ids: Tensor) -> Tensor:
 
 
 def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None:
-    """Whether the surprise of all tokens together fits its mean and variance (p < 1e-9)."""
+    """Whether the surprise of all tokens together is within 8 standard deviations of its mean."""
     logits = logits.double()
     if top_k is not None:
         kth = logits.topk(top_k).values[:, -1:]
@@ -251,6 +251,6 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
         return f"a token was sampled that top_k {top_k} leaves out"
     logprobs = policy.logits.masked_fill(policy.probs == 0, 0.0)
     variance = (policy.probs * logprobs.square()).sum(-1) - policy.entropy().square()
-    if (surprise - policy.entropy()).sum().abs() > 6.1 * variance.sum().sqrt():
+    if (surprise - policy.entropy()).sum().abs() > 8 * variance.sum().sqrt():
         return "the tokens do not have the probabilities of the adapted policy at its temperature"
     return None

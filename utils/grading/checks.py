@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,7 +137,7 @@ def get_stems() -> tuple[str, ...]:
     """The chapters that have checks, in order."""
     tests = importlib.import_module("tests")
     names = sorted(module.name for module in pkgutil.iter_modules(tests.__path__))
-    return tuple(name.removeprefix("test_") for name in names if name.startswith("test_ch"))
+    return tuple(name.removeprefix("test_") for name in names if re.match(r"test_ch\d+_", name))
 
 
 def get_reference(stem: str) -> ModuleType:

@@ -13,7 +13,7 @@ import torch
 from utils.grading import answers
 from utils.grading.checks import Check, get_checks, get_reference
 from utils.grading.comparison import Mismatch, find_mismatch, measure_gap
-from utils.grading.observation import Answers, Raised, run_check
+from utils.grading.observation import Answers, Raised, is_sound, run_check
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ class Verdict:
     def is_stub(self) -> bool:
         """Whether the exercise has not been started."""
         last = self.observations[-1]
-        return isinstance(last, Raised) and last.kind == "NotImplementedError"
+        name = self.check.exercise.rpartition(".")[2]
+        return (
+            isinstance(last, Raised)
+            and last.kind == "NotImplementedError"
+            and last.place in (name, "__init__")
+        )
 
     def describe(self) -> str:
         """What failed, for the student: values, the probe and prints for public checks only."""
@@ -78,8 +83,6 @@ def grade_answer(check: Check, answer: "answers.Answer", secret: str = "") -> Ve
 def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
     """What is wrong with an observation, by the check's oracle or else by the reference."""
     reference = observe_reference(check, index, secret)
-    if isinstance(reference, Raised):
-        raise RuntimeError(f"{check.path}: the reference raised {reference}\n{reference.trace}")
     if check.holds is not None:
         mismatch = find_mismatch(observed, reference, structure_only=True)
         if mismatch is None:
@@ -98,9 +101,12 @@ def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch
 def observe_reference(
     check: Check, index: int, secret: str = "", dtype: torch.dtype = torch.float32
 ) -> Any:
-    """What the reference gives."""
+    """What the reference gives. Raises RuntimeError if that is no observation."""
     reference = Answers(vars(get_reference(check.stem)))
-    return run_check(check, reference, index, secret, dtype)[0]
+    observed = run_check(check, reference, index, secret, dtype)[0]
+    if not is_sound(observed):
+        raise RuntimeError(f"{check.path}: the reference in {dtype} gave {observed}")
+    return observed
 
 
 @functools.lru_cache(maxsize=4096)
@@ -166,7 +172,7 @@ def _same_as_mistake(verdict: Verdict, mistake: "answers.Answer", secret: str) -
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16384)
 def observe_answer(answer: "answers.Answer", check: Check, index: int, secret: str = "") -> Any:
     return run_check(check, answer.build(), index, secret)[0]
 

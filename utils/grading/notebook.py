@@ -4,7 +4,7 @@ import inspect
 import sys
 from typing import Any
 
-from utils.grading.checks import find_stem, get_reference
+from utils.grading.checks import find_stem, get_checks, get_reference, get_stems
 from utils.grading.engine import Verdict, grade_exercise
 from utils.grading.observation import Answers
 
@@ -21,7 +21,7 @@ def check(answer: Any, slow: bool = False) -> None:
     exercise = _get_exercise(answer, caller)
     stem = find_stem(exercise)
     name, _, method = exercise.partition(".")
-    given = {name: caller[name] if method else answer}
+    given = {} if method else {name: answer}
     home = vars(sys.modules.get(getattr(answer, "__module__", None), sys.modules["__main__"]))
     student = Answers(given, caller, home, vars(get_reference(stem)))
     verdicts, sentence = grade_exercise(stem, exercise, student, slow=slow)
@@ -29,11 +29,14 @@ def check(answer: Any, slow: bool = False) -> None:
 
 
 def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
-    name = getattr(answer, "__qualname__", "")
-    if not name or "<" in name:  # a lambda, or made inside a function: the name that it was given
-        names = [key for key, value in caller.items() if value is answer and key[0] != "_"]
-        name = names[0] if names else repr(answer)
-    return name
+    """The name under which the caller has it, or under which it was defined."""
+    exercises = [exercise for stem in get_stems() for exercise in get_checks(stem)]
+    for exercise in exercises:
+        name, _, method = exercise.partition(".")
+        found = caller.get(name)
+        if found is not None and answer is (vars(found).get(method) if method else found):
+            return exercise
+    return getattr(answer, "__qualname__", repr(answer))
 
 
 def format_verdicts(exercise: str, verdicts: list[Verdict], sentence: str | None = None) -> str:

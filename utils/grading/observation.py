@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import huggingface_hub.constants
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ class Raised:
     kind: str  # the exception's class name
     message: str
     trace: str = ""  # the frames of the student's code
+    place: str = ""  # the function that raised
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Raised) and self._wording() == other._wording()
@@ -63,7 +65,8 @@ def observe(
 ) -> tuple[Any, str]:
     """Run a probe: the plain observation or `Raised`, and what was printed.
 
-    One thread, seeded, no model hub, and everything that is global afterwards as it was.
+    One thread, no model hub, and the generators of Python, NumPy and PyTorch seeded; those, the
+    number of threads, the default dtype and the grad mode are afterwards as they were.
     """
     printed = _Unclosable()
     with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
@@ -71,7 +74,10 @@ def observe(
             with contextlib.redirect_stderr(printed):
                 observed = to_plain(probe(student, Rng(seed, dtype)))
         except (Exception, SystemExit, GeneratorExit) as error:
-            observed = Raised(type(error).__name__, _say(error), _format_frames(error, probe))
+            frames = traceback.extract_tb(error.__traceback__)
+            observed = Raised(
+                type(error).__name__, _say(error), _format_frames(frames, probe), frames[-1].name
+            )
     return observed, printed.getvalue()
 
 
@@ -91,11 +97,13 @@ def _say(error: BaseException) -> str:
 def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
     threads, default = torch.get_num_threads(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
-    python_state, hub = random.getstate(), huggingface_hub.constants
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    hub = huggingface_hub.constants
     offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
     random.seed(seed)
+    np.random.seed(seed % 2**32)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -107,6 +115,7 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
         torch.set_num_threads(threads)
         torch.set_default_dtype(default)
         random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def to_plain(value: Any) -> Any:
@@ -124,11 +133,20 @@ def to_plain(value: Any) -> Any:
     return Unsupported(type(value).__name__)
 
 
-def _format_frames(error: BaseException, probe: Callable) -> str:
+def is_sound(observed: Any) -> bool:
+    """Whether an observation holds nothing that cannot be compared."""
+    if isinstance(observed, dict):
+        return all(map(is_sound, observed.values()))
+    if isinstance(observed, list):
+        return all(map(is_sound, observed))
+    return not isinstance(observed, Raised | Unsupported)
+
+
+def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
     """The traceback without the engine's and the check's own frames."""
     own = (__file__, probe.__code__.co_filename)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own]
-    return "".join(traceback.format_list(frames)).rstrip()
+    kept = [frame for frame in frames if frame.filename not in own]
+    return "".join(traceback.format_list(kept)).rstrip()
 
 
 def run_check(

@@ -7,6 +7,8 @@
 A check returns what it observed, so it can be no test function: pytest warns of those that return.
 """
 
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +18,9 @@ from utils.grading.answers import Answer, get_alternatives, get_mistakes
 from utils.grading.checks import Check, get_checks, get_reference
 from utils.grading.engine import Verdict, diagnose, get_quick_checks, grade, grade_answer
 from utils.grading.observation import Answers
-from utils.grading.submission import load_submission
+from utils.grading.submission import Submission, load_submission
 
-_student = pytest.StashKey[dict[str, Answers]]()
+_student = pytest.StashKey[Submission]()
 _verdicts = pytest.StashKey[list[Verdict]]()
 
 
@@ -47,7 +49,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
-    if module_path.name.startswith("test_ch"):
+    if re.match(r"test_ch\d+_", module_path.name) and module_path.parent.name == "tests":
         return CheckFile.from_parent(parent, path=module_path)
     return None
 
@@ -58,7 +60,7 @@ class CheckFile(pytest.Module):
     def collect(self) -> Iterator[pytest.Collector]:
         stem = Path(self.path).stem.removeprefix("test_")
         submission = self.config.stash.get(_student, None)
-        if submission is not None and stem not in submission:
+        if submission is not None and stem not in submission.stems:
             return
         for exercise, checks in get_checks(stem).items():
             yield Exercise.from_parent(self, name=exercise, stem=stem, checks=checks)
@@ -71,7 +73,11 @@ class Exercise(pytest.Collector):
         self.secret = self.config.getoption("--secret")
         submission = self.config.stash.get(_student, None)
         self.is_reference = submission is None
-        self.student = submission[stem] if submission else Answers(vars(get_reference(stem)))
+        if submission is None:
+            self.student = Answers(vars(get_reference(stem)))
+        else:
+            self.student = submission.get_answers(stem, self.name)
+        self._verdicts: dict[Check, Verdict] = {}
 
     def collect(self) -> Iterator[pytest.Item]:
         for check in self.checks:
@@ -88,6 +94,16 @@ class Exercise(pytest.Collector):
 
     def _mine(self, answers: tuple[Answer, ...]) -> list[Answer]:
         return [answer for answer in answers if answer.exercise == self.name]
+
+    def grade(self, check: Check) -> Verdict:
+        if check not in self._verdicts:
+            self._verdicts[check] = grade(check, self.student, self.secret)
+        return self._verdicts[check]
+
+    @functools.cached_property
+    def sentence(self) -> str | None:
+        """Of the mistake that the student made, over all quick checks."""
+        return diagnose([self.grade(check) for check in self.quick_checks], self.secret)
 
     @property
     def quick_checks(self) -> list[Check]:
@@ -117,15 +133,13 @@ class CheckItem(Item):
 
     def runtest(self) -> None:
         exercise = self.parent
-        verdict = grade(self.check, exercise.student, exercise.secret)
+        verdict = exercise.grade(self.check)
         self.config.stash[_verdicts].append(verdict)
         if verdict.passed:
             return
         lines = [f"{self.check.title}:", verdict.describe()]
         if not exercise.is_reference:
-            quick = exercise.quick_checks
-            all_verdicts = [grade(check, exercise.student, exercise.secret) for check in quick]
-            lines.append(diagnose(all_verdicts, exercise.secret) or "")
+            lines.append(exercise.sentence or "")
         raise Failed("\n".join(lines).rstrip())
 
 

@@ -5,19 +5,36 @@ else of a notebook runs. It runs in this process: grade the work of people whom 
 """
 
 import ast
+import symtable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import nbformat
 
 from utils.grading.answers import build_module
-from utils.grading.checks import get_checks, get_stems
+from utils.grading.checks import get_checks, get_reference, get_stems
 from utils.grading.observation import Answers
 
 _DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
-def load_submission(path: Path) -> dict[str, Answers]:
-    """The chapters that a `.py` or `.ipynb` file answers, recognised by what it defines.
+@dataclass(frozen=True)
+class Submission:
+    """What a file defines, and the chapters whose exercises are among it."""
+
+    namespace: dict[str, Any]
+    stems: tuple[str, ...]
+
+    def get_answers(self, stem: str, exercise: str) -> Answers:
+        """The student's names; what is missing is the reference's, but not the exercise itself."""
+        name = exercise.partition(".")[0]
+        rest = {k: v for k, v in vars(get_reference(stem)).items() if k != name}
+        return Answers(self.namespace, rest)
+
+
+def load_submission(path: Path) -> Submission:
+    """A `.py` or `.ipynb` file; its chapters are recognised by what it defines.
 
     Raises ValueError for a file that cannot be read or defines no exercise.
     """
@@ -26,18 +43,22 @@ def load_submission(path: Path) -> dict[str, Answers]:
     if path.suffix not in (".py", ".ipynb"):
         raise ValueError(f"the submission should be a .py or .ipynb file, but is {path.name}")
     statements = select_statements(parse(path))
-    names = set().union(*map(get_bound_names, statements)) if statements else set()
-    stems = [
-        stem
-        for stem in get_stems()
-        if names & {exercise.partition(".")[0] for exercise in get_checks(stem)}
-    ]
+    defined = set().union(*map(get_bound_names, statements))
+    stems = tuple(stem for stem in get_stems() if defined & _get_top_names(stem))
     if not stems:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
-    source = ast.unparse(ast.Module(statements, type_ignores=[]))
-    # Executed in the name of its last chapter; earlier chapters' names are looked up there as well.
-    student = Answers(vars(build_module(stems[-1], source)))
-    return dict.fromkeys(stems, student)
+    module = build_module(stems[-1], "from __future__ import annotations")
+    for statement in statements:
+        code = compile(ast.Module([statement], type_ignores=[]), str(path), "exec")
+        try:
+            exec(code, module.__dict__)
+        except Exception as error:  # costs what it defines
+            print(f"{path}, line {statement.lineno}: {type(error).__name__}: {error}")
+    return Submission(module.__dict__, stems)
+
+
+def _get_top_names(stem: str) -> set[str]:
+    return {exercise.partition(".")[0] for exercise in get_checks(stem)}
 
 
 def parse(path: Path) -> list[ast.stmt]:
@@ -49,32 +70,38 @@ def parse(path: Path) -> list[ast.stmt]:
         notebook = nbformat.reads(text, as_version=4)
     except Exception as error:  # nbformat's own errors share no class
         raise ValueError(f"the submission should be a notebook, but {path}: {error}") from error
-    statements = []
-    for cell in notebook.cells:
-        if cell.cell_type != "code" or cell.source.startswith("%%"):
-            continue
-        lines = [line for line in cell.source.splitlines() if not line.lstrip().startswith("%")]
-        lines = [line for line in lines if not line.lstrip().startswith("!")]
+    cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return [statement for cell in cells for statement in _parse_cell(cell)]
+
+
+def _parse_cell(source: str) -> list[ast.stmt]:
+    """Without the lines of magics and of the shell, if it does not parse with them."""
+    kept = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!"))]
+    for text in (source, "\n".join(kept)):
         try:
-            statements += ast.parse("\n".join(lines)).body
+            return ast.parse(text).body
         except SyntaxError:
             continue
-    return statements
+    return []
 
 
 def select_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
     """Definitions and imports, and the assignments of names that what is taken uses."""
-    taken = [s for s in statements if isinstance(s, _DEFINITIONS)]
+    taken = [s for s in statements if isinstance(s, _DEFINITIONS) and not _is_future(s)]
     left = [s for s in statements if isinstance(s, ast.Assign | ast.AnnAssign)]
-    exercises = {e.partition(".")[0] for stem in get_stems() for e in get_checks(stem)}
+    exercises = set().union(*map(_get_top_names, get_stems()))
     while True:
-        needed = exercises.union(*(get_used_names(s) for s in taken))
+        needed = exercises.union(*map(get_used_names, taken))
         more = [s for s in left if get_bound_names(s) & needed]
         if not more:
             break
         taken += more
         left = [s for s in left if s not in more]
     return [s for s in statements if s in taken]
+
+
+def _is_future(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 def get_bound_names(statement: ast.stmt) -> set[str]:
@@ -89,4 +116,12 @@ def get_bound_names(statement: ast.stmt) -> set[str]:
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    """The global names that a statement refers to: no parameter and no local of a function."""
+    waiting = [symtable.symtable(ast.unparse(statement), "statement", "exec")]
+    names = set()
+    while waiting:
+        table = waiting.pop()
+        is_top = table.get_type() == "module"
+        names |= {s.get_name() for s in table.get_symbols() if is_top or s.is_global()}
+        waiting += table.get_children()
+    return names
