@@ -55,7 +55,7 @@ def in_every_form(call, mask, **tensors: Tensor) -> dict:
 
 
 def call_on_edges(rng, function, make_tensors, *settings):
-    """Value and gradients of a masked mean: one row of one token, one of three, none, all.
+    """Value and gradients of a masked mean: one row of one token, one of three, none, ragged.
 
     The last is called without gradients, and gives what it left of its inputs.
     """
@@ -69,9 +69,9 @@ def call_on_edges(rng, function, make_tensors, *settings):
         mask = mask.bool()
         tensors = poison_all(mask, NAN, **make_tensors(rng, mask))
         found[name] = call_with_gradients(function, mask, *settings, **tensors)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    tensors = make_tensors(rng, mask)
-    found["all"] = with_inputs_after(function, *tensors.values(), mask, *settings)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    tensors = poison_all(mask, NAN, **make_tensors(rng, mask))
+    found["ragged"] = with_inputs_after(function, *tensors.values(), mask, *settings)
     return by_case(found)
 
 
@@ -233,7 +233,10 @@ def random_rewards(student, rng):
             "default eps": with_inputs_after(f, rewards),
             "eps 0.7": with_inputs_after(f, rewards, eps=0.7),
         }
-    ) | {"two rewards": f(rewards[:2])}
+    ) | {
+        "two rewards": f(rewards[:2]),
+        "an outlier": f(torch.cat([rng.normal(40), rng.normal(1, mean=50)])),
+    }
 
 
 @check("normalize_reward", expected=reward_by_statistics, atol=1e-3)
@@ -626,9 +629,9 @@ def the_first_update(student, rng):
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def huge_log_ratios(student, rng):
     """Log-ratios of 20 and -20, and of 1000 and -1000 beyond the mask: 0 where clipped or masked"""
-    logratios = rng.tensor([[20.0, 10.0, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
+    logratios = rng.tensor([[20.0, 12.0, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
     old_logprobs = -rng.uniform(1, 7, low=1, high=3)
-    signs = rng.tensor([[1.0, 1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
+    signs = rng.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
     return call_with_gradients(
         student.calc_clipped_surrogate_objective,
         torch.tensor([[True, True, True, True, True, False, False]]),
@@ -738,7 +741,7 @@ def entropy_bonus_by_categorical(logits, mask, ent_coef):
     return ent_coef * mean_of_terms(entropies, logits)
 
 
-def policy_logits(rng, mask, std=1.5, vocab=5):
+def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
 
@@ -782,7 +785,7 @@ def kl_penalty_by_distributions(logits, ref_logits, mask, kl_coef):
     return kl_coef * mean_of_terms(terms, logits)
 
 
-def two_logits(rng, mask, std=1.5, vocab=5):
+def two_logits(rng, mask, std=1.5, vocab=130):
     logits, ref_logits = (rng.normal(*mask.shape, vocab, std=std) for _ in "pq")
     return {"logits": logits, "ref_logits": ref_logits}
 
@@ -811,6 +814,7 @@ def hard_kl_penalties(student, rng):
     same = policy_logits(rng, mask)["logits"]
     equal = {"logits": same, "ref_logits": same + 1}
     draw = [rng.normal(*mask.shape, 5, mean=mean, std=3) for mean in (200, -200)]
+    draw[1][..., 0] -= 80  # the reference hardly ever says what the policy may say
     far = {"logits": draw[0], "ref_logits": draw[1]}
     return by_case(
         {
@@ -859,7 +863,10 @@ def _logits_and_values(student, rng, kind):
     "TransformerWithValueHeadLora.forward_with_value_head",
     public=True,
     points=2,
+    float64=False,
     expected=_hugging_face_with_a_head("gpt2"),
+    rtol=1e-3,
+    atol=1e-4,
 )
 def values_of_gpt2(student, rng):
     """Logits, values and gradients on left-padded rows: absolute positions, adapters not 0"""
@@ -868,6 +875,7 @@ def values_of_gpt2(student, rng):
 
 @check(
     "TransformerWithValueHeadLora.forward_with_value_head",
+    float64=False,
     expected=_hugging_face_with_a_head("llama"),
     rtol=1e-3,
     atol=1e-4,
@@ -934,7 +942,12 @@ def head_and_model(student, rng):
 
 
 def _make_args(student, **options):
-    defaults = {"batch_size": 6, "num_minibatches": 1, "gen_len": 5, "prompts": trainers.PROMPTS}
+    defaults = {
+        "batch_size": 6,
+        "num_minibatches": 1,
+        "gen_len": 5,
+        "prompts": list(trainers.PROMPTS),
+    }
     return student.RLHFArgs(**(defaults | options))
 
 
@@ -1270,7 +1283,7 @@ class RecordingReward:
 
 
 def score_text(text, prompt):
-    return text.count("a") + 0.01 * len(prompt)
+    return 10.0 * text.count("a") + 0.1 * len(prompt)
 
 
 def _roll_out(student, rng, **options):
@@ -1467,9 +1480,10 @@ def _objective(student, rng, **options):
     "RLHFTrainer.compute_rlhf_objective",
     points=3,
     seeds=2,
+    float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=1e-5,
+    atol=2e-5,
 )
 def objective_and_gradient(student, rng):
     """Surrogate - value loss + entropy bonus - exact KL at temperature 0.7, and its gradient"""
@@ -1479,21 +1493,23 @@ def objective_and_gradient(student, rng):
 @check(
     "RLHFTrainer.compute_rlhf_objective",
     points=2,
+    float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=1e-5,
+    atol=2e-5,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """With kl_in "reward" the KL is charged there, and not in the objective again"""
-    return _objective(student, rng, kl_in="reward")
+    """With kl_in "reward" the KL is not charged in the objective again; no entropy bonus"""
+    return _objective(student, rng, kl_in="reward", ent_coef=0.0)
 
 
 @check(
     "RLHFTrainer.compute_rlhf_objective",
     public=True,
+    float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=1e-5,
+    atol=2e-5,
 )
 def objective_by_default(student, rng):
     """The default coefficients, temperature 1"""
@@ -1547,6 +1563,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
     "RLHFTrainer.learning_phase",
     public=True,
     points=2,
+    float64=False,
     expected=learning_by_hand,
     rtol=1e-3,
     atol=2e-5,
@@ -1556,7 +1573,14 @@ def two_phases(student, rng):
     return _learn(student, rng, scales=(100.0, 0.01))
 
 
-@check("RLHFTrainer.learning_phase", points=2, expected=learning_by_hand, rtol=1e-3, atol=2e-5)
+@check(
+    "RLHFTrainer.learning_phase",
+    points=2,
+    float64=False,
+    expected=learning_by_hand,
+    rtol=1e-3,
+    atol=2e-5,
+)
 def epochs_and_minibatches(student, rng):
     """Two epochs of three minibatches, twice: a step for each, one step of the schedule a phase"""
     return _learn(student, rng, scales=(0.1, 0.1), epochs=2, minibatches=3, max_grad_norm=0.02)

@@ -772,7 +772,7 @@ def _make_grpo_args(student, **options):
         "num_minibatches": 1,
         "group_size": 3,
         "gen_len": 5,
-        "prompts": trainers.PROMPTS,
+        "prompts": list(trainers.PROMPTS),
     }
     return student.GrpoArgs(**(defaults | options))
 
@@ -1092,8 +1092,7 @@ def _grpo_objective(student, rng, **options):
     model = make_model(TransformerWithLora, rng)
     fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
     if args.kl_coef == 0:
-        fields.pop("ref_logprobs")
-        fields["ref_logprobs"] = None
+        fields["ref_logprobs"] = model.reference = None  # no reference runs
     trainer = student.GrpoTrainer(args, model)
     model.train()
     (minibatch,) = ReplayMemory(**fields).get_minibatches()
@@ -1101,7 +1100,11 @@ def _grpo_objective(student, rng, **options):
     return {"the objective": objective} | trainers.adapter_gradients(objective, model)
 
 
-GRPO_CHECK = {"expected": grpo_objective_by_definition, "rtol": 1e-3, "atol": 1e-5}
+GRPO_CHECK = {
+    "expected": grpo_objective_by_definition,
+    "rtol": 1e-3,
+    "atol": 2e-5,
+}
 
 
 @check("GrpoTrainer.compute_rlhf_objective", points=3, seeds=2, **GRPO_CHECK)

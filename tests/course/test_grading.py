@@ -227,7 +227,7 @@ def list_gaps(gap, value):
 def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(stem):
     """The gap is rounding: a probe whose inputs differ in float64 would accept anything."""
     for checks in get_checks(stem).values():
-        for c in (c for c in checks if c.holds is None):
+        for c in (c for c in checks if c.holds is None and c.float64):
             for index in range(c.seeds):
                 gap = engine.measure_reference_gap(c, index)
                 for wide, largest in list_gaps(gap, engine.observe_reference(c, index)):

@@ -582,15 +582,6 @@ FROM_PRETRAINED = [
     ),
     edit(
         BUILD,
-        "adapters_in_the_base_dtype",
-        "torch.promote_types(weight.dtype, torch.float32)",
-        "weight.dtype",
-        "On a bfloat16 base the adapters are in bfloat16 as well, where an optimizer's small steps "
-        "are rounded away. Keep them in float32.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
         "rank_and_alpha_swapped",
         "LoraLayer(*_get_in_out(linear), rank, alpha)",
         "LoraLayer(*_get_in_out(linear), alpha, rank)",

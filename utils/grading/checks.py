@@ -76,6 +76,8 @@ class Check:
     holds: a predicate `(observed, reference) -> None or what is wrong` on the observation, given
         the reference's for the inputs that it carries. Nothing else is then compared but structure.
     rtol, atol: |difference| <= atol + rtol |expected| + 10 |reference in float32 - in float64|.
+    float64: whether the reference and the oracle run in float64 too. Without, where a model makes
+        that costly, rtol and atol alone are the tolerance and the oracle replaces the reference.
     """
 
     exercise: str
@@ -88,6 +90,7 @@ class Check:
     holds: Callable[[Any, Any], str | None] | None = None
     rtol: float = 1e-4
     atol: float = 1e-6
+    float64: bool = True
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import random
 import re
 import traceback
@@ -66,14 +67,16 @@ def observe(
     """Run a probe: the plain observation or `Raised`, and what was printed.
 
     One thread, no model hub, and the generators of Python, NumPy and PyTorch seeded; those, the
-    number of threads, the default dtype and the grad mode are afterwards as they were.
+    number of threads, default dtype and device, grad mode and folder are afterwards as they were.
     """
     printed = _Unclosable()
     with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
         try:
             with contextlib.redirect_stderr(printed):
                 observed = to_plain(probe(student, Rng(seed, dtype)))
-        except (Exception, SystemExit, GeneratorExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
             observed = Raised(
                 type(error).__name__, _say(error), _format_frames(frames, probe), frames[-1].name
@@ -98,7 +101,7 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
     threads, default = torch.get_num_threads(), torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    hub = huggingface_hub.constants
+    hub, folder = huggingface_hub.constants, os.getcwd()
     offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     torch.set_num_threads(1)
     torch.set_default_dtype(dtype)
@@ -111,6 +114,9 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
             yield
     finally:
         hub.HF_HUB_OFFLINE = offline
+        os.chdir(folder)
+        torch.set_default_device(None)
+        torch.autograd.set_detect_anomaly(False)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
         torch.set_default_dtype(default)
