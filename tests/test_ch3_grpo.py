@@ -1089,7 +1089,7 @@ def grpo_objective_by_definition(self, minibatch):
 
 def _grpo_objective(student, rng, **options):
     args = _make_grpo_args(student, **(GRPO_OBJECTIVE | options))
-    model = make_model(TransformerWithLora, rng)
+    model = make_model(TransformerWithLora, rng, alpha=8)
     fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
     if args.kl_coef == 0:
         fields["ref_logprobs"] = model.reference = None  # no reference runs

@@ -445,7 +445,7 @@ def objective_in_one_piece(self, minibatch):
         beta=args.kl_coef * (args.kl_kind == "k3"),
     )
     per_token = args.ent_coef * (logp.exp() * logp).sum(-1)
-    if args.kl_kind == "exact":
+    if args.kl_kind == "exact" and args.kl_coef > 0:
         with torch.no_grad(), self.model.reference():
             ref_logits = self.model(ids, minibatch.attention_mask)[:, -n - 1 : -1]
         ref_logp = F.log_softmax(ref_logits / args.temperature, dim=-1)
