@@ -763,11 +763,11 @@ def ragged_entropy_bonuses(student, rng):
     }
 
 
-@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
+@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, rtol=1e-3, atol=1e-4)
 def entropy_bonus_of_hard_logits(student, rng):
-    """Logits of 1e4: no overflow, and a finite gradient"""
+    """Logits of 100: no overflow, and a finite gradient"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
-    return call_with_gradients(f, mask, 0.5, **policy_logits(rng, mask, 1e4))
+    return call_with_gradients(f, mask, 0.5, **policy_logits(rng, mask, 100))
 
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
@@ -866,7 +866,7 @@ def _logits_and_values(student, rng, kind):
     float64=False,
     expected=_hugging_face_with_a_head("gpt2"),
     rtol=1e-3,
-    atol=1e-4,
+    atol=1e-3,
 )
 def values_of_gpt2(student, rng):
     """Logits, values and gradients on left-padded rows: absolute positions, adapters not 0"""
@@ -878,7 +878,7 @@ def values_of_gpt2(student, rng):
     float64=False,
     expected=_hugging_face_with_a_head("llama"),
     rtol=1e-3,
-    atol=1e-4,
+    atol=1e-3,
 )
 def values_of_llama(student, rng):
     """Logits, values and gradients: rotary positions, grouped-query attention"""
@@ -1466,7 +1466,7 @@ def objective_by_definition(self, minibatch):
 def _objective(student, rng, **options):
     samples = make_samples(rng)
     args = _make_args(student, **(OBJECTIVE | options))
-    model = make_model(student.TransformerWithValueHeadLora, rng)
+    model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     model.train()
     (minibatch,) = student.ReplayMemory(
@@ -1483,7 +1483,7 @@ def _objective(student, rng, **options):
     float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=2e-5,
+    atol=3e-4,
 )
 def objective_and_gradient(student, rng):
     """Surrogate - value loss + entropy bonus - exact KL at temperature 0.7, and its gradient"""
@@ -1496,7 +1496,7 @@ def objective_and_gradient(student, rng):
     float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=2e-5,
+    atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
     """With kl_in "reward" the KL is not charged in the objective again; no entropy bonus"""
@@ -1509,7 +1509,7 @@ def objective_with_kl_in_the_reward(student, rng):
     float64=False,
     expected=objective_by_definition,
     rtol=1e-3,
-    atol=2e-5,
+    atol=3e-4,
 )
 def objective_by_default(student, rng):
     """The default coefficients, temperature 1"""
@@ -1544,7 +1544,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
     args = _make_args(
         student, base_lr=0.01, head_lr=0.03, **(OBJECTIVE | LEARNING | counts | options)
     )
-    model = make_model(student.TransformerWithValueHeadLora, rng)
+    model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     found = {}
     for phase, scale in enumerate(scales, start=1):
