@@ -254,3 +254,14 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
     if (surprise - policy.entropy()).sum().abs() > 8 * variance.sum().sqrt():
         return "the tokens do not have the probabilities of the adapted policy at its temperature"
     return None
+
+
+def find_no_learning(observed, reference):
+    """The rewards before and after, by what the sampled ids say."""
+    before, after = (
+        sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
+        for name in ("before", "after")
+    )
+    if after < 1.5 * before:
+        return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
+    return None
