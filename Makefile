@@ -9,7 +9,7 @@ demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before an
 test: $(VENV)/.installed  ## everything that must hold
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || \

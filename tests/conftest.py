@@ -1,5 +1,9 @@
 """pytest collects the checks of the chapters as `utils.grading.pytest_plugin` says."""
 
+import os
+
+import torch
+
 from utils.grading.pytest_plugin import (  # noqa: F401
     pytest_addoption,
     pytest_configure,
@@ -7,3 +11,6 @@ from utils.grading.pytest_plugin import (  # noqa: F401
     pytest_pycollect_makemodule,
     pytest_terminal_summary,
 )
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
+    torch.set_num_threads(1)

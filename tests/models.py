@@ -1,8 +1,9 @@
 """Small random checkpoints for the checks: each shows what the embedded model hides.
 
-"gpt2": dropout 0.1 in its config, absolute positions. "ending": the same, and eos is likely.
-"llama": grouped-query attention, rotary positions. All have two layers, an unembedding of their
-own, as a tied one would repeat its input, and the embedded model's tokenizer.
+"gpt2": dropout 0.1 in its config, absolute positions, two layers. "shallow": the same in one layer,
+as booting takes most of a check's time. "ending": shallow, and eos is likely. "llama": one layer,
+grouped-query attention, rotary positions. All have an unembedding of their own, as a tied one would
+repeat its input, and the embedded model's tokenizer.
 """
 
 import atexit
@@ -27,9 +28,10 @@ from transformers.utils import logging
 from utils.models.loading import EMBEDDED_MODEL
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-N_LAYERS, D_MODEL, N_CTX = 2, 32, 64
+N_LAYERS = {"gpt2": 2, "shallow": 1, "ending": 1, "llama": 1}
+D_MODEL, N_CTX = 32, 64
 EOS_BONUS = 5.0
-ENDING_PROMPTS = ["This movie is", "I liked it", "Great", "Q: "]  # greedy: 3, 6, 2 and 1 tokens
+ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens
 
 
 @functools.cache
@@ -52,7 +54,7 @@ def _build(kind: str):
             **shape,
             hidden_size=D_MODEL,
             intermediate_size=48,
-            num_hidden_layers=N_LAYERS,
+            num_hidden_layers=N_LAYERS[kind],
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=N_CTX,
@@ -63,7 +65,7 @@ def _build(kind: str):
             **shape,
             n_positions=N_CTX,
             n_embd=D_MODEL,
-            n_layer=N_LAYERS,
+            n_layer=N_LAYERS[kind],
             n_head=4,
             activation_function="gelu_pytorch_tanh",
         )

@@ -1,6 +1,7 @@
 """Checks of chapter 2: the PPO trainer."""
 
 import contextlib
+import functools
 import itertools
 import re
 import statistics
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch2_ppo
-from solutions.ch0_sampling import get_logprobs, get_samples
+from solutions.ch0_sampling import get_samples
 from solutions.ch1_lora import TransformerWithLora
 from tests import models, trainers
 from tests.inputs import NAN, gradients, leaf, poison, ragged_mask, with_inputs_after
@@ -486,7 +487,15 @@ def ragged_normal_advantages(student, rng):
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
     return in_every_form(
         lambda advantages: with_inputs_after(f, advantages, mask), mask, advantages=advantages
-    ) | {"eps 0.7": f(poison(advantages, mask), mask, eps=0.7)}
+    ) | {
+        "eps 0.7": f(poison(advantages, mask), mask, eps=0.7),
+        "an outlier": f(
+            torch.cat([rng.normal(1, 60), rng.normal(1, 60, mean=2)]).index_fill(
+                1, rng.integers(0, 60, 1), 40.0
+            ),
+            torch.ones(2, 60, dtype=torch.bool),
+        ),
+    }
 
 
 @check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3)
@@ -930,7 +939,11 @@ def head_and_model(student, rng):
             path = Path(folder) / "adapter.safetensors"
             model.save_adapter(path)
             other = student.TransformerWithValueHeadLora.from_pretrained(
-                models.get_checkpoint("gpt2"), rank=RANK, device="cpu", dtype=rng.dtype, sites=sites
+                models.get_checkpoint("shallow"),
+                rank=RANK,
+                device="cpu",
+                dtype=rng.dtype,
+                sites=sites,
             )
             other.load_adapter(path)
         found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
@@ -1271,24 +1284,9 @@ def memory_with_default_gamma(student, rng):
 KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 
-class RecordingReward:
-    """A reward function that keeps what it is given; see `score_text`."""
-
-    def __init__(self):
-        self.samples, self.prompts = [], []
-
-    def __call__(self, samples, prompts):
-        self.samples, self.prompts = list(samples), list(prompts)
-        return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
-
-
-def score_text(text, prompt):
-    return 10.0 * text.count("a") + 0.1 * len(prompt)
-
-
 def _roll_out(student, rng, **options):
     """A rollout, and everything that says where it came from."""
-    reward_fn = RecordingReward()
+    reward_fn = trainers.RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
@@ -1302,7 +1300,7 @@ def _roll_out(student, rng, **options):
     return found | trainers.describe_rollout(fields, args.gen_len)
 
 
-ROLLOUT = {"batch_size": 24, "num_minibatches": 2, "gen_len": 6, "temperature": 0.7, "kl_coef": 0.3}
+ROLLOUT = {"batch_size": 48, "num_minibatches": 2, "gen_len": 6, "temperature": 0.5, "kl_coef": 0.3}
 
 
 def _is_a_rollout(**options):
@@ -1322,7 +1320,7 @@ def _is_a_rollout(**options):
         memory = memory_by_loops(
             args,
             rebuilt.samples,
-            torch.tensor([score_text(*pair) for pair in pairs]),
+            torch.tensor([trainers.score_text(*pair) for pair in pairs]),
             rebuilt.logprobs,
             rebuilt.ref_logprobs,
             rebuilt.values,
@@ -1341,7 +1339,7 @@ def _is_a_rollout(**options):
 
 @check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
 def rollout(student, rng):
-    """Samples of the adapted policy at temperature 0.7, completions scored, the memory's fields"""
+    """Samples of the adapted policy at temperature 0.5, completions scored, the memory's fields"""
     return _roll_out(student, rng)
 
 
@@ -1364,32 +1362,16 @@ def rollout_with_other_arguments(student, rng):
 def _scored_by_the_hooked_model(observed, reference):
     if observed["prompts"] != ["This movie is"] * 8:
         return "without prompts, every prompt should be the prefix"
-    off = (observed["logprobs"] - observed["hooked"]).abs().max()
-    if off > 1e-3:
-        return (
-            f"the old log-probs are off by up to {off:.2g} from those of the model that is trained,"
-            " so the first ratio is not 1: score with the hooked model, not the merged one"
-        )
-    return None
+    return trainers.find_wrong_ratio(observed, reference)
 
 
 @check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
 def first_ratio_is_one(student, rng):
-    """The old log-probs are the hooked model's: in bfloat16 the merged one differs visibly"""
-    reward_fn = RecordingReward()
-    args = _make_args(student, prompts=None, batch_size=8, gen_len=5, reward_fn=reward_fn)
+    """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
+    make_args = functools.partial(_make_args, student, prompts=None, batch_size=8, gen_len=5)
     model = make_model(student.TransformerWithValueHeadLora, rng, dtype=torch.bfloat16)
-    memory = student.RLHFTrainer(args, model).rollout_phase()
-    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
-    with torch.no_grad():
-        logits = model(memory.input_ids, memory.attention_mask)
-    hooked = get_logprobs(logits, memory.input_ids, prompt_len)
-    width = (0, 5 - memory.mask.shape[1])
-    return {
-        "logprobs": F.pad(inside(memory.logprobs, memory.mask), width).to(rng.dtype),
-        "hooked": F.pad(inside(hooked, memory.mask), width).to(rng.dtype),
-        "prompts": reward_fn.prompts,
-    }
+    sampled = trainers.sample_again(student.RLHFTrainer, make_args, model)
+    return trainers.describe_first_ratio(sampled, model, gen_len=5)
 
 
 @check("RLHFTrainer.rollout_phase", public=True)
@@ -1397,7 +1379,7 @@ def the_model_that_is_built(student, rng):
     """Without a model, the trainer builds model_class with the rank, alpha and sites of args"""
     args = _make_args(
         student,
-        base_model=models.get_checkpoint("gpt2"),
+        base_model=models.get_checkpoint("shallow"),
         lora_rank=RANK,
         lora_alpha=5,
         lora_sites=("attn.q", "attn.o"),
@@ -1441,8 +1423,8 @@ def objective_by_definition(self, minibatch):
     args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
     n_prompt = ids.shape[1] - mask.shape[1]
     run = trainers.run_hugging_face
-    logits, hidden = run(self.model, "gpt2", ids, minibatch.attention_mask)
-    ref_logits, _ = run(self.model, "gpt2", ids, minibatch.attention_mask, adapters=False)
+    logits, hidden = run(self.model, "shallow", ids, minibatch.attention_mask)
+    ref_logits, _ = run(self.model, "shallow", ids, minibatch.attention_mask, adapters=False)
     all_values = hidden @ self.model.value_head.weight[0] + self.model.value_head.bias
     terms = []
     for row, t in mask.nonzero().tolist():

@@ -4,6 +4,7 @@ The order of `trainable_parameters()` is free, so parameters of one shape get th
 what is observed of them is sorted.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ def set_gradients(parameters: list[Tensor], rng) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
-def make_model(model_class: type, rng, kind: str = "gpt2", **options: Any) -> nn.Module:
+def make_model(model_class: type, rng, kind: str = "shallow", **options: Any) -> nn.Module:
     options = {"rank": RANK, "device": "cpu", "dtype": rng.dtype} | options
     return fill(model_class.from_pretrained(models.get_checkpoint(kind), **options), rng)
 
@@ -89,10 +90,10 @@ def make_samples(
 
 @torch.no_grad()
 def draw_logprobs(rng, samples: Samples, temperature: float) -> Tensor:
-    """Log-probs near those of the "gpt2" checkpoint, so that ratios lie on both sides of a clip."""
+    """Log-probs near those of the "shallow" model, so that ratios lie on both sides of a clip."""
     ids, attention = samples.input_ids, samples.attention_mask
     position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
-    hf = models.load_hf("gpt2", rng.dtype)
+    hf = models.load_hf("shallow", rng.dtype)
     logits = hf(ids, attention_mask=attention, position_ids=position_ids).logits
     logprobs = score_rows(logits, ids, samples.prompt_len, temperature)
     return logprobs + rng.normal(*logprobs.shape, std=0.5)
@@ -161,6 +162,64 @@ def as_memory(**fields: Any) -> SimpleNamespace:
 
 
 # --- Rollouts -----------------------------------------------------------------------------------
+
+
+class RecordingReward:
+    """A reward function that keeps what it is given; see `score_text`."""
+
+    def __init__(self):
+        self.samples, self.prompts = [], []
+
+    def __call__(self, samples, prompts):
+        self.samples, self.prompts = list(samples), list(prompts)
+        return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
+
+
+def score_text(text: str, prompt: str) -> float:
+    """The prompt's part moves all of a group alike."""
+    return text.count("a") + 0.25 * len(prompt)
+
+
+def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> dict[str, Any]:
+    """The completions of three trainers, two with the same seed, and the first one's memory."""
+    found = {}
+    for name, seed in (("texts", 5), ("texts with the same seed", 5), ("texts with another", 6)):
+        reward_fn = RecordingReward()
+        torch.manual_seed(len(found))
+        memory = trainer_class(make_args(seed=seed, reward_fn=reward_fn), model).rollout_phase()
+        found[name] = reward_fn.samples
+        if name == "texts":
+            first, found["prompts"] = memory, reward_fn.prompts
+    return found | {"memory": first}
+
+
+def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int) -> dict[str, Any]:
+    """Of `sample_again`: the old log-probs, and those of the model as it is trained."""
+    memory = sampled.pop("memory")
+    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        logits = model(memory.input_ids, memory.attention_mask)
+    pairs = {
+        "logprobs": memory.logprobs,
+        "hooked": score_rows(logits.float(), memory.input_ids, n_prompt),
+    }
+    width = (0, gen_len - memory.mask.shape[1])
+    padded = {name: F.pad(inside(x, memory.mask), width).float() for name, x in pairs.items()}
+    return sampled | padded
+
+
+def find_wrong_ratio(observed: dict, reference: dict) -> str | None:
+    off = (observed["logprobs"] - observed["hooked"]).abs().max()
+    if off > 1e-3:
+        return (
+            f"the old log-probs are off by up to {off:.2g} from those of the model that is trained,"
+            " so the first ratio is not 1: score with the hooked model, not the merged one"
+        )
+    if observed["texts"] != observed["texts with the same seed"]:
+        return "args.seed should decide what is sampled"
+    if observed["texts"] == observed["texts with another"]:
+        return "another args.seed should sample other completions"
+    return None
 
 
 def get_prompt_len() -> int:

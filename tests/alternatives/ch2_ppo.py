@@ -22,6 +22,7 @@ from solutions.ch2_ppo import (
 )
 from utils.grading.answers import right
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
+from utils.rewards import call_reward_fn
 
 # --- Rewards ------------------------------------------------------------------------------------
 
@@ -523,7 +524,8 @@ def learning_with_a_loop_of_its_own(self, memory):
 def rollout_in_one_batch(self):
     """Everything in one forward pass, rewards called by hand, prompts from the random module."""
     args = self.args
-    prompts = [random.choice(args.prompts or [args.prefix]) for _ in range(args.batch_size)]
+    choices = random.Random(int(torch.randint(2**31, (1,), generator=self.generator)))
+    prompts = [choices.choice(args.prompts or [args.prefix]) for _ in range(args.batch_size)]
     with torch.no_grad():
         samples = get_samples(
             self.model,
@@ -531,6 +533,7 @@ def rollout_in_one_batch(self):
             args.gen_len,
             temperature=args.temperature,
             top_k=args.top_k,
+            generator=self.generator,
             prepend_bos=args.prepend_bos,
         )
         ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len
@@ -540,7 +543,7 @@ def rollout_in_one_batch(self):
     return make_replay_memory(
         args,
         samples,
-        args.reward_fn(samples.texts, prompts=prompts),
+        call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts}),
         get_logprobs(logits, ids, n, args.temperature),
         get_logprobs(ref_logits, ids, n, args.temperature),
         values[:, n - 1 : -1],

@@ -408,7 +408,8 @@ def memory_row_by_row(args, samples, scores, logprobs, ref_logprobs):
 @right("GrpoTrainer.rollout_phase")
 def rollout_in_one_batch(self):
     args = self.args
-    chosen = torch.randint(len(args.prompts or [0]), (args.batch_size // args.group_size,))
+    groups = (args.batch_size // args.group_size,)
+    chosen = torch.randint(len(args.prompts or [0]), groups, generator=self.generator)
     prompts = [(args.prompts or [args.prefix])[i] for i in chosen for _ in range(args.group_size)]
     with torch.no_grad():
         samples = get_samples(
@@ -417,6 +418,7 @@ def rollout_in_one_batch(self):
             args.gen_len,
             temperature=args.temperature,
             top_k=args.top_k,
+            generator=self.generator,
             prepend_bos=args.prepend_bos,
         )
         ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len

@@ -190,18 +190,6 @@ def test_every_exercise_has_mistakes_with_sentences(stem, exercise):
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_mistakes_are_diagnosed_by_their_own_sentence(stem):
-    """At least four in five; a tie between two gives no sentence."""
-    mistakes = answers.get_mistakes(stem)
-    sentences = [engine.diagnose_answer(mistake) for mistake in mistakes]
-    wrong = [
-        m.name for m, s in zip(mistakes, sentences, strict=True) if s not in (None, m.sentence)
-    ]
-    assert wrong == []
-    assert sum(s is not None for s in sentences) >= 0.8 * len(sentences)
-
-
-@pytest.mark.parametrize("stem", STEMS)
 def test_the_reference_passes_with_other_secrets(stem):
     for exercise in get_checks(stem):
         student = Answers(vars(get_reference(stem)))

@@ -13,6 +13,7 @@ or as whole functions:
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -27,6 +28,7 @@ from utils.grading.checks import get_reference
 from utils.grading.observation import Answers
 
 _numbers = itertools.count()
+IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is collected
 
 
 @dataclass(frozen=True)
@@ -65,28 +67,18 @@ def edit(
     within: str | None = None,
 ) -> Answer:
     """An answer that differs from the reference in one place, of `within` if not the exercise."""
-    stem = _caller_stem()
-    return Answer(
-        stem, exercise, name, sentence, edits=(Edit(within or exercise, pattern, replacement),)
-    )
+    changes = (Edit(within or exercise, pattern, replacement),)
+    return Answer(IN_ITS_MODULE, exercise, name, sentence, edits=changes)
 
 
 def wrong(exercise: str, sentence: str) -> Callable[[Any], Answer]:
     """A whole function, or class, that is a mistake; its name is the mistake's."""
-    stem = _caller_stem()
-    return lambda f: Answer(stem, exercise, f.__name__, sentence, definition=f)
+    return lambda f: Answer(IN_ITS_MODULE, exercise, f.__name__, sentence, definition=f)
 
 
 def right(exercise: str) -> Callable[[Any], Answer]:
     """A whole function, or class, that is right."""
     return wrong(exercise, "")
-
-
-def _caller_stem() -> str:
-    frame = inspect.currentframe().f_back.f_back
-    if frame.f_globals["__name__"] == __name__:  # right() calls wrong()
-        frame = frame.f_back
-    return frame.f_globals["__name__"].rpartition(".")[2]
 
 
 def get_mistakes(stem: str) -> tuple[Answer, ...]:
@@ -110,6 +102,8 @@ def _collect(module_name: str) -> tuple[Answer, ...]:
     for value in vars(module).values():
         values = value if isinstance(value, list) else [value]
         found += [answer for answer in values if isinstance(answer, Answer)]
+    stem = module_name.rpartition(".")[2]
+    found = [dataclasses.replace(answer, stem=stem) for answer in found]
     names = [(answer.exercise, answer.name) for answer in found]
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})

@@ -193,10 +193,12 @@ def observe_answer(answer: "answers.Answer", check: Check, index: int, secret: s
 
 
 def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
-    """Whether two answers did the same: what they returned, or for a predicate its verdict."""
+    """Whether two answers did the same. A predicate may accept both though their draws differ."""
     if check.holds is not None:
-        return judge(check, a, index, secret) == judge(check, b, index, secret)
-    gap = measure_reference_gap(check, index, secret)
+        verdicts = [judge(check, observed, index, secret) for observed in (a, b)]
+        if None in verdicts or verdicts[0] != verdicts[1]:
+            return verdicts == [None, None]
+    gap = measure_reference_gap(check, index, secret) if check.holds is None else None
     return find_mismatch(a, b, gap, check.rtol, check.atol) is None
 
 

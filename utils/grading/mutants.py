@@ -20,7 +20,7 @@ import signal
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from tqdm import tqdm
 from utils.grading import answers
 from utils.grading.checks import get_checks, get_reference, get_stems
 from utils.grading.engine import get_quick_checks, grade
+from utils.grading.mutation import get_names, mutate
 from utils.grading.observation import Answers, run_check
 
 EQUIVALENTS = Path(__file__).parents[2] / "tests" / "equivalents.toml"
@@ -45,12 +46,8 @@ SKIPPED_FUNCTIONS = {
     *("encode_prompts", "get_pad_token_id"),
     *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__"),
 }
-SKIPPED_CALLS = {"require", "require_option", "require_integers", "_check_group_size"}
 # Methods that run without being named.
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}
-RECORDS = ("self.metrics", "self.record_ratios", "self._record_samples")
-# On one device, and for sequences of one length, these change nothing.
-KEPT_KEYWORDS = {"device", "strict"}
 
 
 @dataclass(frozen=True)
@@ -69,168 +66,17 @@ class Mutant:
         return Answers(vars(answers.build_module(self.stem, self.source)))
 
 
-# --- Changes of one node ------------------------------------------------------------------------
-
-BINARY = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-}
-RENAMED = {
-    "sum": "mean",
-    "mean": "sum",
-    "amax": "amin",
-    "amin": "amax",
-    "max": "min",
-    "min": "max",
-    "maximum": "minimum",
-    "minimum": "maximum",
-    "exp": "expm1",
-    "expm1": "exp",
-    "log_softmax": "softmax",
-    "softmax": "log_softmax",
-    "logsumexp": "amax",
-    "square": "abs",
-    "argmax": "argmin",
-    "zeros_like": "ones_like",
-    "zeros": "ones",
-    "zeros_": "ones_",
-    "all": "any",
-    "any": "all",
-    "repeat_interleave": "repeat",
-    "copy_": "add_",
-    "std": "var",
-}
-DROPPED_METHODS = {
-    *(
-        "detach",
-        "clone",
-        "masked_fill",
-        "clamp",
-        "flip",
-        "cumsum",
-        "sort",
-        "float",
-        "exp",
-        "square",
-    ),
-    *("long", "int", "contiguous", "squeeze", "unsqueeze", "reshape", "expand_as", "to", "data"),
-}
-DROPPED_FUNCTIONS = {"at_least_float32", "calc_per_token_kl", "normalize_advantages"}
-
-
-def change(node: ast.AST) -> Iterator[ast.AST]:
-    """Every way in which one node is changed."""
-    if isinstance(node, ast.BinOp):
-        if type(node.op) in BINARY:
-            yield ast.BinOp(node.left, BINARY[type(node.op)](), node.right)
-        yield node.left
-        if isinstance(node.op, ast.Sub):
-            yield ast.BinOp(node.right, ast.Sub(), node.left)
-    elif isinstance(node, ast.UnaryOp):
-        yield node.operand
-    elif isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
-        yield ast.Compare(node.left, [COMPARISONS[type(node.ops[0])]()], node.comparators)
-    elif isinstance(node, ast.BoolOp):
-        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        yield ast.BoolOp(other, node.values)
-        yield from node.values
-    elif isinstance(node, ast.Constant):
-        yield from (ast.Constant(value) for value in _change_constant(node.value))
-    elif isinstance(node, ast.IfExp):
-        yield node.body
-        yield node.orelse
-    elif isinstance(node, ast.Call):
-        yield from _change_call(node)
-    elif isinstance(node, ast.Slice):
-        if node.lower is not None:
-            yield ast.Slice(None, node.upper, node.step)
-        if node.upper is not None:
-            yield ast.Slice(node.lower, None, node.step)
-    elif isinstance(node, ast.Attribute) and node.attr in ("T", "data"):
-        yield node.value
-
-
-def _change_constant(value: Any) -> Iterable[Any]:
-    if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, int):
-        return [value + 1, value - 1]
-    if isinstance(value, float):
-        return [0.0, 2 * value] if value else [1.0]
-    return []
-
-
-def _change_call(node: ast.Call) -> Iterator[ast.AST]:
-    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-    if isinstance(node.func, ast.Attribute):
-        if name in RENAMED:
-            renamed = ast.Attribute(node.func.value, RENAMED[name], ast.Load())
-            yield ast.Call(renamed, node.args, node.keywords)
-        if name in DROPPED_METHODS and "device" not in ast.unparse(node):
-            yield node.func.value
-    elif name in DROPPED_FUNCTIONS:
-        yield node.args[0]
-    for i, keyword in enumerate(node.keywords):
-        if keyword.arg in KEPT_KEYWORDS:
-            continue
-        yield ast.Call(node.func, node.args, node.keywords[:i] + node.keywords[i + 1 :])
-    commutes = name in ("minimum", "maximum") or (name in ("min", "max") and len(node.args) == 2)
-    for i in range(0 if commutes else len(node.args) - 1):
-        swapped = list(node.args)
-        swapped[i], swapped[i + 1] = swapped[i + 1], swapped[i]
-        yield ast.Call(node.func, swapped, node.keywords)
-    if len(node.args) > 1 and not isinstance(node.args[-1], ast.Starred):
-        yield ast.Call(node.func, node.args[:-1], node.keywords)
-
-
-def drop(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """A statement left out, or its condition held true or false."""
-    is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    if isinstance(statement, ast.Expr | ast.AugAssign) and not is_docstring:
-        yield ast.Pass()
-    elif isinstance(statement, ast.If):
-        for constant in (True, False):
-            yield ast.If(ast.Constant(constant), statement.body, statement.orelse)
-    elif isinstance(statement, ast.With):
-        yield ast.If(ast.Constant(True), statement.body, [])
-    elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        is_again = isinstance(target, ast.Name) and target.id in _names(statement.value)
-        if is_again:
-            yield ast.Pass()
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-
-
 # --- Mutants of a chapter -----------------------------------------------------------------------
 
 
-def generate(stem: str) -> list[Mutant]:
+def generate(stem: str, nulls: bool = True) -> list[Mutant]:
     """All mutants of a chapter: the changes of what its exercises reach, and null answers."""
     found = []
     for within in reach(stem):
         node = answers.find_definitions(stem)[within]
         if isinstance(node, ast.FunctionDef):
             found += _mutate_function(stem, within, node)
-    for exercise in get_quick_exercises(stem):
+    for exercise in get_quick_exercises(stem) if nulls else ():
         if isinstance(answers.find_definitions(stem)[exercise], ast.FunctionDef):
             names = [(null, f"{exercise}: {null}") for null in _choose_nulls(stem, exercise)]
             found += [Mutant(stem, exercise, name, null=null) for null, name in names]
@@ -292,7 +138,7 @@ def reach(stem: str) -> dict[str, tuple[str, ...]]:
             waiting += [d for d in definitions if d.rpartition(".")[2] in used and "." in d]
             owner = name.rpartition(".")[0]
             waiting += [f"{owner}.{m}" for m in MADE_AND_CALLED if f"{owner}.{m}" in definitions]
-            waiting += [d for d in definitions if d in _names(node) and "." not in d]
+            waiting += [d for d in definitions if d in get_names(node) and "." not in d]
     for name, exercises in reached.items():
         owner = name.rpartition(".")[0]
         if name in get_checks(stem):  # its own exercise's business
@@ -304,83 +150,10 @@ def reach(stem: str) -> dict[str, tuple[str, ...]]:
 
 
 def _mutate_function(stem: str, within: str, function: ast.FunctionDef) -> Iterator[Mutant]:
-    names: Counter[str] = Counter()
-    body = ast.Module(function.body, [])
-    for old, new in _find_changes(body):
-        name = f"{within}: {_show(old)} -> {_show(new)}"
-        names[name] += 1
-        if names[name] > 1:
-            name += f" ({names[name]})"
-        changed = copy.copy(function)
-        changed.body = _Replace(old, new).visit(_copy_spine(body)).body
+    for name, changed in mutate(function):
         source = splice(stem, within, changed)
         if source is not None:
-            yield Mutant(stem, within, name, source)
-    for i, decorator in enumerate(function.decorator_list):
-        text = ast.unparse(decorator)
-        if "no_grad" in text:
-            changed = copy.copy(function)
-            changed.decorator_list = [d for j, d in enumerate(function.decorator_list) if j != i]
-            source = splice(stem, within, changed)
-            yield Mutant(stem, within, f"{within}: @{text} -> nothing", source)
-
-
-def _find_changes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
-    for node in ast.iter_child_nodes(tree):
-        called = node.value if isinstance(node, ast.Expr) else node
-        name = getattr(getattr(called, "func", None), "id", "")
-        if name in SKIPPED_CALLS or isinstance(node, ast.arguments | ast.Raise):
-            continue
-        if isinstance(node, ast.Expr) and _is_record(node):
-            continue
-        if isinstance(node, ast.keyword) and node.arg in KEPT_KEYWORDS:
-            continue
-        is_last_axis = isinstance(tree, ast.Call | ast.keyword) and ast.unparse(node) == "-1"
-        changes = drop(node) if isinstance(node, ast.stmt) else change(node)
-        if is_last_axis:  # for most tensors here axis 1 is the last one
-            changes = [ast.Constant(0)]
-        for new in changes:
-            yield node, new
-        if not is_last_axis:
-            yield from _find_changes(node)
-
-
-def _is_record(statement: ast.Expr) -> bool:
-    """What is only shown."""
-    return ast.unparse(statement).startswith(RECORDS)
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST):
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if getattr(node, "origin", node) is self.old:
-            return self.new
-        return self.generic_visit(node)
-
-
-def _copy_spine(tree: ast.AST) -> ast.AST:
-    """A copy whose nodes know what they are copies of."""
-    made = copy.copy(tree)
-    made.origin = tree
-    for field, value in ast.iter_fields(tree):
-        if isinstance(value, ast.AST):
-            setattr(made, field, _copy_spine(value))
-        elif isinstance(value, list):
-            setattr(made, field, [_copy_spine(v) if isinstance(v, ast.AST) else v for v in value])
-    return made
-
-
-def _show(node: ast.AST) -> str:
-    if isinstance(node, ast.Slice):
-        return f"[{ast.unparse(ast.fix_missing_locations(node))}]"
-    if isinstance(node, ast.Pass):
-        return "nothing"
-    if isinstance(node, ast.If | ast.With):
-        head = ast.unparse(ast.fix_missing_locations(node)).splitlines()[0]
-        return head
-    return ast.unparse(ast.fix_missing_locations(node))
+            yield Mutant(stem, within, f"{within}: {name}", source)
 
 
 def splice(stem: str, within: str, changed: ast.FunctionDef) -> str | None:
@@ -483,9 +256,9 @@ def get_equivalents() -> dict[str, dict[str, str]]:
 
 
 def sample(stem: str, n: int) -> list[Mutant]:
-    """Some mutants of a chapter that the checks should kill; the same ones each time."""
+    """Some changes of a chapter that the checks should kill; the same ones each time."""
     known = get_equivalents().get(stem, {})
-    mutants = [mutant for mutant in generate(stem) if mutant.name not in known]
+    mutants = [mutant for mutant in generate(stem, nulls=False) if mutant.name not in known]
     return random.Random(0).sample(mutants, min(n, len(mutants)))
 
 

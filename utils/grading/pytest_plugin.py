@@ -16,12 +16,19 @@ import pytest
 
 from utils.grading.answers import Answer, get_alternatives, get_mistakes
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.engine import Verdict, diagnose, get_quick_checks, grade, grade_answer
+from utils.grading.engine import (
+    Verdict,
+    diagnose,
+    diagnose_answer,
+    get_quick_checks,
+    grade,
+    grade_answer,
+)
 from utils.grading.observation import Answers
 from utils.grading.submission import Submission, load_submission
 
 _student = pytest.StashKey[Submission]()
-_verdicts = pytest.StashKey[list[Verdict]]()
+LEAST_DIAGNOSED = 0.8  # of a chapter's mistakes get their own sentence
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: not run in a notebook unless asked for")
-    config.stash[_verdicts] = []
     path = config.getoption("--submission")
     if path is not None:
         try:
@@ -64,6 +70,8 @@ class CheckFile(pytest.Module):
             return
         for exercise, checks in get_checks(stem).items():
             yield Exercise.from_parent(self, name=exercise, stem=stem, checks=checks)
+        if submission is None and get_mistakes(stem):
+            yield DiagnosisItem.from_parent(self, name="diagnosis", stem=stem)
 
 
 class Exercise(pytest.Collector):
@@ -115,7 +123,7 @@ class Failed(Exception):
 
 
 class Item(pytest.Item):
-    parent: Exercise
+    parent: Exercise | CheckFile
 
     def repr_failure(self, excinfo, style=None):
         if isinstance(excinfo.value, Failed):
@@ -134,7 +142,8 @@ class CheckItem(Item):
     def runtest(self) -> None:
         exercise = self.parent
         verdict = exercise.grade(self.check)
-        self.config.stash[_verdicts].append(verdict)
+        row = (f"{self.check.stem}  {self.check.exercise}", verdict.points, self.check.points)
+        self.user_properties.append(("points", row))
         if verdict.passed:
             return
         lines = [f"{self.check.title}:", verdict.describe()]
@@ -144,16 +153,33 @@ class CheckItem(Item):
 
 
 class MistakeItem(Item):
-    """Passes if the exercise's own checks reject the mistake."""
+    """Passes if the exercise's own checks reject the mistake, and never as another mistake."""
 
     def __init__(self, *, answer: Answer, **kwargs):
         super().__init__(**kwargs)
         self.answer = answer
 
     def runtest(self) -> None:
-        # Lazily: the first check that rejects it is enough.
         if all(grade_answer(check, self.answer).passed for check in self.parent.quick_checks):
             raise Failed(f"all checks of {self.parent.name} accept this: {self.answer.sentence}")
+        sentence = diagnose_answer(self.answer)
+        if sentence not in (None, self.answer.sentence):
+            raise Failed(f"{self.answer.sentence}\nis taken for another mistake: {sentence}")
+
+
+class DiagnosisItem(Item):
+    """Passes if enough mistakes of a chapter get their own sentence; a tie of two gives none."""
+
+    def __init__(self, *, stem: str, **kwargs):
+        super().__init__(**kwargs)
+        self.stem = stem
+
+    def runtest(self) -> None:
+        mistakes = get_mistakes(self.stem)
+        without = [m for m in mistakes if diagnose_answer(m) is None]
+        if len(without) > (1 - LEAST_DIAGNOSED) * len(mistakes):
+            names = ", ".join(f"{m.exercise} {m.name}" for m in without)
+            raise Failed(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
 
 
 class AlternativeItem(MistakeItem):
@@ -171,16 +197,15 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Points by exercise, for a submission."""
     if _student not in config.stash:
         return
+    reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
+    rows = [dict(report.user_properties).get("points") for report in reports]
     totals: dict[str, list[float]] = {}
-    for verdict in config.stash[_verdicts]:
-        check = verdict.check
-        row = totals.setdefault(f"{check.stem}  {check.exercise}", [0, 0])
-        row[0] += verdict.points
-        row[1] += check.points
+    for name, earned, worth in filter(None, rows):
+        row = totals.setdefault(name, [0, 0])
+        row[0] += earned
+        row[1] += worth
     terminalreporter.section("points")
-    for name, (earned, total) in totals.items():
-        terminalreporter.line(f"{name:60} {earned:g} of {total:g}")
-    earned, total = (
-        (sum(column) for column in zip(*totals.values(), strict=True)) if totals else (0, 0)
-    )
-    terminalreporter.line(f"{'all':60} {earned:g} of {total:g}")
+    for name, (earned, worth) in totals.items():
+        terminalreporter.line(f"{name:60} {earned:g} of {worth:g}")
+    earned, worth = (sum(column) for column in zip([0, 0], *totals.values(), strict=True))
+    terminalreporter.line(f"{'all':60} {earned:g} of {worth:g}")
