@@ -1,8 +1,13 @@
-"""Plots of what trainers record."""
+"""Plots of what trainers record, and of single tokens."""
 
 from pathlib import Path
 
+import numpy as np
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.pyplot import get_cmap
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
@@ -35,4 +40,53 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
+    return figure
+
+
+COLUMNS = 76  # characters a line of a picture of tokens
+
+
+def plot_tokens(
+    rows: dict[str, tuple[list[str], list[float]]], label: str, center: float | None = 0.0
+) -> Figure:
+    """Completions as text, each token on a colour that says its value: advantage, ratio or KL.
+
+    `rows` maps a title to the tokens' strings and their values; `label` names what is shown.
+    Around `center` blue is below and red above; with None the colours go from low to high.
+    """
+    values = np.concatenate([np.asarray(row[1], dtype=float) for row in rows.values()])
+    if center is None:
+        norm, colors = Normalize(values.min(), values.max() + 1e-9), get_cmap("YlOrRd")
+    else:
+        reach = max(np.abs(values - center).max(), 1e-9)
+        norm, colors = TwoSlopeNorm(center, center - reach, center + reach), get_cmap("RdBu_r")
+    placed, line = [], 0
+    for title, (tokens, numbers) in rows.items():
+        placed.append((line, 0, title, None))
+        line, column = line + 1, 2
+        for token, number in zip(tokens, numbers, strict=True):
+            text = token.replace("\n", "⏎")
+            if column + len(text) > COLUMNS:
+                line, column = line + 1, 2
+            placed.append((line, column, text, number))
+            column += len(text)
+        line += 2
+    figure = Figure(figsize=(11, 0.28 * line + 0.9), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, COLUMNS), ylim=(line, 0))
+    axes.axis("off")
+    for line, column, text, number in placed:
+        style = {"family": "monospace", "size": 10, "va": "center"}
+        if number is None:
+            axes.text(column, line + 0.5, text, weight="bold", size=10, va="center")
+            continue
+        color = colors(norm(number))
+        corner = (column, line + 0.05)
+        box = Rectangle(corner, len(text), 0.9, facecolor=color, edgecolor="white")
+        axes.add_patch(box)
+        is_dark = sum(box.get_facecolor()[:3]) < 1.4
+        for offset, character in enumerate(text):
+            x = column + offset + 0.5
+            axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)
+    figure.colorbar(ScalarMappable(norm, colors), ax=axes, label=label, shrink=0.9, aspect=12)
     return figure

@@ -265,7 +265,9 @@ def test_the_notebook_on_a_stub_and_on_no_exercise(capsys):
 
     calc_entropy.__qualname__ = "calc_entropy"
     check_in_notebook(calc_entropy)
-    assert capsys.readouterr().out == "calc_entropy: not written yet\n"
+    assert capsys.readouterr().out == (
+        "calc_entropy: not written yet: its cell still holds the stub\n"
+    )
     with pytest.raises(ValueError, match="should be one of"):
         check_in_notebook(len)
 

@@ -1,0 +1,244 @@
+"""Builds a chapter's notebooks from `chapters/source/<stem>.md` and `solutions/<stem>.py`.
+
+The source is MyST, read by jupytext. Besides prose and code cells it holds fenced blocks that are
+filled from the solutions:
+
+    ```{setup}            the set-up cell and the chapter's imports
+    ```{given} A B        definitions that students get
+    ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside
+    ```{result} name      the picture of the code cell with the tag `figure-name`, once executed
+
+`chapters/<stem>.ipynb` has stubs, `solutions/<stem>.ipynb` the solutions in their place, executed.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jupytext
+import nbformat
+import yaml
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from utils.authoring import stubs
+from utils.grading.checks import get_checks
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
+FIGURES = CHAPTERS / "figures"
+BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FIELDS = {"difficulty", "importance", "minutes", "idea", "api", "why", "also", "helpers", "slow"}
+REQUIRED = FIELDS - {"also", "helpers", "slow"}
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+
+SETUP = """\
+# Set-up: run this cell first.
+import sys
+from pathlib import Path
+
+folders = [Path.cwd(), *Path.cwd().parents, *Path("/content").glob("*")]
+root = next((folder for folder in folders if (folder / "utils/course.py").exists()), None)
+if root is None:
+    raise FileNotFoundError(
+        "The course's folder was not found. Open this notebook inside it. "
+        "On Colab, put the unpacked folder into /content first."
+    )
+sys.path.insert(0, str(root))
+from utils.course import catch_up, check, progress, shorten, show_result, start
+
+CHAPTER = "{stem}"
+start(CHAPTER)"""
+
+
+@dataclass(frozen=True)
+class Edition:
+    """Which notebook is built: with stubs or solved, with or without the folded solutions."""
+
+    solved: bool = False
+    folded_solutions: bool = True
+
+
+@dataclass
+class _Builder:
+    stem: str
+    edition: Edition
+    cells: list[NotebookNode] = field(default_factory=list)
+    placed: list[str] = field(default_factory=list)  # exercises
+
+    def markdown(self, text: str) -> None:
+        if text.strip():
+            self.cells.append(new_markdown_cell(text.strip()))
+
+    def code(self, source: str, *tags: str, hidden: bool = False) -> None:
+        metadata = {"tags": list(tags)} if tags else {}
+        if hidden:
+            metadata["jupyter"] = {"source_hidden": True}
+        self.cells.append(new_code_cell(source, metadata=metadata))
+
+    def block(self, kind: str, argument: str, body: str) -> None:
+        names = tuple(argument.split())
+        if kind == "setup":
+            self.code(SETUP.replace("{stem}", self.stem), "setup")
+            self.code(stubs.get_imports(self.stem), "imports")
+        elif kind == "given":
+            exercises = tuple(get_checks(self.stem))
+            given = [stubs.get_given(self.stem, name, exercises) for name in names]
+            self.code("\n\n\n".join(given), "given")
+        elif kind == "result":
+            source = f'show_result("{self.stem}", "{names[0]}")'
+            self.code(source, f"result-{names[0]}", hidden=True)
+        elif kind == "exercise":
+            self.exercise(names[0], body)
+        else:
+            raise ValueError(f"{self.stem}: a block should not be {kind!r}")
+
+    def exercise(self, name: str, body: str) -> None:
+        options = yaml.safe_load(body)
+        if not REQUIRED <= options.keys() <= FIELDS:
+            wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
+            raise ValueError(f"{self.stem} {name}: fields that lack or are unknown: {wrong}")
+        piece = stubs.cut_exercise(
+            self.stem, name, tuple(options.get("also", ())), tuple(options.get("helpers", ()))
+        )
+        self.placed.append(name)
+        self.markdown(
+            f"### Exercise: `{name}`\n\n"
+            f"Difficulty {_dots(options['difficulty'])} · importance "
+            f"{_dots(options['importance'])} · about {options['minutes']} minutes"
+        )
+        solved = self.edition.solved
+        self.code(piece.solution if solved else piece.stub, "exercise", name)
+        self.code(f"check({name}{', slow=True' if options.get('slow') else ''})", "check", name)
+        self.markdown(_fold("Hint: the idea", options["idea"]))
+        self.markdown(_fold("Hint: the API", options["api"]))
+        if self.edition.folded_solutions and not solved:
+            code = f"```python\n{piece.solution}\n```\n\n{options['why'].strip()}"
+            self.markdown(_fold("Solution", code))
+        elif solved:
+            self.markdown(options["why"])
+
+
+def _dots(n: int) -> str:
+    return "●" * n + "○" * (5 - n)
+
+
+def _fold(title: str, text: str) -> str:
+    """Empty lines around the text, or it would not be read as markdown."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def build(stem: str, edition: Edition) -> NotebookNode:
+    """A chapter's notebook, without outputs.
+
+    Raises ValueError for a source whose blocks are wrong.
+    """
+    builder = _Builder(stem, edition)
+    source = (CHAPTERS / "source" / f"{stem}.md").read_text(encoding="utf-8")
+    for cell in jupytext.reads(source, fmt="md:myst").cells:
+        if cell.cell_type == "code":
+            builder.code(cell.source, *cell.metadata.get("tags", []))
+            continue
+        end = 0
+        for match in BLOCK.finditer(cell.source):
+            builder.markdown(cell.source[end : match.start()])
+            builder.block(match[2], match[3], match[4])
+            end = match.end()
+        builder.markdown(cell.source[end:])
+    _require_every_exercise(stem, builder.placed)
+    for index, cell in enumerate(builder.cells):
+        cell.id = f"{stem.replace('_', '-')}-{index}"
+    notebook = new_notebook(cells=builder.cells, metadata=METADATA)
+    notebook.metadata["course"] = {"built": _digest(notebook)}
+    return notebook
+
+
+def _digest(notebook: NotebookNode) -> str:
+    """Of what a person may edit: the cells' sources."""
+    sources = [(cell.cell_type, cell.source) for cell in notebook.cells]
+    return hashlib.sha256(repr(sources).encode()).hexdigest()
+
+
+def is_as_built(path: Path) -> bool:
+    """Whether a notebook's cells are still those that were built."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except Exception:  # not readable: somebody's all the same
+        return False
+    return notebook.metadata.get("course", {}).get("built") == _digest(notebook)
+
+
+def _require_every_exercise(stem: str, placed: list[str]) -> None:
+    exercises = list(get_checks(stem))
+    if sorted(placed) != sorted(exercises):
+        missing, twice = set(exercises) - set(placed), [n for n in placed if placed.count(n) > 1]
+        raise ValueError(f"{stem}: each exercise has one place; missing {missing}, twice {twice}")
+
+
+def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> NotebookNode:
+    """Run every cell in `folder`. What is written to stderr, as progress bars are, is dropped.
+
+    Raises nbclient's CellExecutionError with the cell that failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = os.environ | {"COURSE_PROGRESS": f"{scratch}/progress.json"}
+        client = NotebookClient(
+            notebook, timeout=timeout_s, resources={"metadata": {"path": folder}}
+        )
+        client.execute(env=environment)
+    notebook.metadata = nbformat.from_dict(METADATA | {"course": notebook.metadata["course"]})
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+    return notebook
+
+
+def save_figures(stem: str, notebook: NotebookNode) -> None:
+    """The pictures of an executed notebook's cells with a tag `figure-NAME`, as PNG files."""
+    FIGURES.mkdir(exist_ok=True)
+    for cell in notebook.cells:
+        for tag in cell.metadata.get("tags", []):
+            if tag.startswith("figure-"):
+                data = [output.get("data", {}) for output in cell.outputs]
+                images = [d["image/png"] for d in data if "image/png" in d]
+                if not images:
+                    raise ValueError(f"{stem}: the cell {tag} should draw a picture")
+                path = FIGURES / f"{stem}-{tag.removeprefix('figure-')}.png"
+                path.write_bytes(base64.b64decode(images[-1]))
+
+
+def embed_results(stem: str, notebook: NotebookNode) -> None:
+    """Put the pictures below the cells that show them, so that they are seen before any run."""
+    for cell in notebook.cells:
+        for tag in cell.metadata.get("tags", []):
+            if tag.startswith("result-"):
+                path = FIGURES / f"{stem}-{tag.removeprefix('result-')}.png"
+                if path.exists():
+                    data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
+                    cell.outputs = [nbformat.v4.new_output("display_data", data)]
+
+
+def write(notebook: NotebookNode, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    nbformat.write(notebook, partial)
+    os.replace(partial, path)
+
+
+def get_sources(notebook: NotebookNode) -> list[tuple[str, str, str]]:
+    """What staleness compares: everything but outputs."""
+    return [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def get_written_stems() -> list[str]:
+    """The chapters that have a source."""
+    return sorted(path.stem for path in (CHAPTERS / "source").glob("ch*.md"))

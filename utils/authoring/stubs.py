@@ -1,0 +1,150 @@
+"""A chapter's solutions, cut into the pieces of a notebook: what is given, stubs and solutions.
+
+A solution is written once, in `solutions/<stem>.py`. Its signature and docstring are the stub; its
+body, or what stands between `# SOLUTION START` and `# SOLUTION END` if it has those, is cut out.
+"""
+
+import ast
+import textwrap
+from dataclasses import dataclass
+
+from utils.grading import answers
+
+START, END = "# SOLUTION START", "# SOLUTION END"
+CUT = "raise NotImplementedError"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One exercise: the cell that a student fills in, and the same cell solved."""
+
+    stub: str
+    solution: str
+
+
+def cut_exercise(
+    stem: str, exercise: str, also: tuple[str, ...] = (), helpers: tuple[str, ...] = ()
+) -> Piece:
+    """An exercise of a chapter. A method stands in a class that re-opens its own.
+
+    `also` are definitions that the student writes in the same cell, methods of the same class or
+    functions before it; `helpers` are those that only the solution uses and that are shown with it.
+    """
+    names = (*also, exercise)
+    stubs = _join([(name, _cut(stem, name)) for name in names])
+    solutions = [(name, get_definition(stem, name)) for name in names]
+    shown = [get_definition(stem, name) for name in helpers]
+    return Piece(stubs, "\n\n\n".join([*shown, _join(solutions)]))
+
+
+def _join(definitions: list[tuple[str, str]]) -> str:
+    """Definitions below each other, the methods of a class in one block."""
+    blocks: dict[str, list[str]] = {}
+    for name, text in definitions:
+        owner = name.rpartition(".")[0]
+        blocks.setdefault(owner or name, []).append(textwrap.indent(text, "    " * bool(owner)))
+    parts = []
+    for owner, texts in blocks.items():
+        is_class = any("." in name for name, _ in definitions if name.startswith(f"{owner}."))
+        head = f"class {owner}({owner}):\n" if is_class else ""
+        parts.append(head + "\n\n".join(texts))
+    return "\n\n\n".join(parts)
+
+
+def get_definition(stem: str, name: str) -> str:
+    """The source of a function, class, method or constant, without what marks the solution."""
+    lines = _get_lines(stem, name)
+    return "\n".join(line for line in lines if line.strip() not in (START, END))
+
+
+def get_given(stem: str, name: str, exercises: tuple[str, ...]) -> str:
+    """A definition that students are given; of a class, without the methods that are exercises."""
+    node = answers.find_definitions(stem).get(name)
+    if not isinstance(node, ast.ClassDef):
+        return get_definition(stem, name)
+    lines = answers.get_source(stem).splitlines()
+    first, last = answers.get_lines(stem, name)
+    kept = list(range(first, last))
+    for method in (n for n in node.body if isinstance(n, ast.FunctionDef)):
+        if f"{name}.{method.name}" in exercises:
+            start, end = answers.get_lines(stem, f"{name}.{method.name}")
+            kept = [i for i in kept if not start <= i < end]
+    return _squeeze("\n".join(lines[i] for i in kept))
+
+
+def get_imports(stem: str) -> str:
+    """The imports of a chapter's solutions."""
+    tree = ast.parse(answers.get_source(stem))
+    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    lines = answers.get_source(stem).splitlines()
+    return _squeeze("\n".join(lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]))
+
+
+def get_signature(source: str) -> list[tuple[str, str, str | None]]:
+    """Name, signature and docstring of each function of a cell, for comparing two."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            returns = ast.unparse(node.returns) if node.returns else ""
+            head = f"{ast.unparse(node.args)} -> {returns}"
+            found.append((node.name, head, ast.get_docstring(node)))
+    return found
+
+
+def _get_lines(stem: str, name: str) -> list[str]:
+    """The lines of a definition, flush left."""
+    lines = answers.get_source(stem).splitlines()
+    if name in answers.find_definitions(stem):
+        first, last = answers.get_lines(stem, name)
+    else:
+        first, last = _find_constant(stem, name)
+    return textwrap.dedent("\n".join(lines[first:last])).splitlines()
+
+
+def _find_constant(stem: str, name: str) -> tuple[int, int]:
+    for node in ast.parse(answers.get_source(stem)).body:
+        targets = getattr(node, "targets", [])
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            return node.lineno - 1, node.end_lineno
+    raise ValueError(f"the definition should be one of {stem}, but is {name!r}")
+
+
+def _cut(stem: str, exercise: str) -> str:
+    lines = _get_lines(stem, exercise)
+    if any(line.strip() == START for line in lines):
+        return _cut_marked(lines)
+    (node,) = ast.parse("\n".join(lines)).body
+    functions = [node] if isinstance(node, ast.FunctionDef) else _list_methods(node)
+    for function in reversed(functions):
+        body = function.body
+        docstring = ast.get_docstring(function) is not None
+        first = body[0].end_lineno if docstring else body[0].lineno - 1
+        indent = " " * body[0].col_offset
+        lines[first : function.end_lineno] = [indent + CUT]
+    return "\n".join(lines)
+
+
+def _list_methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [method for method in node.body if isinstance(method, ast.FunctionDef)]
+
+
+def _cut_marked(lines: list[str]) -> str:
+    kept, inside = [], False
+    for line in lines:
+        if line.strip() == START:
+            inside = True
+            kept.append(line.replace(START, CUT))
+        elif line.strip() == END:
+            inside = False
+        elif not inside:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _squeeze(text: str) -> str:
+    """No more than one empty line in a row, none at the end."""
+    kept: list[str] = []
+    for line in text.splitlines():
+        if line.strip() or (kept and kept[-1].strip()):
+            kept.append(line)
+    return "\n".join(kept).rstrip()

@@ -1,0 +1,144 @@
+"""What a chapter's notebook calls: `start`, `check`, `progress`, `catch_up`, `show_result`."""
+
+import importlib.util
+import inspect
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("torch", "transformer_lens", "einops", "jaxtyping", "matplotlib", "nbformat", "tabulate")
+_missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if _missing or sys.version_info < (3, 11):
+    raise ImportError(
+        f"The course needs Python 3.11 or later and packages that are not here: {_missing}. Run\n"
+        f"    %pip install -r {ROOT / 'requirements.txt'}\n"
+        "in a cell, restart the kernel, and run this cell again."
+    )
+
+import transformer_lens  # noqa: E402, F401  before transformers
+from IPython.display import Image, display  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+from utils import unrun  # noqa: E402
+from utils.grading.checks import get_checks, get_reference, get_stems  # noqa: E402
+from utils.grading.notebook import (  # noqa: E402
+    YELLOW,
+    count_points,
+    is_stub,
+    paint,
+    rebind,
+    run_and_print,
+)
+
+FIGURES = ROOT / "chapters" / "figures"
+PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
+SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cut short
+
+
+def start(stem: str) -> None:
+    """Begin a chapter: what there is to do, and how far you are."""
+    if (ROOT / "utils" / "models" / "embedded").exists():
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    unrun.watch()
+    done = _load_progress()
+    exercises = [name for name in get_checks(stem)]
+    solved = sum(done.get(f"{stem}::{name}", 0) == 1 for name in exercises)
+    print(f"{stem}: {solved} of {len(exercises)} exercises solved. progress() shows all chapters.")
+
+
+def check(answer: Any, slow: bool = False) -> None:
+    """Check an exercise: `check(compute_advantages)`, `check(RLHFTrainer.rollout_phase)`.
+
+    Prints how each check went. `slow=True` runs those that train as well.
+    """
+    caller = inspect.currentframe().f_back.f_globals
+    stem, exercise, verdicts = run_and_print(answer, caller, slow)
+    if unrun.is_unrun(exercise):
+        print(paint("The cell above was edited after it ran: run it again, then this one.", YELLOW))
+    if verdicts:
+        share = count_points(verdicts) / sum(verdict.check.points for verdict in verdicts)
+        done = _load_progress()
+        done[f"{stem}::{exercise}"] = max(share, done.get(f"{stem}::{exercise}", 0))
+        partial = PROGRESS.with_suffix(".partial")
+        partial.write_text(json.dumps(done, indent=1))
+        os.replace(partial, PROGRESS)
+
+
+def progress() -> None:
+    """The course so far: the best that each exercise has reached."""
+    done, rows = _load_progress(), []
+    for stem in get_stems():
+        names = list(get_checks(stem))
+        shares = [done.get(f"{stem}::{name}", 0) for name in names]
+        solved = sum(share == 1 for share in shares)
+        bar = "█" * round(20 * sum(shares) / len(shares))
+        rows.append((stem, f"{bar:·<20}", f"{solved} of {len(names)}"))
+        left = [name for name, share in zip(names, shares, strict=True) if 0 < share < 1]
+        rows += [("", f"  {name}", f"{done[f'{stem}::{name}']:.0%} of its points") for name in left]
+    print(tabulate(rows, ("chapter", "progress", "solved"), disable_numparse=True))
+
+
+def _load_progress() -> dict[str, float]:
+    try:
+        return json.loads(PROGRESS.read_text())
+    except (OSError, ValueError):  # none yet, or damaged
+        return {}
+
+
+def catch_up() -> None:
+    """Put the solution in place of every exercise of this chapter that is not written yet.
+
+    So that a section can be started without those before it. What you have written stays.
+    """
+    caller = inspect.currentframe().f_back.f_globals
+    stem = caller.get("CHAPTER")
+    try:
+        reference = vars(get_reference(stem))
+    except ModuleNotFoundError:
+        print("There are no solutions of this chapter here: write the exercises above first.")
+        return
+    filled = []
+    for exercise in get_checks(stem):
+        name, _, method = exercise.partition(".")
+        if not method and (name not in caller or is_stub(caller[name])):
+            caller[name] = reference[name]
+            filled.append(exercise)
+        elif method and name in caller and _fill_method(caller[name], reference[name], method):
+            filled.append(exercise)
+    if filled:
+        print("From the solutions, until you write yours: " + ", ".join(filled))
+
+
+def _fill_method(cls: type, reference: type, method: str) -> bool:
+    """Take a method that is missing or a stub from the reference, and stubs that stand by it."""
+    owner = next((c for c in cls.__mro__ if method in vars(c)), None)
+    is_missing = owner is None or (method in vars(reference) and not issubclass(owner, _first(cls)))
+    if not is_missing and not is_stub(vars(owner)[method]):
+        return False
+    place = cls if is_missing else owner
+    stubs = [key for key, value in vars(place).items() if callable(value) and is_stub(value)]
+    for key in {method, *stubs} & vars(reference).keys():
+        setattr(place, key, rebind(vars(reference)[key], place))
+    return True
+
+
+def _first(cls: type) -> type:
+    """The class of this name that was not re-opened: the last one of its name in the MRO."""
+    return [c for c in cls.__mro__ if c.__name__ == cls.__name__][-1]
+
+
+def show_result(stem: str, name: str) -> None:
+    """The picture that an experiment of the chapter draws, from when it was last run."""
+    path = FIGURES / f"{stem}-{name}.png"
+    if path.exists():
+        display(Image(filename=path))
+    else:
+        print(f"{path} is not there: run the chapter's experiments to draw it.")
+
+
+def shorten(n: int) -> int:
+    """`n`, or a tenth of it when the notebook is only tested."""
+    return max(n // 10, 1) if os.environ.get(SHORT) else n
