@@ -80,7 +80,7 @@ def get_imports(stem: str) -> str:
     return _squeeze("\n".join(lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]))
 
 
-def get_signature(source: str) -> list[tuple[str, str, str | None]]:
+def get_signatures(source: str) -> list[tuple[str, str, str | None]]:
     """Name, signature and docstring of each function of a cell, for comparing two."""
     found = []
     for node in ast.walk(ast.parse(source)):

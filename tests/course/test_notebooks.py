@@ -1,0 +1,303 @@
+"""Notebooks: up to date with their source, whole, run from top to bottom; and a student's loop."""
+
+import re
+import textwrap
+import types
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from utils import course, unrun
+from utils.authoring import notebooks, stubs
+from utils.authoring.__main__ import build_student
+from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, execute, get_sources
+from utils.grading import notebook
+from utils.grading.checks import get_checks
+
+STEMS = notebooks.get_written_stems()
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+# --- The committed notebooks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_notebooks_are_as_their_source_says(stem):
+    hint = f"run `python -m utils.authoring {stem}`"
+    student, solved = read(CHAPTERS / f"{stem}.ipynb"), read(SOLUTIONS / f"{stem}.ipynb")
+    assert get_sources(student) == get_sources(build(stem, Edition())), hint
+    assert get_sources(solved) == get_sources(build(stem, Edition(solved=True))), hint
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_stub_has_the_signature_and_docstring_of_its_solution(stem):
+    by_exercise = [
+        {cell.metadata.tags[1]: cell.source for cell in nb.cells if is_exercise(cell)}
+        for nb in (read(CHAPTERS / f"{stem}.ipynb"), read(SOLUTIONS / f"{stem}.ipynb"))
+    ]
+    student, solved = by_exercise
+    assert student.keys() == solved.keys()
+    for exercise, stub in student.items():
+        assert stubs.CUT in stub
+        assert stubs.CUT not in solved[exercise]
+        assert set(stubs.get_signatures(stub)) <= set(stubs.get_signatures(solved[exercise]))
+
+
+def is_exercise(cell) -> bool:
+    return cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", [])
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(stem):
+    cells = [cell for cell in read(SOLUTIONS / f"{stem}.ipynb").cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in cells)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    text = "".join(
+        str(o.get("text", "")) + str(o.get("data", {}).get("text/plain", "")) for o in outputs
+    )
+    assert not re.findall(r"(?:/home|/root|/tmp|/Users|/work|C:\\)[^\s]*", text)
+    checked = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
+    for cell in checked:
+        assert "✗" not in cell.outputs[0].text
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_pictures_are_embedded_in_the_students_notebook(stem):
+    for cell in read(CHAPTERS / f"{stem}.ipynb").cells:
+        if any(tag.startswith("result-") for tag in cell.metadata.get("tags", [])):
+            assert "image/png" in cell.outputs[0].data
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("solved", [True, False], ids=["solved", "unsolved"])
+def test_a_notebook_runs_from_top_to_bottom(stem, solved, monkeypatch):
+    """Unsolved too: `catch_up` puts solutions in for what is not written."""
+    monkeypatch.setenv(course.SHORT, "1")
+    executed = execute(build(stem, Edition(solved=solved)), SOLUTIONS)
+    texts = [c.outputs[0].text for c in executed.cells if "check" in c.metadata.get("tags", [])]
+    assert all("✗" not in text for text in texts)
+    assert solved != all("not written yet" in text for text in texts)
+
+
+# --- Building -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A source with one exercise, in a folder of its own."""
+    monkeypatch.setattr(notebooks, "CHAPTERS", tmp_path)
+    monkeypatch.setattr(notebooks, "_require_every_exercise", lambda *args: None)
+    source = tmp_path / "source" / "ch0_sampling.md"
+    source.parent.mkdir()
+    source.write_text(
+        textwrap.dedent(
+            """\
+            ---
+            jupytext:
+              text_representation:
+                extension: .md
+                format_name: myst
+            ---
+
+            # Title
+
+            ```{setup}
+            ```
+
+            ```{given} at_least_float32 Samples
+            ```
+
+            ````{exercise} masked_mean
+            difficulty: 1
+            importance: 5
+            minutes: 5
+            idea: Replace first.
+            api: |
+              ```python
+              x.masked_fill(mask, 0.0)
+              ```
+            why: 0 times nan is nan.
+            ````
+
+            ```{code-cell} ipython3
+            :tags: [figure-one]
+            1 + 1
+            ```
+            """
+        )
+    )
+    return source
+
+
+def test_the_editions_of_a_notebook(small):
+    student, solved = build("ch0_sampling", Edition()), build("ch0_sampling", Edition(solved=True))
+    bundle = build("ch0_sampling", Edition(folded_solutions=False))
+    solution = stubs.get_definition("ch0_sampling", "masked_mean").splitlines()[-1]
+    assert sum(solution in cell.source for cell in student.cells) == 1  # folded
+    assert not any(solution in cell.source for cell in bundle.cells)
+    assert [c.source for c in solved.cells if is_exercise(c)][0].endswith(solution)
+    assert student.cells[-1].metadata.tags == ["figure-one"]
+    assert build("ch0_sampling", Edition()) == student
+    ids = [cell.id for cell in student.cells]
+    assert ids == [f"ch0-sampling-{i}" for i in range(len(ids))]
+
+
+def test_a_source_with_a_wrong_field_or_block_is_refused(small):
+    text = small.read_text()
+    small.write_text(text.replace("minutes: 5\n", ""))
+    with pytest.raises(ValueError, match="minutes"):
+        build("ch0_sampling", Edition())
+    small.write_text(text.replace("{given}", "{gibt}"))
+    with pytest.raises(ValueError, match="gibt"):
+        build("ch0_sampling", Edition())
+
+
+def test_every_exercise_has_one_place():
+    exercises = list(get_checks("ch0_sampling"))
+    notebooks._require_every_exercise("ch0_sampling", exercises)
+    for placed in (exercises[1:], [*exercises, exercises[0]]):
+        with pytest.raises(ValueError, match=exercises[0]):
+            notebooks._require_every_exercise("ch0_sampling", placed)
+
+
+def test_a_notebook_that_somebody_has_worked_in_is_left_alone(small, tmp_path):
+    path = tmp_path / "ch0_sampling.ipynb"
+    build_student("ch0_sampling", tmp_path)
+    small.write_text(small.read_text().replace("# Title", "# Another title"))
+    build_student("ch0_sampling", tmp_path)
+    assert "Another title" in path.read_text()
+    mine = path.read_text().replace("raise NotImplementedError", "return values.mean()")
+    path.write_text(mine)
+    small.write_text(small.read_text().replace("# Another title", "# A third title"))
+    build_student("ch0_sampling", tmp_path)
+    assert path.read_text() == mine
+
+
+def test_methods_are_cut_into_a_class_that_reopens_its_own():
+    piece = stubs.cut_exercise(
+        "ch1_lora", "TransformerWithLora.from_pretrained", ("TransformerWithLora.__init__",)
+    )
+    assert piece.stub.startswith(
+        "class TransformerWithLora(TransformerWithLora):\n    def __init__"
+    )
+    assert piece.stub.count(stubs.CUT) == 2
+    assert "load_base_model" in piece.solution
+    given = stubs.get_given("ch1_lora", "TransformerWithLora", ("TransformerWithLora.merged",))
+    assert "def merged" not in given
+    assert "def reference" in given
+    compile(given, "given", "exec")
+
+
+# --- The student's loop -------------------------------------------------------------------------
+
+
+def run_cell(source: str, names: dict) -> dict:
+    """What a cell leaves: `inspect` and `check` see functions of this namespace."""
+    exec(compile(textwrap.dedent(source), "<cell>", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch):
+    monkeypatch.setattr(course, "PROGRESS", tmp_path / "progress.json")
+    module = types.ModuleType("a_notebook")
+    module.__dict__.update(CHAPTER="ch0_sampling", check=course.check, catch_up=course.catch_up)
+    imports = stubs.get_imports("ch0_sampling")
+    return run_cell(imports, module.__dict__)
+
+
+STUB = (
+    "def masked_mean(values, mask, dim=None):\n    '''A mean.'''\n    raise NotImplementedError\n"
+)
+RIGHT = """
+def calc_reinforce_objective(logprobs, advantages, mask):
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand_as(logprobs)
+    product = logprobs.masked_fill(~mask, 0) * advantages.detach().masked_fill(~mask, 0)
+    return masked_mean(product, mask)
+"""
+
+
+def test_an_exercise_that_calls_an_unwritten_one_is_checked_alone(names, capsys):
+    run_cell(STUB + RIGHT + "check(calc_reinforce_objective)", names)
+    printed = capsys.readouterr().out
+    assert "✗" not in printed
+    assert "one of yours breaks this one" in printed
+    assert notebook.is_stub(names["masked_mean"])  # put back
+
+
+def test_a_method_is_checked_alone(names, capsys):
+    run_cell(stubs.get_imports("ch1_lora"), names)
+    cells = [stubs.get_given("ch1_lora", "LoraLayer", ())]
+    every = tuple(get_checks("ch1_lora"))
+    given = ("make_lora_hooks", "find_lora_sites", "_get_in_out", "ATTENTION_SITES")
+    cells += [stubs.get_definition("ch1_lora", name) for name in given]
+    cells += [stubs.get_given("ch1_lora", "TransformerWithLora", every)]
+    cells += [stubs.cut_exercise("ch1_lora", "TransformerWithLora.forward").stub]
+    cells += [stubs.cut_exercise("ch1_lora", "TransformerWithLora.trainable_parameters").solution]
+    run_cell("\n\n".join(cells), names)
+    run_cell("check(TransformerWithLora.trainable_parameters)", names)
+    printed = capsys.readouterr().out
+    assert "✗" not in printed
+    assert "one of yours breaks this one" in printed
+
+
+def test_catch_up_fills_in_what_is_not_written(names, capsys):
+    run_cell(STUB + RIGHT + "mine = calc_reinforce_objective\ncatch_up()", names)
+    printed = capsys.readouterr().out
+    assert "masked_mean" in printed
+    assert "calc_reinforce_objective" not in printed
+    assert names["calc_reinforce_objective"] is names["mine"]
+    assert not notebook.is_stub(names["masked_mean"])
+
+
+def test_catch_up_fills_in_methods(names, capsys):
+    run_cell(stubs.get_imports("ch3_grpo"), names)
+    every = tuple(get_checks("ch3_grpo"))
+    cells = [stubs.get_given("ch3_grpo", name, every) for name in ("GrpoArgs", "GrpoTrainer")]
+    cells += [stubs.cut_exercise("ch3_grpo", "GrpoTrainer.rollout_phase").stub]
+    names["CHAPTER"] = "ch3_grpo"
+    run_cell("\n\n".join(cells) + "\n\ncatch_up()", names)
+    printed = capsys.readouterr().out
+    assert "GrpoTrainer.rollout_phase" in printed
+    assert not notebook.is_stub(names["GrpoTrainer"].rollout_phase)
+    assert "compute_rlhf_objective" in vars(names["GrpoTrainer"])
+
+
+def test_progress_outlives_the_kernel_and_a_damaged_file(names, capsys):
+    run_cell(RIGHT + "from solutions.ch0_sampling import masked_mean", names)
+    run_cell("check(calc_reinforce_objective)", names)
+    capsys.readouterr()
+    course.progress()
+    assert "1 of 9" in capsys.readouterr().out
+    course.PROGRESS.write_text("{")
+    course.progress()
+    assert "0 of 9" in capsys.readouterr().out
+
+
+def test_colours_can_be_left_out(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert notebook.paint("x", notebook.RED) == "\033[31mx\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert notebook.paint("x", notebook.RED) == "x"
+
+
+def test_a_cell_that_was_edited_but_not_run_is_noticed(tmp_path, monkeypatch):
+    path = tmp_path / "mine.ipynb"
+    cell = nbformat.v4.new_code_cell("def f(x):\n    return 2 * x")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(path))
+    saved_at = path.stat().st_mtime
+    monkeypatch.setattr(unrun, "_ran", {cell.source: saved_at - 5})
+    assert not unrun.is_unrun("f")
+    monkeypatch.setattr(unrun, "_ran", {"def f(x):\n    return x": saved_at - 5})
+    assert unrun.is_unrun("f")
+    monkeypatch.setattr(unrun, "_ran", {"def f(x):\n    return x": saved_at + 5})  # not yet saved
+    assert not unrun.is_unrun("f")
+    assert not unrun.is_unrun("g")
