@@ -73,8 +73,10 @@ def test_pictures_are_embedded_in_the_students_notebook(stem):
             assert "image/png" in cell.outputs[0].data
 
 
-@pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("solved", [True, False], ids=["solved", "unsolved"])
+@pytest.mark.parametrize(
+    "stem", [pytest.param(stem, marks=pytest.mark.xdist_group(f"run {stem}")) for stem in STEMS]
+)
 def test_a_notebook_runs_from_top_to_bottom(stem, solved, monkeypatch):
     """Unsolved too: `catch_up` puts solutions in for what is not written."""
     monkeypatch.setenv(course.SHORT, "1")
@@ -140,7 +142,7 @@ def test_the_editions_of_a_notebook(small):
     solution = stubs.get_definition("ch0_sampling", "masked_mean").splitlines()[-1]
     assert sum(solution in cell.source for cell in student.cells) == 1  # folded
     assert not any(solution in cell.source for cell in bundle.cells)
-    assert [c.source for c in solved.cells if is_exercise(c)][0].endswith(solution)
+    assert next(c.source for c in solved.cells if is_exercise(c)).endswith(solution)
     assert student.cells[-1].metadata.tags == ["figure-one"]
     assert build("ch0_sampling", Edition()) == student
     ids = [cell.id for cell in student.cells]
