@@ -17,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`, what stands in one file runs in one process, as it shares what was computed."""
     for item in items:
