@@ -95,22 +95,23 @@ NEW_LAYERS = [(90, 5, 3000, 2), (40, 70)]
 
 
 def _starts_right(observed, reference):
-    for (d_in, *_), found in zip(NEW_LAYERS, observed, strict=True):
+    for sizes, found in zip(NEW_LAYERS, observed, strict=True):
+        d_in, which, bound = sizes[0], f"LoraLayer{sizes}", f"±1/sqrt({sizes[0]})"
         shapes = sorted(list(found[name].shape) for name in ("lora_A", "lora_B"))
         if (trained := found["shapes of what is trained"]) != shapes:
-            return f"the shapes of what is trained are {trained}, those of A and B {shapes}"
+            return f"{which} trains shapes {trained}, where A and B have {shapes}"
         entries = found["lora_A"].double().flatten() * math.sqrt(d_in)
         spread = entries.std().item() * math.sqrt(3)
         if abs(spread - 1) > 0.1:
-            return f"lora_A spreads {spread:.2g} times as far as uniform in ±1/sqrt(d_in) would"
+            return f"{which}: lora_A spreads {spread:.2g} times as far as uniform in {bound} would"
         counts = torch.histc(entries, bins=10, min=-1, max=1)
         statistic = (counts - len(entries) / 10).square().sum() / (len(entries) / 10)
         if entries.abs().max() > 1 + 1e-6 or statistic > 65:  # 9 degrees of freedom: p < 1e-9
-            return "lora_A is not uniform in ±1/sqrt(d_in)"
+            return f"{which}: lora_A is not uniform in {bound}"
         if torch.equal(found["lora_A"], found["lora_A of a second layer"]):
-            return "two new layers should not have the same lora_A"
+            return f"{which}: two new layers should not have the same lora_A"
         if found["lora_B"].any() or found["the result"].any():
-            return "lora_B should start at zero, so that a new adapter changes nothing"
+            return f"{which}: lora_B should start at 0, so that a new adapter changes nothing"
     return None
 
 
@@ -135,7 +136,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random A and B, several ranks and alphas, no to three leading axes; the gradients"""
+    """Random A and B, several ranks and alphas, no to three leading axes; gradients; eval()"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -146,6 +147,12 @@ def random_adapters(student, rng):
     found["given by position"] = with_inputs_after(wide, rng.normal(2, 1, 4, 3))
     defaults = random_layer(student, rng, 6, 6)
     found["default rank and alpha"] = layer_and_gradients(defaults, rng.normal(2, 6))
+    wide.eval()
+    x = rng.normal(2, 3)
+    with torch.no_grad():
+        found["eval() and no_grad"] = wide(x)
+        set_layer(wide, rng.normal(3, 2), rng.normal(2, 6))
+        found["eval() and no_grad, other A and B"] = wide(x)
     return found
 
 
@@ -264,6 +271,7 @@ def several_forwards(student, rng):
 DTYPES = {
     "bfloat16 activations, a float32 adapter": (torch.bfloat16, torch.bfloat16),
     "float32 activations and adapter": (torch.float32, torch.float32),
+    "a float32 input and a bfloat16 output": (torch.float32, torch.bfloat16),
 }
 
 
@@ -272,19 +280,21 @@ def _keeps_the_dtype(observed, reference):
         yours, expected = observed[name].double(), reference[name].double()
         if (yours - expected).abs().max() > 0.02 * expected.abs().max():
             return f"{name}: the output is wrong by more than rounding"
+    if not torch.equal(observed["lora_A afterwards"], reference["lora_A afterwards"]):
+        return "the hooks round the trained lora_A: cast what passes through, not the layer"
     return None
 
 
 @check("make_lora_hooks", holds=_keeps_the_dtype)
 def dtypes(student, rng):
-    """A float32 adapter on bfloat16 activations: the output stays bfloat16"""
+    """A float32 adapter on bfloat16: the output stays bfloat16, the adapter float32"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.q", layer)
     found = {}
     for name, (x_dtype, out_dtype) in DTYPES.items():
         x, out = rng.normal(2, 4, 6).to(x_dtype), rng.normal(2, 4, 4, 2).to(out_dtype)
         found[name] = call_both(hooks, "blocks.0.attn.q", x, out)["the output"]
-    return found
+    return found | {"lora_A afterwards": layer.lora_A}
 
 
 def count_reachable(*roots: Any) -> int:
@@ -314,18 +324,23 @@ def is_freed(storage: StorageWeakRef) -> bool:
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position)
 def what_is_kept(student, rng):
-    """After a forward the hooks hold no activation, though they are still there"""
+    """After a forward the hooks hold no activation, nor that of one that broke off before it"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
-    before = count_reachable(hooks, layer)
-    x, out = rng.normal(2, 5, 3, 2), rng.normal(2, 5, 8)
-    storages = {name: StorageWeakRef(t.untyped_storage()) for name, t in (("x", x), ("out", out))}
-    with torch.no_grad():
-        result = call_both(hooks, "blocks.0.attn.o", x, out)["the output"].clone()
-    del x, out
-    return {"the output": result, "numbers still held": count_reachable(hooks, layer) - before} | {
-        f"{name} is freed": is_freed(storage) for name, storage in storages.items()
-    }
+    before, found = count_reachable(hooks, layer), {}
+    for mode in (torch.no_grad, torch.enable_grad):
+        old_x, x, out = (rng.normal(2, 5, *axes) for axes in ((3, 2), (3, 2), (8,)))
+        named = (("x", x), ("out", out), ("x of the forward that broke off", old_x))
+        storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
+        with mode():
+            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x)  # and then an error
+            result = call_both(hooks, "blocks.0.attn.o", x, out)["the output"]
+        found[mode.__name__] = {"the output": result.detach().clone()}
+        del named, old_x, x, out, result  # with the result goes its graph
+        held = count_reachable(hooks, layer) - before
+        freed = {f"{name} is freed": is_freed(storage) for name, storage in storages.items()}
+        found[mode.__name__] |= {"numbers still held": held} | freed
+    return found
 
 
 HOOKED_SITES = {

@@ -103,6 +103,15 @@ LORA_LAYER = [
     ),
     edit(
         "LoraLayer",
+        "kaiming_with_its_own_slope",
+        "torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5",
+        "nn.init.kaiming_uniform_(torch.empty(rank, d_in)).T.contiguous()",
+        "kaiming_uniform_ has a gain of sqrt(2) unless told otherwise, so the bound is "
+        "sqrt(6/d_in). With a=5**0.5 it is 1/sqrt(d_in).",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
         "bound_without_a_root",
         "/ d_in**0.5",
         "/ d_in",
@@ -176,6 +185,17 @@ LORA_LAYER = [
         ") @ self.lora_B + (x if self.d_in == self.d_out else 0)",
         "The input is added to the result. The adapter returns the change alone; the hook adds it "
         "to the layer's output.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "kept_in_evaluation_mode",
+        "return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "if self.training or not hasattr(self, 'kept'):\n"
+        "            self.kept = self.compute_delta()\n"
+        "        return x.to(self.lora_A.dtype) @ self.kept",
+        "In eval() the product A B is kept from an earlier call: when the adapter has changed since, "
+        "the result is out of date.",
         within=FORWARD,
     ),
     edit(
@@ -255,6 +275,22 @@ HOOKS = [
     ),
     edit(
         "make_lora_hooks",
+        "inputs_pile_up",
+        "inputs[:] = [x]",
+        "inputs.append(x)",
+        "The input of a forward that broke off is held for good, beside the new one. A new input "
+        "overwrites the last.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "keeps_the_input_in_training",
+        "inputs.pop()",
+        "inputs[-1] if torch.is_grad_enabled() else inputs.pop()",
+        "The input is let go of under no_grad only: in training every layer's activations stay in "
+        "memory after the backward.",
+    ),
+    edit(
+        "make_lora_hooks",
         "keeps_the_input",
         "inputs.pop()",
         "inputs[-1]",
@@ -268,6 +304,30 @@ HOOKS = [
         "",
         "Adding a float32 adapter to a bfloat16 output makes it float32, and the next layer "
         "raises. Cast what is added to the output's dtype.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "dtype_of_the_input",
+        ".to(out.dtype)",
+        ".to(x.dtype)",
+        "What is added gets the input's dtype. It is the output that it is added to: cast to the "
+        "output's.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "layer_cast_in_place",
+        "layer(x)",
+        "layer.to(x.dtype)(x)",
+        "`layer.to(...)` casts the layer itself: in bfloat16 its trained weights are rounded for "
+        "good. Cast what passes through.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "heads_flattened_at_attn_o_only",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        'x = x.reshape(*x.shape[:2], layer.d_in) if site.endswith("attn.o") else x',
+        "Head axes are flattened at attn.o only. Go by the shape of the input, not by the site's "
+        "name.",
     ),
     edit(
         "make_lora_hooks",
