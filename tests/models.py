@@ -2,8 +2,8 @@
 
 "gpt2": dropout 0.1 in its config, absolute positions, two layers. "shallow": the same in one layer,
 as booting takes most of a check's time. "ending": shallow, and eos is likely. "llama": one layer,
-grouped-query attention, rotary positions. All have an unembedding of their own, as a tied one would
-repeat its input, and the embedded model's tokenizer.
+grouped-query attention, rotary positions, dropout of the attention alone. All have an unembedding
+of their own, as a tied one would repeat its input, and the embedded model's tokenizer.
 """
 
 import atexit
@@ -58,6 +58,7 @@ def _build(kind: str):
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=N_CTX,
+            attention_dropout=0.1,
         )
         model = LlamaForCausalLM(config)
     else:
