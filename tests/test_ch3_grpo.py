@@ -82,7 +82,7 @@ def worked_groups(student, rng):
 
 @check("group_advantages", points=2, seeds=2, expected=advantages_by_statistics)
 def several_groups(student, rng):
-    """Several groups of different means and spreads, every scale, groups of 2, 3 and 5"""
+    """Several groups of different means and spreads, every scale; ties; a high level"""
     found = {
         f"{groups} groups of {size}": _every_scale(
             student, grouped_rewards(rng, groups, size), size
@@ -91,6 +91,10 @@ def several_groups(student, rng):
     }
     one_hit = rng.normal(64).index_fill(0, rng.integers(0, 64, 1), 60.0)
     found["an outlier"] = _every_scale(student, one_hit, 64)
+    hits = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
+    found["0 or 1"] = _every_scale(student, rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
+    level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)  # the means are exact
+    found["a level of 10000"] = _every_scale(student, level, 4)
     return found | {"defaults": student.group_advantages(grouped_rewards(rng, 3, 4), 4)}
 
 
@@ -468,7 +472,13 @@ def clips_and_beta(student, rng):
             lambda logprobs: f(logprobs, old, None, advantages, mask, 0.3, beta=0.0),
             logprobs=logprobs,
         ),
+        "no reference, but beta 0.04": _error_of_any_kind(f, logprobs, old, None, advantages, mask),
     }
+
+
+def _error_of_any_kind(function, *args):
+    answer = error_of("ref_logprobs", function, *args)
+    return answer if answer == "no error" else "a ValueError, or another error"
 
 
 def _every_case(student, rng, **options):
@@ -614,15 +624,18 @@ def extremes_behind_the_mask(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def far_from_the_reference(student, rng):
-    """Log-probs up to 9 away from the reference's, both ways, in the value and the gradient"""
-    old, far = -rng.uniform(2, 3), rng.tensor([[9.0, -9.0, 7.0], [-6.0, 6.0, 0.0]])
-    return value_and_gradients(
-        _objective(student, torch.ones(2, 3, dtype=torch.bool)),
-        logprobs=old + rng.normal(2, 3, std=0.1),
-        old_logprobs=old,
-        ref_logprobs=old + far,
-        advantages=rng.normal(2),
-    )
+    """Log-probs 9, 40 and 80 away from the reference's, in the value and the gradient"""
+    old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
+    return {
+        name: value_and_gradients(
+            _objective(student, torch.ones(2, 3, dtype=torch.bool)),
+            logprobs=old + rng.normal(2, 3, std=0.1),
+            old_logprobs=old,
+            ref_logprobs=old + rng.tensor([far, [-6.0, -80.0, 0.0]]),
+            advantages=rng.normal(2),
+        )
+        for name, far in distances.items()
+    }
 
 
 @check("calc_grpo_objective")
@@ -764,6 +777,28 @@ def groups_that_do_not_fit(student, rng):
     return bad | {"3": f(rewards, ends, 3, 5)}
 
 
+def _error_of_steps(function, *args):
+    """Which of the arguments is to blame is open."""
+    answer = error_of("completion_len", function, *args)
+    return answer if answer.endswith("names it") else error_of("step", function, *args)
+
+
+@check("process_advantages")
+def steps_that_do_not_fit(student, rng):
+    """Ends outside the completion, or not one for each reward: a ValueError names the steps"""
+    rewards, ends = rewarded_steps(rng, [2, 1, 3, 1], 5)
+    f, first = student.process_advantages, rng.integers(0, 5, 1)
+    bad = {
+        "an end at 5 of 5 tokens": [torch.cat([first, torch.tensor([5])]), *ends[1:]],
+        "an end at -1": [torch.cat([first, torch.tensor([-1])]), *ends[1:]],
+        "2 rewards and 1 end": [first, *ends[1:]],
+        "1 reward and 2 ends": [ends[0], ends[0], *ends[2:]],
+        "4 rows of rewards and 3 of ends": ends[:3],
+    }
+    found = {name: _error_of_steps(f, rewards, bad_ends, 2, 5) for name, bad_ends in bad.items()}
+    return found | {"as it should be": f(rewards, ends, 2, 5)}
+
+
 # --- make_grpo_memory ---------------------------------------------------------------------------
 
 GRPO_FIELDS = ("input_ids", "attention_mask", "mask", "logprobs", "ref_logprobs", "advantages")
@@ -804,12 +839,12 @@ def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
     )
 
 
-def _make_grpo_memory(student, rng, with_reference=True, **options):
-    args = _make_grpo_args(student, **options)
-    samples = make_samples(rng)
+def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
+    rows, scores = len(scores), leaf(scores)
+    args = _make_grpo_args(student, batch_size=rows, **options)
+    samples = make_samples(rng, rows)
     mask = samples.completion_mask
-    logprobs, ref_logprobs = (leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(2))
-    scores = leaf(rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3]))
+    logprobs, ref_logprobs = (leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(2))
     memory = student.make_grpo_memory(
         args, samples, scores, logprobs, ref_logprobs if with_reference else None
     )
@@ -827,16 +862,21 @@ def _make_grpo_memory(student, rng, with_reference=True, **options):
 
 @check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
 def memory_of_groups(student, rng):
-    """Two groups with different means, ragged rows, NaN beyond the mask, fields without gradient"""
-    return _make_grpo_memory(student, rng, batches_per_learning_phase=3, num_minibatches=2)
+    """Groups, one of equal scores; ragged rows, NaN beyond the mask, fields without gradient"""
+    # Seven times 1e6 / 9 in float32 has another mean.
+    constant = rng.tensor([1e6 / 9]).repeat(7)
+    scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(7, mean=-3, std=2)])
+    sizes = {"group_size": 7, "batches_per_learning_phase": 4, "num_minibatches": 3}
+    return _make_grpo_memory(student, rng, scores, **sizes)
 
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
     """advantage_scale "batch" and "none", and no reference"""
+    scores = rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3])
     return [
-        _make_grpo_memory(student, rng, advantage_scale="batch"),
-        _make_grpo_memory(student, rng, False, advantage_scale="none", kl_coef=0.0),
+        _make_grpo_memory(student, rng, scores, advantage_scale="batch"),
+        _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
     ]
 
 

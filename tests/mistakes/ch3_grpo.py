@@ -93,6 +93,31 @@ GROUP_ADVANTAGES = [
     ),
     edit(
         "group_advantages",
+        "ties_count_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "(groups[:, 1:] == groups[:, :-1]).any(-1, keepdim=True)",
+        "A group counts as constant as soon as two of its rewards are equal, as rewards of 0 or 1 "
+        "often are. All of them have to be.",
+    ),
+    edit(
+        "group_advantages",
+        "first_and_last_alone",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups[:, :1] == groups[:, -1:]",
+        "A group counts as constant if its first and last reward are equal. Those between them "
+        "may differ.",
+    ),
+    edit(
+        "group_advantages",
+        "variance_in_one_pass",
+        "groups.std(-1, keepdim=True)",
+        "((groups.square().mean(-1, keepdim=True) - groups.mean(-1, keepdim=True).square()).clamp("
+        "min=0) * group_size / (group_size - 1)).sqrt()",
+        "The variance is the mean square less the squared mean, which cancels where the rewards "
+        "are large beside their spread. Center first, as torch.std does.",
+    ),
+    edit(
+        "group_advantages",
         "batch_std_of_centered_rewards",
         "groups.std()",
         "centered.std()",
@@ -949,6 +974,24 @@ GRPO_OBJECTIVE = [
     ),
     edit(
         "calc_grpo_objective",
+        "kl_left_out_without_a_reference",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high\n"
+        "    beta = 0.0 if ref_logprobs is None else beta",
+        "Without ref_logprobs the KL is left out in silence, whatever beta is. Only with beta 0 "
+        "may they be None; otherwise it is an error.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_of_clamped_differences",
+        "ref_logprobs.detach() - logprobs",
+        "(ref_logprobs.detach() - logprobs).clamp(-20, 20)",
+        "Log-ratios to the reference are clamped to 20, as some libraries do. Beyond that no "
+        "gradient brings the policy back.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
         "mean_over_tokens",
         "masked_mean(per_token, mask, dim=-1).mean()",
         "masked_mean(per_token, mask)",
@@ -1410,6 +1453,33 @@ PROCESS_ADVANTAGES = [
     ),
     edit(
         "process_advantages",
+        "ends_unchecked",
+        "((all_ends >= 0) & (all_ends < completion_len)).all()",
+        "True",
+        "An end outside the completion should be a ValueError that names step_ends, not whatever "
+        "the indexing says.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_moved_inside",
+        "all_ends = torch.cat(step_ends)",
+        "step_ends = [ends.clamp(0, completion_len - 1) for ends in step_ends]; "
+        "all_ends = torch.cat(step_ends)",
+        "An end outside the completion is moved inside in silence, which hides that the steps were "
+        "found wrongly. Raise a ValueError that names step_ends.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_without_an_end",
+        "    require(\n        [len",
+        "    step_rewards = [r[: len(e)] for r, e in zip(step_rewards, step_ends)]\n"
+        "    step_ends = [e[: len(r)] for r, e in zip(step_rewards, step_ends)]\n"
+        "    require(\n        [len",
+        "Rewards without an end, or ends without a reward, are dropped in silence. Raise a "
+        "ValueError that names step_ends or step_rewards.",
+    ),
+    edit(
+        "process_advantages",
         "averaged_over_steps",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized / max(len(normalized), 1))",
@@ -1424,7 +1494,7 @@ PROCESS_ADVANTAGES = [
     "after. Sum over all steps that end at it or later.",
 )
 def own_step_only(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         order = ends.argsort(stable=True)
@@ -1442,6 +1512,7 @@ def own_step_only(step_rewards, step_ends, group_size, completion_len, eps=1e-4)
 )
 def normalised_after_the_sum(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     _check(step_rewards, group_size, "none")
+    _check_steps(step_rewards, step_ends, completion_len)
     sums = torch.zeros(len(step_rewards), completion_len)
     for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
         for r, end in zip(rewards.tolist(), ends.tolist(), strict=True):
@@ -1457,7 +1528,7 @@ def normalised_after_the_sum(step_rewards, step_ends, group_size, completion_len
     "an earlier one in the list ends later. Look at every end.",
 )
 def ends_taken_as_sorted(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         to_come, start = normalised.flip(0).cumsum(0).flip(0), 0
@@ -1472,7 +1543,7 @@ def ends_taken_as_sorted(step_rewards, step_ends, group_size, completion_len, ep
     "After the last end the advantage goes on. Tokens that belong to no step get 0.",
 )
 def goes_on_after_the_last_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         for r, end in zip(normalised.tolist(), ends.tolist(), strict=True):
@@ -1487,7 +1558,7 @@ def goes_on_after_the_last_end(step_rewards, step_ends, group_size, completion_l
     "get 0.",
 )
 def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         last = len(ends) - 1
@@ -1496,8 +1567,16 @@ def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_le
     return advantages
 
 
-def _normalised(step_rewards, group_size, eps):
+def _check_steps(step_rewards, step_ends, completion_len):
+    if [len(rewards) for rewards in step_rewards] != [len(ends) for ends in step_ends]:
+        raise ValueError("step_ends should have one end for each of step_rewards")
+    if any(not 0 <= end < completion_len for ends in step_ends for end in ends):
+        raise ValueError(f"step_ends should be below {completion_len}")
+
+
+def _normalised(step_rewards, step_ends, group_size, completion_len, eps):
     _check(step_rewards, group_size, "none")
+    _check_steps(step_rewards, step_ends, completion_len)
     rows = []
     for start in range(0, len(step_rewards), group_size):
         group = [rewards.detach() for rewards in step_rewards[start : start + group_size]]
@@ -1552,6 +1631,30 @@ MAKE_GRPO_MEMORY = [
         "group_advantages(scores, len(scores),",
         "The whole batch is taken for one group. Each prompt's completions are compared with each "
         "other only.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "constant_groups_dropped",
+        "    return ReplayMemory(",
+        "    keep = scores.reshape(-1, args.group_size).std(-1) > 0\n"
+        "    keep = keep.repeat_interleave(args.group_size)\n"
+        "    samples = Samples(samples.input_ids[keep], samples.attention_mask[keep], "
+        "samples.prompt_len, samples.completion_mask[keep], samples.texts)\n"
+        "    scores, logprobs = scores[keep], logprobs[keep]\n"
+        "    ref_logprobs = None if ref_logprobs is None else ref_logprobs[keep]\n"
+        "    return ReplayMemory(",
+        "Groups of equal scores are dropped, as in DAPO. Here they stay, with advantages of 0.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "rounding_noise_of_equal_scores",
+        "group_advantages(scores, args.group_size, args.advantage_scale)",
+        "(scores.detach().unflatten(0, (-1, args.group_size)) - scores.detach().unflatten(0, "
+        "(-1, args.group_size)).mean(-1, keepdim=True)).div({'group': scores.detach().unflatten("
+        "0, (-1, args.group_size)).std(-1, keepdim=True) + 1e-4, 'batch': scores.detach().std() "
+        "+ 1e-4, 'none': 1}[args.advantage_scale]).flatten()",
+        "The scores are normalised anew, without the zeros of a group whose scores are equal: "
+        "rounding is blown up. `group_advantages` takes care of that.",
     ),
     edit(
         "make_grpo_memory",
