@@ -934,9 +934,19 @@ def _roll_out_groups(student, rng, **options):
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    reward_fn.start()
     trainer.rollout_phase()
     found["texts of a second rollout"] = reward_fn.samples
+    found["prompts of a second rollout"] = reward_fn.prompts
+    found["the memory"] = _find_rows(memory, memory)
+    found["the list of minibatches"] = [_find_rows(memory, m) for m in memory.get_minibatches()]
     return found | trainers.describe_rollout(fields, args.gen_len)
+
+
+def _find_rows(memory, rows) -> Tensor:
+    """The first row of the memory that has the same ids, for each of some rows."""
+    same = (rows.input_ids[:, None] == memory.input_ids).all(-1)
+    return same.long().argmax(-1)
 
 
 def _is_a_rollout_of_groups(**options):
@@ -948,12 +958,9 @@ def _is_a_rollout_of_groups(**options):
         wrong = trainers.find_wrong_sample(observed, rebuilt, args)
         if wrong is not None:
             return wrong
-        groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
-        if any(len(set(group)) > 1 for group in groups):
-            return "the completions of one prompt should lie next to each other"
-        firsts = [group[0] for group in groups]
-        if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
-            return "each group should have a prompt drawn for it alone"
+        wrong = _find_wrong_groups(observed) or _find_torn_groups(observed)
+        if wrong is not None:
+            return wrong
         pairs = zip(observed["texts"], observed["prompts"], strict=True)
         scores = torch.tensor([trainers.score_text(*pair) for pair in pairs])
         memory = {
@@ -967,6 +974,34 @@ def _is_a_rollout_of_groups(**options):
         return None
 
     return holds
+
+
+def _find_wrong_groups(observed) -> str | None:
+    groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
+    if any(len(set(group)) > 1 for group in groups):
+        return "the completions of one prompt should lie next to each other"
+    firsts = [group[0] for group in groups]
+    if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
+        return (
+            "there should be 12 groups of 3 completions, each with a prompt drawn for it alone; "
+            "here there are 3 prompts with 12 completions each"
+        )
+    if observed["prompts of a second rollout"] == observed["prompts"]:
+        return "a second rollout should draw its prompts anew"
+    if all(len(set(observed["texts"][i : i + 3])) == 1 for i in range(0, 36, 3)):
+        return "each completion of a group should be sampled for itself; here all of them are alike"
+    return None
+
+
+def _find_torn_groups(observed) -> str | None:
+    rows, minibatches = observed["the memory"], torch.stack(observed["the list of minibatches"])
+    groups = [sorted(group) for group in rows.reshape(12, 3).tolist()]
+    if any(sorted(group) not in groups for group in minibatches.reshape(72 // 3, 3).tolist()):
+        return "the memory's minibatches should hold whole groups, the completions of one prompt"
+    epochs = minibatches.reshape(2, 36).sort().values
+    if not torch.equal(epochs, rows.sort().values.expand(2, 36)):
+        return "the memory's minibatches should hold every row once an epoch"
+    return None
 
 
 @check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
@@ -990,10 +1025,17 @@ def rollout_without_a_reference(student, rng):
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
 
 
-@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
+def _scored_by_the_hooked_model(observed, reference):
+    if observed["prompts"] != ["This movie is"] * 8:
+        return "without prompts, every prompt should be the prefix"
+    return trainers.find_wrong_ratio(observed, reference)
+
+
+@check("GrpoTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    make_args = functools.partial(_make_grpo_args, student, batch_size=8, group_size=4)
+    options = {"prompts": None, "batch_size": 8, "group_size": 4}
+    make_args = functools.partial(_make_grpo_args, student, **options)
     model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.GrpoTrainer, make_args, model)
     return trainers.describe_first_ratio(sampled, model, gen_len=5)
@@ -1045,12 +1087,17 @@ GRPO_OBJECTIVE = {
     "ent_coef": 0.3,
     "kl_coef": 0.7,
     "temperature": 0.7,
+    "top_k": 5,  # concerns sampling alone
+    "gen_len": 8,  # no completion became as long
 }
 
 
 def _make_grpo_fields(rng, samples, temperature):
-    mask = samples.completion_mask
-    old, ref = (trainers.draw_logprobs(rng, samples, temperature) for _ in range(2))
+    mask, ids = samples.completion_mask, samples.completion_ids
+    ids[mask & ~F.pad(mask[:, 1:], (0, 1))] = models.SPECIAL["eos_token_id"]  # at the end of each
+    ids[mask.sum(-1).argmax(), 1] = models.SPECIAL["pad_token_id"]  # a token like any other
+    old = trainers.draw_logprobs(rng, samples, temperature)
+    ref = trainers.draw_logprobs(rng, samples, temperature, std=0)  # as a forward would give it
     fields = {
         "input_ids": samples.input_ids,
         "attention_mask": samples.attention_mask,
@@ -1058,7 +1105,7 @@ def _make_grpo_fields(rng, samples, temperature):
         "logprobs": beyond(old, mask),
         "ref_logprobs": beyond(ref, mask),
     }
-    return fields | {"advantages": rng.normal(len(mask))}
+    return fields | {"advantages": one_zero(rng, mask)}
 
 
 def grpo_objective_by_definition(self, minibatch):
@@ -1138,7 +1185,7 @@ def objective_without_kl(student, rng):
 def grpo_objective_by_default(student, rng):
     """The default coefficients, temperature 1"""
     defaults = {"clip_coef": 0.2, "ent_coef": 0.001, "kl_coef": 0.04, "temperature": 1.0}
-    return _grpo_objective(student, rng, **defaults)
+    return _grpo_objective(student, rng, **defaults, top_k=None, gen_len=5)
 
 
 # --- measure_loss_and_gradient_at_start ---------------------------------------------------------
@@ -1148,7 +1195,10 @@ def _zero_and_not_zero(observed, reference):
     for name in ("first", "second"):
         objective, norm = observed[name].tolist()
         if not abs(objective) < 1e-6:
-            return "over whole groups, with every ratio exactly 1, the objective should be 0"
+            return (
+                "over whole groups, with every ratio exactly 1, the objective should be 0: the "
+                "mean over each completion, then over the batch, without KL and entropy"
+            )
         if not 1e-4 < norm < 1e4:
             return "the gradient should not be 0: it is that of the log-probs times advantages"
     if observed["first"][1] == observed["second"][1]:
@@ -1161,12 +1211,12 @@ def _zero_and_not_zero(observed, reference):
 def _make_grpo_trainer(student, rng, **options):
     options = GRPO_ROLLOUT | {"reward_fn": trainers.RecordingReward()} | options
     args = _make_grpo_args(student, **options)
-    return student.GrpoTrainer(args, make_model(TransformerWithLora, rng))
+    return student.GrpoTrainer(args, make_model(TransformerWithLora, rng, "ending"))
 
 
 @check("measure_loss_and_gradient_at_start", public=True, points=2, holds=_zero_and_not_zero)
 def objective_at_the_start(student, rng):
-    """On fresh rollouts: objective 0 up to 1e-6, gradient not 0, parameters untouched"""
+    """On fresh rollouts, uneven in length: objective 0 up to 1e-6, gradient not 0"""
     trainer = _make_grpo_trainer(student, rng)
     first = [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
     parameters = trainer.model.trainable_parameters()
@@ -1185,7 +1235,7 @@ def measure_by_reinforce(trainer):
     memory = trainer.rollout_phase()
     ids, mask = memory.input_ids, memory.mask
     n_prompt = ids.shape[1] - mask.shape[1]
-    logits, _ = trainers.run_hugging_face(trainer.model, "shallow", ids, memory.attention_mask)
+    logits, _ = trainers.run_hugging_face(trainer.model, "ending", ids, memory.attention_mask)
     logprobs = trainers.score_rows(logits, ids, n_prompt, trainer.args.temperature)
     rows = [
         (logprobs[row, :n] * memory.advantages[row]).mean() if n else logprobs.new_zeros(())
@@ -1197,15 +1247,17 @@ def measure_by_reinforce(trainer):
 
 @check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
 def gradient_at_the_start(student, rng):
-    """On a rollout that is given: the norm of the whole gradient, at temperature 0.5"""
-    trainer = _make_grpo_trainer(student, rng, batch_size=6, num_minibatches=1)
-    samples = make_samples(rng, empty_row=False)  # an empty one would break its group's balance
+    """On a rollout that is given: the gradient's norm over all groups, without KL and entropy"""
+    trainer = _make_grpo_trainer(student, rng, batch_size=18, ent_coef=0.5, kl_coef=2.0)
+    samples = make_samples(rng, 18, empty_row=False)  # empty, it would break its group's balance
     with torch.no_grad():
         logits = trainer.model(samples.input_ids, samples.attention_mask)
         ids = samples.input_ids
         logprobs = get_logprobs(logits, ids, samples.prompt_len, trainer.args.temperature)
-    scores = rng.normal(6, mean=4)
-    memory = student.make_grpo_memory(trainer.args, samples, scores, logprobs, logprobs)
+    # Not quite the model's: the ratio is taken against what its own forward gives.
+    old, ref = (logprobs + rng.normal(*logprobs.shape, std=0.1) for _ in range(2))
+    scores = rng.normal(18, mean=4)
+    memory = student.make_grpo_memory(trainer.args, samples, scores, old, ref)
     trainer.rollout_phase = lambda: memory
     trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
     return [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]

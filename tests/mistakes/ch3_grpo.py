@@ -2,7 +2,10 @@
 
 import torch
 
+from solutions.ch0_sampling import Samples, get_logprobs, get_samples
+from solutions.ch3_grpo import calc_single_update_objective, make_grpo_memory
 from utils.grading.answers import edit, wrong
+from utils.rewards import call_reward_fn
 
 # --- group_advantages ---------------------------------------------------------------------------
 
@@ -1775,6 +1778,16 @@ ROLLOUT_PHASE = [
     ),
     edit(
         "GrpoTrainer.rollout_phase",
+        "memory_by_hand",
+        "make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)",
+        "ReplayMemory(input_ids=samples.input_ids, attention_mask=samples.attention_mask, "
+        "mask=samples.completion_mask, logprobs=logprobs, ref_logprobs=ref_logprobs, "
+        "advantages=group_advantages(scores, args.group_size, args.advantage_scale))",
+        "The memory does not know how many minibatches and epochs there are, nor the size of a "
+        "group. `make_grpo_memory` tells it.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
         "scores_normalized_first",
         "        logprobs = self.get_sample",
         "        scores = (scores - scores.mean()) / (scores.std() + 1e-5) * 3\n"
@@ -1784,7 +1797,111 @@ ROLLOUT_PHASE = [
     ),
 ]
 
+
+def _roll_out(self, prompts, chosen, repeats=1):
+    args = self.args
+    prompts = [prompts[i] for i in chosen]
+    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
+    with torch.no_grad():
+        samples = get_samples(
+            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
+        )
+        rows = torch.arange(len(prompts)).repeat_interleave(repeats)
+        samples = Samples(
+            samples.input_ids[rows],
+            samples.attention_mask[rows],
+            samples.prompt_len,
+            samples.completion_mask[rows],
+            [samples.texts[row] for row in rows],
+        )
+        columns = {"prompts": [prompts[row] for row in rows]}
+        scores = call_reward_fn(args.reward_fn, samples.texts, columns)
+        logprobs = self.get_sample_logprobs(samples)
+        return make_grpo_memory(args, samples, scores, logprobs, self.get_ref_logprobs(samples))
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "args.prompts may be None, and then every prompt is args.prefix: `args.get_prompts()` knows.",
+)
+def prompts_of_the_arguments_alone(self):
+    n, size = len(self.args.prompts), self.args.group_size
+    chosen = torch.randint(n, (self.args.batch_size // size,), generator=self.generator)
+    return _roll_out(self, self.args.prompts, chosen.repeat_interleave(size).tolist())
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The prompts are the same in every rollout, in the order of the list. Draw them at random, "
+    "anew each time.",
+)
+def prompts_in_order(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    chosen = [(row // size) % len(prompts) for row in range(self.args.batch_size)]
+    return _roll_out(self, prompts, chosen)
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "One completion of each prompt is sampled and repeated, so that there is nothing to compare. "
+    "Repeat the prompt, then sample.",
+)
+def one_completion_repeated(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    n = self.args.batch_size // size
+    chosen = torch.randint(len(prompts), (n,), generator=self.generator)
+    return _roll_out(self, prompts, chosen.tolist(), size)
+
+
 COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "prompt_len_from_gen_len",
+        "minibatch.input_ids.shape[1] - mask.shape[1]",
+        "minibatch.input_ids.shape[1] - args.gen_len",
+        "The completions are taken to have gen_len tokens. They are shorter when all of them ended "
+        "sooner: take the mask's width.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "advantages_of_zero_left_out",
+        "        args, mask = self.args, minibatch.mask\n",
+        "        kept = minibatch.advantages != 0\n"
+        "        minibatch = ReplayMinibatch(**{name: x if x is None else x[kept] "
+        "for name, x in vars(minibatch).items()})\n"
+        "        args, mask = self.args, minibatch.mask\n",
+        "Completions whose advantage is 0 are left out. They count in the means, and their KL and "
+        "entropy have a gradient.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "eos_left_out",
+        "args, mask = self.args, minibatch.mask",
+        "args, mask = self.args, minibatch.mask & (minibatch.input_ids[:, "
+        "-minibatch.mask.shape[1] :] != self.model.tokenizer.eos_token_id)",
+        "The end of a completion is left out of the mean. The mask has it, since the policy is to "
+        "learn when to stop.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "pad_ids_left_out",
+        "args, mask = self.args, minibatch.mask",
+        "args, mask = self.args, minibatch.mask & (minibatch.input_ids[:, "
+        "-minibatch.mask.shape[1] :] != self.model.tokenizer.pad_token_id)",
+        "Tokens with the id of padding are left out. A completion may hold that id, too: the mask "
+        "alone says what counts.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "top_k_in_scoring",
+        "self.model(minibatch.input_ids, minibatch.attention_mask)",
+        "self.model(minibatch.input_ids, minibatch.attention_mask)\n"
+        "        if args.top_k is not None:\n"
+        "            kth = logits.topk(args.top_k).values[..., -1:]\n"
+        "            logits = logits.masked_fill(logits < kth, -torch.inf)",
+        "top_k truncates the logits that are scored. It concerns sampling alone: log-probs are "
+        "those of the whole vocabulary.",
+    ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",
         "entropy_subtracted",
@@ -1875,6 +1992,39 @@ COMPUTE_RLHF_OBJECTIVE = [
 MEASURE_LOSS_AND_GRADIENT_AT_START = [
     edit(
         "measure_loss_and_gradient_at_start",
+        "first_minibatch",
+        "    ids, prompt_len =",
+        "    memory = memory.get_minibatches()[0]\n    ids, prompt_len =",
+        "Only the first minibatch is measured. Take the whole rollout.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "old_logprobs_of_the_memory",
+        "logprobs, logprobs.detach(), None",
+        "logprobs, memory.logprobs, None",
+        "The old log-probs are the memory's. Take them from the forward that is measured, so that "
+        "every ratio is exactly 1.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "gradient_with_kl_and_entropy",
+        "torch.autograd.grad(objective, adapters)",
+        "torch.autograd.grad(trainer.compute_rlhf_objective(memory.get_rows(torch.arange("
+        "len(ids)))), adapters)",
+        "The gradient is that of the trainer's whole objective. Leave KL and entropy out, as in "
+        "the objective that you return.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "mean_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask)",
+        "The mean is taken over all tokens at once, and is not 0 where lengths differ. Average "
+        "each completion first, then the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
         "adapters_alone_of_one_layer",
         'trainer.model.trainable_parts()["adapters"]',
         'trainer.model.trainable_parts()["adapters"][:2]',
@@ -1939,3 +2089,23 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
         "Something besides the GRPO objective is in there: at the start it is 0 by itself.",
     ),
 ]
+
+
+@wrong(
+    "measure_loss_and_gradient_at_start",
+    "The norm is averaged over minibatches. The gradients of parts partly cancel: take the norm of "
+    "the whole rollout's gradient.",
+)
+def mean_of_the_norms(trainer):
+    objectives, norms = [], []
+    memory = trainer.rollout_phase()
+    for rows in torch.arange(memory.n_rows).split(trainer.args.minibatch_size):
+        minibatch = memory.get_rows(rows)
+        logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
+        n_prompt = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
+        logprobs = get_logprobs(logits, minibatch.input_ids, n_prompt, trainer.args.temperature)
+        objective = calc_single_update_objective(logprobs, minibatch.advantages, minibatch.mask)
+        gradients = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
+        objectives.append(objective.item())
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+    return sum(objectives) / len(objectives), sum(norms) / len(norms)
