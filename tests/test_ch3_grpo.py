@@ -850,8 +850,8 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
     )
     names = GRPO_FIELDS if with_reference else [n for n in GRPO_FIELDS if n != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
-    per_token = ("logprobs", "ref_logprobs")
-    found = {name: inside(x, mask) if name in per_token else x for name, x in fields.items()}
+    per_token = {n: x for n, x in fields.items() if "logprobs" in n and x.shape == mask.shape}
+    found = fields | {name: inside(x, mask) for name, x in per_token.items()}
     return found | {
         "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
         "minibatches": len(memory.get_minibatches()),
@@ -988,7 +988,8 @@ def _find_wrong_groups(observed) -> str | None:
         )
     if observed["prompts of a second rollout"] == observed["prompts"]:
         return "a second rollout should draw its prompts anew"
-    if all(len(set(observed["texts"][i : i + 3])) == 1 for i in range(0, 36, 3)):
+    texts = observed["texts"] + observed["texts of a second rollout"]
+    if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
         return "each completion of a group should be sampled for itself; here all of them are alike"
     return None
 
@@ -1095,7 +1096,7 @@ GRPO_OBJECTIVE = {
 def _make_grpo_fields(rng, samples, temperature):
     mask, ids = samples.completion_mask, samples.completion_ids
     ids[mask & ~F.pad(mask[:, 1:], (0, 1))] = models.SPECIAL["eos_token_id"]  # at the end of each
-    ids[mask.sum(-1).argmax(), 1] = models.SPECIAL["pad_token_id"]  # a token like any other
+    ids[mask[:, 1], 0] = models.SPECIAL["pad_token_id"]  # a token like any other
     old = trainers.draw_logprobs(rng, samples, temperature)
     ref = trainers.draw_logprobs(rng, samples, temperature, std=0)  # as a forward would give it
     fields = {
@@ -1208,9 +1209,12 @@ def _zero_and_not_zero(observed, reference):
     return None
 
 
+def _count_letters(samples):
+    return torch.tensor([float(len(text)) for text in samples])
+
+
 def _make_grpo_trainer(student, rng, **options):
-    options = GRPO_ROLLOUT | {"reward_fn": trainers.RecordingReward()} | options
-    args = _make_grpo_args(student, **options)
+    args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": _count_letters} | options))
     return student.GrpoTrainer(args, make_model(TransformerWithLora, rng, "ending"))
 
 
@@ -1260,7 +1264,8 @@ def gradient_at_the_start(student, rng):
     memory = student.make_grpo_memory(trainer.args, samples, scores, old, ref)
     trainer.rollout_phase = lambda: memory
     trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
-    return [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
+    objective, norm = student.measure_loss_and_gradient_at_start(trainer)
+    return {"the objective": float(objective), "the norm of the gradient": float(norm)}
 
 
 # --- GrpoTrainer: all of it ---------------------------------------------------------------------

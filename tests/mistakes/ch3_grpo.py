@@ -1778,6 +1778,14 @@ ROLLOUT_PHASE = [
     ),
     edit(
         "GrpoTrainer.rollout_phase",
+        "sizes_swapped",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.group_size, args.batch_size // args.group_size",
+        "The number of prompts and the size of a group are swapped: batch_size / group_size "
+        "prompts, with group_size completions each.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
         "memory_by_hand",
         "make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)",
         "ReplayMemory(input_ids=samples.input_ids, attention_mask=samples.attention_mask, "
