@@ -865,8 +865,8 @@ def memory_of_groups(student, rng):
     """Groups, one of equal scores; ragged rows, NaN beyond the mask, fields without gradient"""
     # Seven times 1e6 / 9 in float32 has another mean.
     constant = rng.tensor([1e6 / 9]).repeat(7)
-    scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(7, mean=-3, std=2)])
-    sizes = {"group_size": 7, "batches_per_learning_phase": 4, "num_minibatches": 3}
+    scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(14, mean=-3, std=2)])
+    sizes = {"group_size": 7, "batches_per_learning_phase": 3, "num_minibatches": 2}
     return _make_grpo_memory(student, rng, scores, **sizes)
 
 
