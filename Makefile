@@ -9,7 +9,7 @@ demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before an
 test: $(VENV)/.installed  ## everything that must hold
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadgroup
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 start: $(VENV)/.installed  ## JupyterLab at the first chapter
 	$(PY) -m jupyterlab chapters/ch0_sampling.ipynb

@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch
 
 from utils.grading.pytest_plugin import (  # noqa: F401
@@ -15,10 +14,3 @@ from utils.grading.pytest_plugin import (  # noqa: F401
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
     torch.set_num_threads(1)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n`, what stands in one file runs in one process, as it shares what was computed."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))

@@ -1,4 +1,4 @@
-"""Notebooks: up to date with their source, whole, run from top to bottom; and a student's loop."""
+"""Notebooks: up to date with their source, and whole; and a student's loop."""
 
 import re
 import textwrap
@@ -11,7 +11,7 @@ import pytest
 from utils import course, unrun
 from utils.authoring import notebooks, stubs
 from utils.authoring.__main__ import build_student
-from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, execute, get_sources
+from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, get_sources
 from utils.grading import notebook
 from utils.grading.checks import get_checks, get_reference
 
@@ -71,19 +71,6 @@ def test_pictures_are_embedded_in_the_students_notebook(stem):
     for cell in read(CHAPTERS / f"{stem}.ipynb").cells:
         if any(tag.startswith("result-") for tag in cell.metadata.get("tags", [])):
             assert "image/png" in cell.outputs[0].data
-
-
-@pytest.mark.parametrize("solved", [True, False], ids=["solved", "unsolved"])
-@pytest.mark.parametrize(
-    "stem", [pytest.param(stem, marks=pytest.mark.xdist_group(f"run {stem}")) for stem in STEMS]
-)
-def test_a_notebook_runs_from_top_to_bottom(stem, solved, monkeypatch):
-    """Unsolved too: `catch_up` puts solutions in for what is not written."""
-    monkeypatch.setenv(course.SHORT, "1")
-    executed = execute(build(stem, Edition(solved=solved)), SOLUTIONS)
-    texts = [c.outputs[0].text for c in executed.cells if "check" in c.metadata.get("tags", [])]
-    assert all("✗" not in text for text in texts)
-    assert solved != all("not written yet" in text for text in texts)
 
 
 # --- Building -----------------------------------------------------------------------------------
