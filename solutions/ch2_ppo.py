@@ -808,10 +808,13 @@ class RLHFTrainer:
         self.history.append(row)
         log.append(row)
         self.phase += 1
-        if self.args.samples_every and (self.phase - 1) % self.args.samples_every == 0:
+        # A method of one's own may record less.
+        shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
+        is_due = self.args.samples_every and (self.phase - 1) % self.args.samples_every == 0
+        if is_due and "reward" in shown:
             heading = f"{self.folder.name}, phase {self.phase} of {self.args.total_phases}"
-            bar.write(f"{heading}: mean reward {row['reward']:.3f}\n{self.samples_table}")
-        bar.set_postfix(reward=f"{row['reward']:.3f}", entropy=f"{row['entropy']:.2f}")
+            bar.write(f"{heading}: mean reward {shown['reward']}\n{self.samples_table}")
+        bar.set_postfix(shown)
         bar.update()
 
     # Stopping and going on

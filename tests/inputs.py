@@ -26,8 +26,11 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def gradients(output: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
-    """d output.sum() / d input for each input, zeros where the output does not depend on it."""
-    if not output.requires_grad:
+    """d output.sum() / d input for each input, zeros where the output does not depend on it.
+
+    An output that is no tensor has no gradients: it is the observation that says so.
+    """
+    if not (isinstance(output, Tensor) and output.requires_grad):
         found = [None] * len(inputs)
     else:
         found = torch.autograd.grad(output.sum(), list(inputs.values()), allow_unused=True)

@@ -2,8 +2,8 @@
 
 "gpt2": dropout 0.1 in its config, absolute positions, two layers. "shallow": the same in one layer,
 as booting takes most of a check's time. "ending": shallow, and eos is likely. "llama": one layer,
-grouped-query attention, rotary positions. All have an unembedding of their own, as a tied one would
-repeat its input, and the embedded model's tokenizer.
+grouped-query attention, rotary positions, dropout of the attention alone. All have an unembedding
+of their own, as a tied one would repeat its input, and the embedded model's tokenizer.
 """
 
 import atexit
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import transformer_lens  # noqa: F401  before transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -58,6 +58,7 @@ def _build(kind: str):
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=N_CTX,
+            attention_dropout=0.1,
         )
         model = LlamaForCausalLM(config)
     else:
@@ -92,8 +93,8 @@ def load_tokenizer():
 
 
 @torch.no_grad()
-def score_unpadded(kind: str, input_ids: Tensor, attention_mask: Tensor) -> list[Tensor]:
-    """The logits of plain Hugging Face for each row's real tokens, one row after the other."""
-    model = load_hf(kind)
-    rows = zip(input_ids, attention_mask.bool(), strict=True)
-    return [model(ids[real][None]).logits[0] for ids, real in rows]
+def score_unpadded(kind: str, rows: list[Tensor]) -> list[Tensor]:
+    """The logits of plain Hugging Face for rows of ids, each as if it were alone: what stands
+    behind a row's end is not seen."""
+    logits = load_hf(kind)(nn.utils.rnn.pad_sequence(rows, batch_first=True)).logits
+    return [row_logits[: len(row)] for row_logits, row in zip(logits, rows, strict=True)]

@@ -89,15 +89,17 @@ def keeps_a_distribution(function, *args):
     vocab, kept = args[0].shape[-1], []
 
     def pack(x):
-        if x.is_floating_point() and x.shape[-1:] == (vocab,):
-            rows = x.reshape(-1, vocab)
-            totals = torch.stack([rows.logsumexp(-1).abs(), (rows.sum(-1) - 1).abs()])
-            kept.append(bool((totals.amax(-1) < 1e-3).any()))
+        axes = [i for i, n in enumerate(x.shape) if n == vocab] if x.is_floating_point() else []
+        for axis in axes:
+            rows = x.movedim(axis, -1).reshape(-1, vocab)
+            off = torch.stack([rows.logsumexp(-1), rows.sum(-1) - 1]).abs()
+            kept.append(bool((off.amax(-1) < 1e-3).any()))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         output = function(*args)
-    return {"the result": output, "the log-softmax that is kept for the backward pass": any(kept)}
+    memory = "the memory for the backward pass, where no log-softmax over the vocabulary should be,"
+    return {"the result": output, memory: any(kept)}
 
 
 @check("get_logprobs")
@@ -122,9 +124,12 @@ def worked_entropies(student, rng):
 
 @check("calc_entropy", seeds=2, expected=entropy_by_categorical)
 def entropy_of_any_shape(student, rng):
-    """One distribution, and several with one to three leading axes"""
-    shapes = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 7)]
-    return [student.calc_entropy(rng.normal(*shape, std=2)) for shape in shapes]
+    """One distribution, several with one to three leading axes, and a vocabulary of 20,000"""
+    shapes = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 7), (20_000,)]
+    return {
+        f"logits of shape {list(shape)}": student.calc_entropy(rng.normal(*shape, std=2))
+        for shape in shapes
+    } | {"20,000 equal logits": student.calc_entropy(rng.normal(1).repeat(20_000))}
 
 
 @check("calc_entropy", points=2, expected=entropy_by_categorical)
@@ -133,10 +138,12 @@ def gradient_of_the_entropy(student, rng):
     return value_and_gradients(student.calc_entropy, logits=rng.normal(3, 4, 6, std=2))
 
 
-@check("calc_entropy", expected=entropy_by_categorical)
+# Numbers near 200 are 1.5e-5 apart in float32: a difference of two is off by as much.
+@check("calc_entropy", expected=entropy_by_categorical, atol=5e-5)
 def entropy_of_huge_logits(student, rng):
     """Logits of 1e4, and small differences on top of 200 and of -200: no overflow, no nan"""
-    large = rng.normal(3, 5, std=1e4)
+    # Far from each other, as numbers near 1e4 are 1e-3 apart.
+    large = rng.normal(3, 5) + 1e4 * torch.stack([rng.permutation(5) for _ in range(3)])
     offset = rng.integers(-3, 4, 4, 5).to(rng.dtype) + rng.tensor([[200.0], [-200], [200], [-200]])
     return [value_and_gradients(student.calc_entropy, logits=x) for x in (large, offset)]
 
@@ -311,24 +318,33 @@ def frequencies(student, rng):
     logits = logits + rng.tensor([[3.0], [-200.0]])
     batch = logits.repeat(DRAWS, 1)
     draws = {
-        name: student.sample_next_token(batch, generator=rng.new_generator(), **options)
+        name: student.sample_next_token(batch.clone(), generator=rng.new_generator(), **options)
         for name, options in SETTINGS.items()
     }
     return {"logits": logits} | {name: ids.reshape(DRAWS, 2) for name, ids in draws.items()}
 
 
-@check("sample_next_token", public=True, expected=[[2, 0, 1] * 20] * 4)
+def likeliest_by_loops(logits, *_, **__):
+    return torch.tensor([row.index(max(row)) for row in logits.tolist()])
+
+
+@check("sample_next_token", public=True, expected=likeliest_by_loops)
 def what_leaves_no_choice(student, rng):
     """Temperature 0, a temperature of 1e-4, top-k 1 and a tiny top-p take the likeliest"""
-    logits = rng.tensor([[0.0, 1.0, 2.0], [2.0, -1.0, 1.5], [-torch.inf, 0.0, -torch.inf]])
-    logits = logits.repeat(20, 1)
-    sample = student.sample_next_token
-    return [
-        sample(logits, temperature=0.0),
-        sample(logits, temperature=1e-4),
-        sample(logits, top_k=1),
-        sample(logits, top_p=1e-9),
-    ]
+    values = rng.tensor([2.0, 1.5, -1.0, -torch.inf])
+    logits = torch.stack([values[rng.permutation(4)] for _ in range(60)])
+    close = rng.tensor([0.0, 1e-6, -1.0])[rng.permutation(3)].repeat(1000, 1)
+
+    def sample(logits, **options):
+        return student.sample_next_token(logits.clone(), **options)
+
+    return {
+        "temperature 0": sample(logits, temperature=0.0),
+        "temperature 0, logits 1e-6 apart": sample(close, temperature=0.0),
+        "temperature 1e-4": sample(logits, temperature=1e-4),
+        "top_k 1": sample(logits, top_k=1),
+        "top_p 1e-9": sample(logits, top_p=1e-9),
+    }
 
 
 def _fits_the_crossing(observed, reference):
@@ -361,6 +377,9 @@ def the_token_that_crosses_p(student, rng):
 
 
 def _is_repeatable(observed, reference):
+    for name, logits in reference["the logits afterwards"].items():
+        if not torch.equal(observed["the logits afterwards"][name], logits):
+            return f"{name}: the logits should stay as they were"
     if not torch.equal(observed["seed a"], observed["seed a again"]):
         return "two generators of one seed should give the same draws"
     if torch.equal(observed["seed a"], observed["seed b"]):
@@ -371,8 +390,6 @@ def _is_repeatable(observed, reference):
         return "the generator should decide without top_k and top_p too"
     if torch.equal(observed["plain"], observed["plain, later"]):
         return "a generator should move on from one call to the next"
-    if not torch.equal(observed["logits afterwards"], reference["logits afterwards"]):
-        return "the logits should stay as they were"
     return None
 
 
@@ -381,46 +398,68 @@ def generator(student, rng):
     """The generator decides the draws, and the logits stay as they were"""
     logits = rng.normal(200, 6)
     a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
+    names = ("temperature 1", "temperature 0.5", "top_k 3", "top_p 0.6")
+    settings = {"temperature 0": {"temperature": 0.0}} | {name: SETTINGS[name] for name in names}
+    afterwards = {name: logits.clone() for name in settings}
+    for name, options in settings.items():
+        student.sample_next_token(afterwards[name], **options)
+
+    def sample(generator=None, **options):
+        return student.sample_next_token(logits.clone(), generator=generator, **options)
 
     def draw(seed=None):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return student.sample_next_token(logits, 0.9, top_k=5, top_p=0.95, generator=generator)
+        return sample(generator, temperature=0.9, top_k=5, top_p=0.95)
 
     generator = torch.Generator().manual_seed(a)
-    first = student.sample_next_token(logits, generator=generator)
-    later = student.sample_next_token(logits, generator=generator)
-    again = student.sample_next_token(logits, generator=torch.Generator().manual_seed(a))
     return {
-        "plain": first,
-        "plain, later": later,
-        "plain again": again,
-        "one row": student.sample_next_token(logits[:1]),
+        "the logits afterwards": afterwards,
+        "plain": sample(generator),
+        "plain, later": sample(generator),
+        "plain again": sample(torch.Generator().manual_seed(a)),
+        "one row": student.sample_next_token(logits[:1].clone()),
         "seed a": draw(a),
         "seed a again": draw(a),
         "seed b": draw(b),
         "no generator": draw(),
         "no generator again": draw(),
-        "logits afterwards": logits,
     }
 
 
+HARD = {"top_k": {"top_k": 2}, "top_p": {"top_p": 0.6}}
+
+
 def _fits_hard_logits(observed, reference):
-    for row, logits in enumerate(reference["logits"]):
-        wrong = misfit(observed["draws"][:, row], torch.softmax(logits.double(), -1))
-        if wrong is not None:
-            return wrong
+    for name, logits in reference["logits"].items():
+        targets = [probabilities(row, **HARD.get(name, {})) for row in logits]
+        for row, target in enumerate(targets):
+            wrong = misfit(observed["draws"][name][:, row], target)
+            if wrong is not None:
+                return f"{name}: {wrong}"
     return None
 
 
 @check("sample_next_token", holds=_fits_hard_logits)
 def hard_logits(student, rng):
-    """Logits of 1e4, logits of -inf, and one row that is certain"""
+    """Logits of 1e4, of -2e4 and of -inf, one row that is certain, 200 equal logits"""
     logits = rng.normal(4, 6)
     logits[0] += 1e4
     logits[1, rng.permutation(6)[:3]] = -torch.inf
     logits[2] *= 1e4
-    draws = student.sample_next_token(logits.repeat(1000, 1), generator=rng.new_generator())
-    return {"logits": logits, "draws": draws.reshape(1000, 4)}
+    low = rng.tensor([-20000.0, -20000.5, -20001.0])
+    given = {
+        "no settings": logits,
+        "top_k": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
+        "top_p": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
+        "equal logits": torch.zeros(1, 200) + rng.normal(1),
+    }
+    draws = {
+        name: student.sample_next_token(
+            x.repeat(DRAWS // len(x), 1), generator=rng.new_generator(), **HARD.get(name, {})
+        ).reshape(-1, len(x))
+        for name, x in given.items()
+    }
+    return {"logits": given, "draws": draws}
 
 
 # --- get_completion_mask ------------------------------------------------------------------------
@@ -523,20 +562,20 @@ def _sample(student, model, *args, **kwargs):
     }
 
 
-def _greedy_by_hugging_face(kind, stop_id=None):
-    """Prompt by prompt, without padding, a cache or TransformerLens."""
+def _greedy_by_hugging_face(kind):
+    """Row by row, without padding on the left, a cache or TransformerLens."""
 
     def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
         tokenizer = models.load_tokenizer()
-        rows, completions = [], []
-        for prompt in prompts:
-            ids = [tokenizer.bos_token_id] * prepend_bos + tokenizer.encode(prompt)
-            new = []
-            while len(new) < max_new_tokens and tokenizer.eos_token_id not in new:
-                logits = models.load_hf(kind)(torch.tensor([ids + new])).logits[0, -1]
-                new.append(int(logits.argmax()))
-            rows.append(ids)
-            completions.append(new)
+        bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
+        rows = [bos + tokenizer.encode(prompt) for prompt in prompts]
+        completions = [[] for _ in rows]
+        for _ in range(max_new_tokens):
+            running = [i for i, new in enumerate(completions) if eos not in new]
+            texts = [torch.tensor(rows[i] + completions[i]) for i in running]
+            scored = models.score_unpadded(kind, texts) if texts else []
+            for i, logits in zip(running, scored, strict=True):
+                completions[i].append(int(logits[-1].argmax()))
         width, n_new = max(map(len, rows)), max(map(len, completions))
         pairs = list(zip(rows, completions, strict=True))
         pads = [[0] * (width - len(ids)) for ids in rows]
@@ -559,9 +598,20 @@ def _greedy_by_hugging_face(kind, stop_id=None):
     return get_samples
 
 
-def _greedy(student, kind, prompts, **options):
+def _greedy(student, kind, prompts, rng, max_new_tokens=8, **options):
     model = load_base_model(models.get_checkpoint(kind), device="cpu")
-    return _sample(student, model, prompts, 8, temperature=0.0, **options)
+    prompts = [prompts[i] for i in rng.permutation(len(prompts)).tolist()]
+    ran = []
+
+    def count(module, args, kwargs):
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
+        ran.append(ids.numel())
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    found = _sample(student, model, prompts, max_new_tokens, temperature=0.0, **options)
+    once = found["the ids of real tokens"].numel()
+    again = "the number of positions that run again, where a key-value cache would hold them,"
+    return found | {again: max(0, sum(ran) - once)}
 
 
 @check(
@@ -569,38 +619,44 @@ def _greedy(student, kind, prompts, **options):
 )
 def greedy_gpt2(student, rng):
     """Greedy, prompts of different lengths, a model with absolute positions and dropout"""
-    order = rng.permutation(len(PROMPTS)).tolist()
-    return _greedy(student, "gpt2", [PROMPTS[i] for i in order])
+    return _greedy(student, "gpt2", PROMPTS, rng)
 
 
 @check("get_samples", expected=_greedy_by_hugging_face("llama"), float64=False)
 def greedy_llama(student, rng):
-    """Greedy, without bos, a model with rotary positions and grouped-query attention"""
-    order = rng.permutation(len(PROMPTS)).tolist()
-    return _greedy(student, "llama", [PROMPTS[i] for i in order], prepend_bos=False)
+    """Greedy, without bos, rotary positions, a prompt that begins with the pad token's text"""
+    prompts = [PROMPTS[0], "<pad>A", PROMPTS[2]]
+    return _greedy(student, "llama", prompts, rng, prepend_bos=False)
 
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
-    """Rows end at different steps, one at once; sampling stops when all have ended"""
-    prompts = [models.ENDING_PROMPTS[i] for i in rng.permutation(4).tolist()]
-    return _greedy(student, "ending", prompts)
+    """Rows end at different steps, one at once, none by an eos in its prompt; then all stops"""
+    prompts = [*models.ENDING_PROMPTS, "No<eos> plot"]  # greedy: 8 tokens, the most
+    return _greedy(student, "ending", prompts, rng, max_new_tokens=10)
 
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
+DEFAULT_PROMPT, DEFAULT_DRAWS = "The end", 500
 
 
 def _fits_the_model(observed, reference):
-    """The surprise of all tokens together, against its mean and variance under the model."""
+    """The generator, and the surprise of all tokens together, against its mean and variance."""
+    if not torch.equal(observed["seed a"], observed["seed a again"]):
+        return "the same generator should give the same completions"
+    if torch.equal(observed["seed a"], observed["seed b"]):
+        return "another generator should give other completions"
+    if torch.equal(observed["no generator"], observed["no generator again"]):
+        return "without a generator, two calls should give different completions"
     surprise, variance = 0.0, 0.0
     prompt_len = observed["prompt_len"]
     ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
     if prompt_len != reference["prompt_len"]:
         return "prompt_len is wrong"
-    for row, logits in enumerate(models.score_unpadded("ending", ids, attention)):
-        start = int(attention[row, :prompt_len].sum())
-        new = ids[row][attention[row].bool()][start:]
-        for token, at_token in zip(new, logits[start - 1 : -1], strict=True):
+    rows = [row[real.bool()] for row, real in zip(ids, attention, strict=True)]
+    for i, logits in enumerate(models.score_unpadded("ending", rows)):
+        start = int(attention[i, :prompt_len].sum())
+        for token, at_token in zip(rows[i][start:], logits[start - 1 : -1], strict=True):
             if (at_token > at_token[token]).sum() >= SAMPLING["top_k"]:
                 return "a token was drawn that top_k leaves out"
             probs = probabilities(at_token, **SAMPLING)
@@ -614,62 +670,54 @@ def _fits_the_model(observed, reference):
         return "the tokens do not have the probabilities that the model gives them"
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
+    return _find_settings(observed["first tokens by default"])
+
+
+def _find_settings(tokens):
+    """Whether first tokens that were drawn without settings have the model's own probabilities."""
+    tokenizer = models.load_tokenizer()
+    ids = torch.tensor([tokenizer.bos_token_id, *tokenizer.encode(DEFAULT_PROMPT)])
+    logits = models.score_unpadded("ending", [ids])[0][-1]
+    probs, order = logits.double().softmax(-1).sort(descending=True)
+    # From the likeliest down: 1, 5, 50, as many as top-p keeps at 0.95, all.
+    bounds = torch.tensor([1, 5, 50, 1 + int((probs.cumsum(-1) < 0.95).sum())])
+    group = torch.bucketize(torch.arange(len(probs)), bounds, right=True)
+    masses = torch.zeros(5, dtype=torch.double).index_add(0, group, probs)
+    drawn = group[order.argsort()[tokens.flatten()]]
+    # That none of 500 draws is among the last 5% has p = 1e-11: too few for misfit.
+    if misfit(drawn, masses) is not None or not (drawn == 4).any():
+        return "without settings: temperature 1, no top-k and no top-p should be the default"
     return None
 
 
-@check("get_samples", points=2, holds=_fits_the_model)
+@check("get_samples", points=3, holds=_fits_the_model)
 def samples_of_the_model(student, rng):
-    """Temperature, top-k and top-p: every token against plain Hugging Face's probabilities"""
+    """Settings, defaults and generator: tokens against plain Hugging Face's probabilities"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
+    a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
+    seeds = {"seed a": a, "seed a again": a, "seed b": b}
+    seeds |= dict.fromkeys(["no generator", "no generator again"])
     prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
     samples = student.get_samples(model, prompts, 12, generator=rng.new_generator(), **SAMPLING)
     mask = torch.cat(
         [samples.attention_mask[:, : samples.prompt_len].bool(), samples.completion_mask], dim=1
     )
     width = (0, 20 - mask.shape[1])  # one shape, whenever the last row ends
-    return {
+    first = [DEFAULT_PROMPT] * DEFAULT_DRAWS
+    by_default = student.get_samples(model, first, 1, generator=rng.new_generator())
+    repeated = {}
+    for name, seed in seeds.items():
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        # So many rows that some do not end, and that no two calls draw alike by chance.
+        found = student.get_samples(model, PROMPTS * 3, 3, generator=generator)
+        repeated[name] = found.completion_ids
+    return repeated | {
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),
         "the attention of real tokens": F.pad(mask.long(), width),
+        "first tokens by default": by_default.completion_ids,
     }
-
-
-def _reuses_the_cache(observed, reference):
-    rows, prompt_len, width = 3, reference["prompt_len"], reference["completion"].shape[1]
-    if not torch.equal(observed["completion"], observed["again"]):
-        return "the same generator should give the same completions"
-    if torch.equal(observed["completion"], observed["another seed"]):
-        return "another generator should give other completions"
-    if torch.equal(observed["no generator"], observed["no generator again"]):
-        return "without a generator, two calls should give different completions"
-    if observed["positions that the model ran"] > rows * (prompt_len + width):
-        return "with a key-value cache each step feeds the newest token only"
-    return None
-
-
-@check("get_samples", holds=_reuses_the_cache)
-def cache_and_generator(student, rng):
-    """How many positions the model runs, and that the generator decides the draws"""
-    model = load_base_model(models.get_checkpoint("shallow"), device="cpu")
-    ran = []
-
-    def count(module, args, kwargs):
-        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
-        ran.append(ids.numel())
-
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
-    seeds = {"completion": a, "again": a, "another seed": b}
-    found = {}
-    for name, seed in seeds.items():
-        generator = torch.Generator().manual_seed(seed)
-        samples = student.get_samples(model, list(PROMPTS), 10, generator=generator)
-        found |= {name: samples.completion_ids, "prompt_len": samples.prompt_len}
-    found["positions that the model ran"] = sum(ran) // len(seeds)
-    for name in ("no generator", "no generator again"):
-        found[name] = student.get_samples(model, PROMPTS[:1], 10).completion_ids
-    return found
 
 
 # --- calc_reinforce_objective -------------------------------------------------------------------
@@ -702,9 +750,10 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", expected=reinforce_by_loops)
 def reinforce_edges(student, rng):
-    """One row, one token, inf beyond the mask, no true position; the inputs stay"""
+    """One row, one token, advantages near 1000, inf beyond, no true position; the inputs stay"""
     f = student.calc_reinforce_objective
-    logprobs, advantages = -rng.uniform(1, 3), rng.normal(1, 3)
+    logprobs = -rng.uniform(1, 3)
+    advantages = rng.normal(1, 3) + rng.tensor([[0.0, 1000.0, -1000.0]])
     mask = torch.tensor([[True, False, False]])
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
     return {
@@ -741,7 +790,14 @@ def a_fair_coin(student, rng):
     )
 
 
-@check("calc_expected_policy_gradient", points=2, seeds=2, expected=policy_gradient_by_autograd)
+# Numbers near 200 are 1.5e-5 apart in float32: a difference of two is off by as much.
+@check(
+    "calc_expected_policy_gradient",
+    points=2,
+    seeds=2,
+    expected=policy_gradient_by_autograd,
+    atol=2e-5,
+)
 def random_policies(student, rng):
     """Random policies and rewards, several baselines"""
     logits, rewards = rng.normal(5), rng.normal(5, mean=2)

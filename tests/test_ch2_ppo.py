@@ -18,7 +18,7 @@ from solutions import ch2_ppo
 from solutions.ch0_sampling import get_samples
 from solutions.ch1_lora import TransformerWithLora
 from tests import models, trainers
-from tests.inputs import NAN, gradients, leaf, poison, ragged_mask, with_inputs_after
+from tests.inputs import NAN, error_of, gradients, leaf, poison, ragged_mask, with_inputs_after
 from tests.trainers import RANK, beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import NEGATIVE_WORDS, NEUTRAL_WORDS, POSITIVE_WORDS
@@ -93,7 +93,7 @@ def count_by_loops(samples, char="."):
 
 
 def random_texts(rng, rows):
-    alphabet = "aA b.. ?*\n(e"
+    alphabet = "aA b.. ?*\n(e^[]\\"
     return [
         "".join(alphabet[i] for i in rng.integers(0, len(alphabet), rng.integer(1, 40)).tolist())
         for _ in range(rows)
@@ -110,7 +110,7 @@ def worked_counts(student, rng):
 def any_character(student, rng):
     """Random texts: full stops by default, and other characters"""
     texts, count = random_texts(rng, 9), student.reward_fn_char_count
-    return {f"{char!r}": count(texts, char) for char in (".", "a", "A", " ", "\n", "?", "(")} | {
+    return {f"{char!r}": count(texts, char) for char in ".aA \n?(^[]\\"} | {
         "default": count(texts),
         "by keyword": count(texts, char="e"),
         "one text": count(texts[:1]),
@@ -142,14 +142,13 @@ def choose(rng, items):
 
 
 def random_review(rng, words, n):
-    """`n` of these words in any case, with punctuation and a space or a line break after each."""
+    """`n` of these words in any case, with punctuation, spaces or line breaks between them."""
     text = ""
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
-        text += (
-            word + choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...")) + choose(rng, " \n")
-        )
+        after = choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...", '"', ")"))
+        text += choose(rng, ("", "", "", '"', "(")) + word + after + choose(rng, "  \n\n/")
     return text
 
 
@@ -162,7 +161,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Positive, negative and other words, in any case, with punctuation and line breaks"""
+    """Words of every kind, in any case, with line breaks, and as "great", (dull) or bad/boring"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     return student.reward_fn_sentiment([random_review(rng, words, n) for n in range(12)])
 
@@ -185,11 +184,15 @@ def words_inside_words(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def repeated_words(student, rng):
-    """A word that is repeated counts each time"""
+    """A word that is repeated counts each time; "not" and "very" before it change nothing"""
     pairs = [(choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS)) for _ in range(5)]
-    return student.reward_fn_sentiment(
-        [" ".join([a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs]
-    )
+    before = {"alone": "", "after not": "not ", "after very": "very "}
+    return {
+        name: student.reward_fn_sentiment(
+            [" ".join([word + a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs]
+        )
+        for name, word in before.items()
+    }
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
@@ -236,7 +239,7 @@ def random_rewards(student, rng):
         }
     ) | {
         "two rewards": f(rewards[:2]),
-        "an outlier": f(torch.cat([rng.normal(40), rng.normal(1, mean=50)])),
+        "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
     }
 
 
@@ -248,10 +251,10 @@ def rewards_far_from_zero(student, rng):
 
 @check("normalize_reward", expected=reward_by_statistics)
 def eps_is_visible(student, rng):
-    """A spread as small as eps"""
+    """A spread as small as eps, and smaller"""
     rewards, f = rng.normal(7), student.normalize_reward
     return {
-        "default eps": [f(rewards * spread) for spread in (2e-5, 5e-6)],
+        "default eps": [f(rewards * spread) for spread in (2e-5, 5e-6, 1e-7)],
         "eps 0.001": [f(rewards * spread, 1e-3) for spread in (2e-3, 5e-4)],
     }
 
@@ -348,6 +351,16 @@ def token_reward_edges(student, rng):
 
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
+def large_token_rewards(student, rng):
+    """Scores around 1000, rare tokens (log-probs of -18 and -110), log-ratios of 30: all exact"""
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    scores = rng.normal(3) + rng.tensor([1000.0, -1000.0, 0.0])
+    ref_logprobs = rng.tensor([[-18.0, -18.0, -110.0, -1.0], [-40.0] * 4, [-2.0] * 4])
+    logratios = rng.uniform(3, 4, high=0.5) + rng.tensor([[0.0] * 4, [30.0] * 4, [-30.0] * 4])
+    return student.compute_token_rewards(scores, mask, ref_logprobs + logratios, ref_logprobs, 0.3)
+
+
+@check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
     """Log-probs that require a gradient: a reward is a number, none comes out"""
     mask, scores = ragged_mask(rng), rng.normal(6)
@@ -439,14 +452,17 @@ def rows_that_were_cut_short(student, rng):
 
 @check("compute_advantages", expected=advantages_by_double_sum)
 def advantage_edges(student, rng):
-    """One token, no token at all, and a completion of 300"""
+    """One token, no token at all, a completion of 300, a reward of 1000 and a value of -1000"""
     masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "300": torch.ones(2, 300)}
     masks["300"][1, 200:] = 0
     found = {}
     for name, mask in masks.items():
         tensors = poison_all(mask.bool(), NAN, **rollouts(rng, mask))
         found[name] = student.compute_advantages(*tensors.values(), mask.bool(), 0.97, 0.6)
-    return found
+    large, mask = rollouts(rng, torch.ones(2, 5)), torch.ones(2, 5, dtype=torch.bool)
+    large["token_rewards"][0, rng.integer(0, 5)] += 1000
+    large["values"][1, rng.integer(0, 5)] -= 1000
+    return found | {"large": student.compute_advantages(*large.values(), mask, 0.9, 0.8)}
 
 
 @check("compute_advantages", expected=advantages_by_double_sum)
@@ -490,10 +506,8 @@ def ragged_normal_advantages(student, rng):
     ) | {
         "eps 0.7": f(poison(advantages, mask), mask, eps=0.7),
         "an outlier": f(
-            torch.cat([rng.normal(1, 60), rng.normal(1, 60, mean=2)]).index_fill(
-                1, rng.integers(0, 60, 1), 40.0
-            ),
-            torch.ones(2, 60, dtype=torch.bool),
+            torch.cat([rng.normal(1, 250), rng.normal(1, 1, mean=1000)], dim=1),
+            torch.ones(1, 251, dtype=torch.bool),
         ),
     }
 
@@ -653,6 +667,26 @@ def huge_log_ratios(student, rng):
 
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+def rare_tokens_and_large_advantages(student, rng):
+    """Old log-probs of -18 and -110 with ratios near 1; advantages of 1000 and -2000: all exact"""
+    logratios, mask = rng.uniform(2, 3, low=-0.1, high=0.1), torch.ones(2, 3, dtype=torch.bool)
+    sizes = {
+        "rare tokens": ([[-18.0, -18.0, -110.0]] * 2, [[0.0] * 3] * 2),
+        "large advantages": ([[-1.0] * 3] * 2, [[1000.0, 0.0, 0.0], [0.0, -2000.0, 0.0]]),
+    }
+    found = {}
+    for name, (old_logprobs, added) in sizes.items():
+        found[name] = call_with_gradients(
+            student.calc_clipped_surrogate_objective,
+            mask,
+            logprobs=rng.tensor(old_logprobs) + logratios,
+            old_logprobs=rng.tensor(old_logprobs),
+            advantages=rng.normal(2, 3, mean=1) + rng.tensor(added),
+        )
+    return by_case(found)
+
+
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def surrogate_edges(student, rng):
     """One token, no token (0), all tokens; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
@@ -735,6 +769,21 @@ def every_case_of_the_value_clip(student, rng):
 
 
 @check("calc_value_function_loss", expected=value_loss_by_cases)
+def large_value_losses(student, rng):
+    """A return, a value and an old value around 1000, each in a place of its own, in full"""
+    mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
+    tensors = value_inputs(rng, mask)
+    for name, column in zip(tensors, rng.permutation(3).tolist(), strict=True):
+        tensors[name][rng.integer(0, 2), column] += rng.integer(900, 1100)
+    return by_case(
+        {
+            f"clip_coef {clip_coef}": call_with_gradients(f, mask, 0.3, clip_coef, **tensors)
+            for clip_coef in (None, 0.2)
+        }
+    )
+
+
+@check("calc_value_function_loss", expected=value_loss_by_cases)
 def value_loss_edges(student, rng):
     """One token, no token (0), all tokens; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
@@ -764,12 +813,14 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask: the value and the gradient for the logits"""
+    """Ragged, anything beyond the mask: the value and the gradient; a vocabulary of 20,000"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
-    tensors = policy_logits(rng, mask)
-    return in_every_form(lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors) | {
-        f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)
-    }
+    tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
+    found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
+    found["20,000 tokens"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
+    return found | in_every_form(
+        lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
+    )
 
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, rtol=1e-3, atol=1e-4)
@@ -816,18 +867,23 @@ def ragged_kl_penalties(student, rng):
     }
 
 
-@check("calc_kl_penalty", expected=kl_penalty_by_distributions)
+# With logits around 200, what is subtracted is rounded by up to 3e-5.
+@check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5)
 def hard_kl_penalties(student, rng):
-    """Logits around 200 and -200, and a policy that equals its reference"""
+    """Logits around 200 and -200, a token with a KL of 85, a policy that equals its reference"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     same = policy_logits(rng, mask)["logits"]
     equal = {"logits": same, "ref_logits": same + 1}
     draw = [rng.normal(*mask.shape, 5, mean=mean, std=3) for mean in (200, -200)]
     draw[1][..., 0] -= 80  # the reference hardly ever says what the policy may say
     far = {"logits": draw[0], "ref_logits": draw[1]}
+    apart = two_logits(rng, mask, vocab=5)
+    row, t = choose(rng, mask.nonzero().tolist())
+    apart["logits"][row, t, 0], apart["ref_logits"][row, t, 0] = 20, -83
     return by_case(
         {
             "logits around 200": call_with_gradients(f, mask, 0.5, **far),
+            "a KL of 85": call_with_gradients(f, mask, 0.5, **apart),
             "equal": call_with_gradients(f, mask, 0.5, **equal),
         }
     )
@@ -860,7 +916,7 @@ def _logits_and_values(student, rng, kind):
     logits, values = model.forward_with_value_head(ids, attention)
     real = attention.bool()
     weights = rng.normal(*ids.shape)
-    found = {"the logits": logits[real], "the values": values[real]}
+    found = {"the tensor of logits": logits[real], "the tensor of values": values[real]}
     gradient = trainers.adapter_gradients(
         (values * weights)[real].sum() + logits[real].sum(), model
     )
@@ -901,6 +957,10 @@ def _head_is_a_part_of_the_model(observed, reference):
         "a saved and loaded model should give the same values": ("values", "values loaded"),
         "merged() should give the same logits": ("logits", "logits merged"),
         "reference() should leave the adapters off": ("by reference", "by hugging face"),
+        "reference() should leave the adapters off in forward_with_value_head too": (
+            "logits in reference()",
+            "by hugging face",
+        ),
     }
     observed = observed | {"by hugging face": reference["by reference"]}
     for message, (a, b) in pairs.items():
@@ -935,6 +995,7 @@ def head_and_model(student, rng):
             found["logits merged"] = model.forward_with_value_head(ids, attention)[0][real]
         with model.reference():
             found["by reference"] = model(ids, attention)[real]
+            found["logits in reference()"] = model.forward_with_value_head(ids, attention)[0][real]
         with TemporaryDirectory() as folder:
             path = Path(folder) / "adapter.safetensors"
             model.save_adapter(path)
@@ -975,12 +1036,12 @@ def _is_head(parameter):
 
 def _schedule_by_hand(warmup_steps, total_phases, final_scale):
     """The factor at each step, from the two sentences of its definition."""
-    n_left = total_phases - warmup_steps
+    n_left = max(total_phases - warmup_steps, 1)
     rising = [(k + 1) / warmup_steps for k in range(warmup_steps)]
     return rising + [1 - (1 - final_scale) * i / n_left for i in range(n_left + 1)]
 
 
-SCHEDULES = [(3, 7, 0.1), (0, 4, 0.25), (5, 6, 0.5), (1, 3, 0.0)]
+SCHEDULES = [(3, 7, 0.1), (0, 4, 0.25), (5, 6, 0.5), (1, 3, 0.0), (3, 3, 0.5), (5, 3, 0.5)]
 
 
 def _adam_by_hand(args, model):
@@ -1016,7 +1077,7 @@ def _adam_by_hand(args, model):
 
 @check("get_optimizer_and_scheduler", public=True, points=2, expected=_adam_by_hand)
 def learning_rates(student, rng):
-    """The learning rate of adapters and head at every phase, with and without warm-up"""
+    """The learning rate of adapters and head at every phase, whether warm-up is 0, short or long"""
     found = {}
     model = make_model(student.TransformerWithValueHeadLora, rng)
     base_lr, head_lr = float(rng.uniform(1, low=1e-3)), float(rng.uniform(1, low=1e-3))
@@ -1033,7 +1094,7 @@ def learning_rates(student, rng):
         adapters = [p for p in model.trainable_parameters() if not _is_head(p)]
         heads = [p for p in model.trainable_parameters() if _is_head(p)]
         rates = []
-        for _ in range(total_phases + 1):
+        for _ in range(total_phases + (warmup_steps < total_phases)):
             rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapters[-1], heads[0])]))
             optimizer.step()
             scheduler.step()
@@ -1112,6 +1173,14 @@ def _every_row_once_an_epoch(observed, reference):
         return "the rows should come in a random order"
     if len(set(map(tuple, orders))) < len(orders):
         return "each epoch should have an order of its own"
+    epochs = [{frozenset(order[i : i + 6]) for i in range(0, 24, 6)} for order in orders]
+    if any(a == b for a, b in itertools.combinations(epochs, 2)):
+        return "each epoch should mix the rows anew: here the same ones share a minibatch again"
+    together = sum(
+        {row, row + 1} <= rows for epoch in epochs for rows in epoch for row in range(23)
+    )
+    if together > 80:  # of 6 * 23, where 30 are expected and 5 is the standard deviation
+        return "rows that follow one another mostly land in the same minibatch: mix them"
     return None
 
 
@@ -1129,42 +1198,74 @@ def rows_with_numbers(student, rng):
 
 @check("ReplayMemory", public=True)
 def fields_and_dtypes(student, rng):
-    """One minibatch of one row and of all rows; the fields as they were given"""
+    """One minibatch of one row and of all rows; the fields as given, None where one is"""
     fields = _numbered_fields(rng, 6)
     one = student.ReplayMemory(**{name: x[:1] for name, x in fields.items()})
-    memory = student.ReplayMemory(**fields)
+    memory = student.ReplayMemory(**fields, ref_logprobs=None)
     (whole,) = memory.get_minibatches()
     order = whole.scores.argsort()
     found = {f"{name} of the memory": getattr(memory, name) for name in fields}
     found |= {f"{name} of one row": getattr(one.get_minibatches()[0], name) for name in fields}
-    return found | {f"{name} of all rows": getattr(whole, name)[order] for name in fields}
+    found |= {f"{name} of all rows": getattr(whole, name)[order] for name in fields}
+    return found | {
+        "ref_logprobs of the memory": memory.ref_logprobs,
+        "ref_logprobs of all rows": whole.ref_logprobs,
+    }
+
+
+@check("ReplayMemory")
+def rows_that_do_not_fit(student, rng):
+    """A field with a row less than the others, and a group_size that does not divide the rows"""
+    rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
+    fields = {"input_ids": rng.normal(rows, 3), "mask": rng.normal(rows, 2)}
+    wrong = fields | {name: rng.normal(rows - 1, 2)}
+
+    def use(**arguments):
+        student.ReplayMemory(**arguments).get_minibatches()
+
+    (whole,) = student.ReplayMemory(**fields).get_minibatches()
+    return {
+        "a row less": error_of(name, use, **wrong),
+        "a group_size that does not divide": error_of(
+            "group_size", use, group_size=rows - 1, **fields
+        ),
+        "the sum of what fits": whole.input_ids.sum(),
+    }
 
 
 def _rows_that_do_not_divide(observed, reference):
     rows = observed["rows"].reshape(2, 10).sort().values
     if not torch.equal(rows, torch.arange(10).expand(2, 10)):
         return "10 rows in 3 minibatches: every row should come once an epoch, the last ones too"
-    groups = observed["groups"].reshape(-1, 4)
-    if not torch.equal(groups - groups[:, :1], torch.arange(4).expand_as(groups)):
-        return "group_size rows that follow one another should stay together"
-    if torch.equal(groups[:, 0], torch.arange(0, 96, 4)):  # by chance once in 24!
-        return "groups should come in a random order"
+    for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
+        minibatches = [rows[rows >= 0].tolist() for rows in observed[name]]
+        if sorted(itertools.chain(*minibatches)) != list(range(4 * n_groups)):
+            return "with groups too, every row should come once an epoch"
+        for rows in minibatches:
+            groups = {row // 4 for row in rows}
+            if len(rows) != 4 * len(groups):
+                return "group_size rows that follow one another should be in one minibatch"
+        order = list(dict.fromkeys(row // 4 for rows in minibatches for row in rows))
+        if n_groups == 24 and order == list(range(24)):
+            return "groups should come in a random order"
     return None
 
 
 @check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
 def groups_and_odd_numbers(student, rng):
-    """10 rows in 3 minibatches, and 24 groups of 4 rows that stay together"""
+    """10 rows in 3 minibatches; 24 groups of 4 rows in 2, and 3 groups in 2: groups stay whole"""
     x = rng.normal(96)
     memory = student.ReplayMemory(
         num_minibatches=3, batches_per_learning_phase=2, row=torch.arange(10), x=x[:10]
     )
-    grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=torch.arange(96), x=x)
-    return {
-        "rows": torch.cat([minibatch.row for minibatch in memory.get_minibatches()]),
-        "groups": torch.cat([minibatch.row for minibatch in grouped.get_minibatches()]),
-        "x": x,
-    }
+    found = {"rows": torch.cat([minibatch.row for minibatch in memory.get_minibatches()]), "x": x}
+    for n_groups in (24, 3):
+        rows = torch.arange(4 * n_groups)
+        grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=rows, x=x[rows])
+        drawn = [minibatch.row for minibatch in grouped.get_minibatches()]
+        padded = [F.pad(row, (0, len(rows) - len(row)), value=-1) for row in drawn]
+        found[f"{n_groups} groups"] = torch.stack(padded)
+    return found
 
 
 # --- make_replay_memory -------------------------------------------------------------------------
@@ -1192,7 +1293,7 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     advantages = torch.zeros_like(values)
     for row, n in enumerate(mask.sum(-1).tolist()):
         rewards = torch.zeros(n, dtype=values.dtype)
-        if args.kl_in == "reward":
+        if args.kl_in == "reward" and args.kl_coef:
             rewards = -args.kl_coef * (logprobs - ref_logprobs.detach())[row, :n]
         if n:
             rewards[-1] += scores[row]
@@ -1204,6 +1305,13 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     kept = advantages[mask]
     whitened = torch.zeros_like(advantages)
     whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
+
+    def get_minibatches():
+        epoch = samples.input_ids.tensor_split(args.num_minibatches)
+        return [
+            trainers.as_memory(input_ids=ids) for ids in epoch
+        ] * args.batches_per_learning_phase
+
     return trainers.as_memory(
         input_ids=samples.input_ids,
         attention_mask=samples.attention_mask,
@@ -1213,7 +1321,7 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
         values=values,
         advantages=whitened,
         returns=advantages + values,
-        get_minibatches=lambda: [None] * args.num_minibatches * args.batches_per_learning_phase,
+        get_minibatches=get_minibatches,
     )
 
 
@@ -1227,6 +1335,8 @@ def _make_memory(student, rng, with_reference=True, spread=2.0, **options):
     scores = leaf(rng.normal(6, mean=3 * spread, std=spread))
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
+    minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
+    first = torch.cat(minibatches[: args.num_minibatches])
     return {
         name: inside(x, mask) if x is not None and x.shape == mask.shape else x
         for name, x in fields.items()
@@ -1235,7 +1345,8 @@ def _make_memory(student, rng, with_reference=True, spread=2.0, **options):
         "fields with a gradient": [
             k for k, x in fields.items() if x is not None and x.requires_grad
         ],
-        "minibatches": len(memory.get_minibatches()),
+        "the number of rows in each minibatch": [len(ids) for ids in minibatches],
+        "the first epoch's input_ids, sorted,": sorted(first.tolist()),
         "scores afterwards": scores,
         "values afterwards": inside(drawn[2], mask),
     }
@@ -1263,8 +1374,14 @@ def memory_with_kl_in_the_reward(student, rng):
 
 @check("make_replay_memory", public=True, expected=memory_by_loops)
 def memory_of_raw_rewards(student, rng):
-    """normalize_reward off, and no reference because kl_coef is 0"""
-    return _make_memory(student, rng, with_reference=False, normalize_reward=False, kl_coef=0.0)
+    """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is"""
+    options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0}
+    return by_case(
+        {
+            f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options)
+            for kl_in in ("loss", "reward")
+        }
+    )
 
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
@@ -1295,12 +1412,14 @@ def _roll_out(student, rng, **options):
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    reward_fn.start()
     trainer.rollout_phase()
     found["texts of a second rollout"] = reward_fn.samples
+    found["prompts of a second rollout"] = reward_fn.prompts
     return found | trainers.describe_rollout(fields, args.gen_len)
 
 
-ROLLOUT = {"batch_size": 48, "num_minibatches": 2, "gen_len": 6, "temperature": 0.5, "kl_coef": 0.3}
+ROLLOUT = {"batch_size": 90, "num_minibatches": 2, "gen_len": 6, "temperature": 0.5, "kl_coef": 0.3}
 
 
 def _is_a_rollout(**options):
@@ -1316,6 +1435,11 @@ def _is_a_rollout(**options):
             return wrong
         if observed["prompts"][::2] == observed["prompts"][1::2]:
             return "each row should have a prompt drawn for it alone; here two follow each other"
+        if observed["prompts of a second rollout"] == observed["prompts"]:
+            return "prompts should be drawn anew for each rollout; here a second one has the same"
+        drawn = {*observed["prompts"], *observed["prompts of a second rollout"]}
+        if drawn != set(args.prompts):  # by chance: 8 * (7/8)^180 = 3e-10
+            return "some of args.prompts are never drawn"
         pairs = zip(observed["texts"], observed["prompts"], strict=True)
         memory = memory_by_loops(
             args,
@@ -1376,9 +1500,16 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True)
 def the_model_that_is_built(student, rng):
-    """Without a model, the trainer builds model_class with the rank, alpha and sites of args"""
+    """The trainer's own model: rank, alpha and sites of args; a rollout by reward_fn(samples)"""
+    rewarded = []
+
+    def reward_fn(samples):
+        rewarded.extend(samples)
+        return torch.tensor([float(len(text)) for text in samples])
+
     args = _make_args(
         student,
+        reward_fn=reward_fn,
         base_model=models.get_checkpoint("shallow"),
         lora_rank=RANK,
         lora_alpha=5,
@@ -1389,7 +1520,13 @@ def the_model_that_is_built(student, rng):
     ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids)
-    return {"logits": logits.float(), "values": values.float()}
+    shape = list(trainer.rollout_phase().input_ids.shape[:1])
+    return {
+        "logits": logits.float(),
+        "values": values.float(),
+        "rows of a rollout": shape,
+        "completions that reward_fn got": len(rewarded),
+    }
 
 
 # --- RLHFTrainer: the objective -----------------------------------------------------------------
@@ -1445,15 +1582,16 @@ def objective_by_definition(self, minibatch):
     return torch.stack(terms).mean()
 
 
-def _objective(student, rng, **options):
+def _objective(student, rng, with_reference=True, **options):
     samples = make_samples(rng)
     args = _make_args(student, **(OBJECTIVE | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     model.train()
-    (minibatch,) = student.ReplayMemory(
-        **_make_fields(rng, samples, args.temperature)
-    ).get_minibatches()
+    fields = _make_fields(rng, samples, args.temperature)
+    if not with_reference:
+        fields["ref_logprobs"] = None
+    (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
     objective = trainer.compute_rlhf_objective(minibatch)
     return {"the objective": objective} | trainers.adapter_gradients(objective, model)
 
@@ -1494,9 +1632,9 @@ def objective_with_kl_in_the_reward(student, rng):
     atol=3e-4,
 )
 def objective_by_default(student, rng):
-    """The default coefficients, temperature 1"""
+    """The default coefficients, temperature 1; no reference because kl_coef is 0"""
     defaults = {"clip_coef": 0.2, "vf_coef": 0.15, "ent_coef": 0.001, "temperature": 1.0}
-    return _objective(student, rng, **defaults)
+    return _objective(student, rng, with_reference=False, kl_coef=0.0, **defaults)
 
 
 # --- RLHFTrainer: learning ----------------------------------------------------------------------

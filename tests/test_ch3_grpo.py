@@ -82,7 +82,7 @@ def worked_groups(student, rng):
 
 @check("group_advantages", points=2, seeds=2, expected=advantages_by_statistics)
 def several_groups(student, rng):
-    """Several groups of different means and spreads, every scale, groups of 2, 3 and 5"""
+    """Several groups of different means and spreads, every scale; ties; a high level"""
     found = {
         f"{groups} groups of {size}": _every_scale(
             student, grouped_rewards(rng, groups, size), size
@@ -91,6 +91,10 @@ def several_groups(student, rng):
     }
     one_hit = rng.normal(64).index_fill(0, rng.integers(0, 64, 1), 60.0)
     found["an outlier"] = _every_scale(student, one_hit, 64)
+    hits = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
+    found["0 or 1"] = _every_scale(student, rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
+    level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)  # the means are exact
+    found["a level of 10000"] = _every_scale(student, level, 4)
     return found | {"defaults": student.group_advantages(grouped_rewards(rng, 3, 4), 4)}
 
 
@@ -468,7 +472,13 @@ def clips_and_beta(student, rng):
             lambda logprobs: f(logprobs, old, None, advantages, mask, 0.3, beta=0.0),
             logprobs=logprobs,
         ),
+        "no reference, but beta 0.04": _error_of_any_kind(f, logprobs, old, None, advantages, mask),
     }
+
+
+def _error_of_any_kind(function, *args):
+    answer = error_of("ref_logprobs", function, *args)
+    return answer if answer == "no error" else "a ValueError, or another error"
 
 
 def _every_case(student, rng, **options):
@@ -614,15 +624,18 @@ def extremes_behind_the_mask(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def far_from_the_reference(student, rng):
-    """Log-probs up to 9 away from the reference's, both ways, in the value and the gradient"""
-    old, far = -rng.uniform(2, 3), rng.tensor([[9.0, -9.0, 7.0], [-6.0, 6.0, 0.0]])
-    return value_and_gradients(
-        _objective(student, torch.ones(2, 3, dtype=torch.bool)),
-        logprobs=old + rng.normal(2, 3, std=0.1),
-        old_logprobs=old,
-        ref_logprobs=old + far,
-        advantages=rng.normal(2),
-    )
+    """Log-probs 9, 40 and 80 away from the reference's, in the value and the gradient"""
+    old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
+    return {
+        name: value_and_gradients(
+            _objective(student, torch.ones(2, 3, dtype=torch.bool)),
+            logprobs=old + rng.normal(2, 3, std=0.1),
+            old_logprobs=old,
+            ref_logprobs=old + rng.tensor([far, [-6.0, -80.0, 0.0]]),
+            advantages=rng.normal(2),
+        )
+        for name, far in distances.items()
+    }
 
 
 @check("calc_grpo_objective")
@@ -764,6 +777,28 @@ def groups_that_do_not_fit(student, rng):
     return bad | {"3": f(rewards, ends, 3, 5)}
 
 
+def _error_of_steps(function, *args):
+    """Which of the arguments is to blame is open."""
+    answer = error_of("completion_len", function, *args)
+    return answer if answer.endswith("names it") else error_of("step", function, *args)
+
+
+@check("process_advantages")
+def steps_that_do_not_fit(student, rng):
+    """Ends outside the completion, or not one for each reward: a ValueError names the steps"""
+    rewards, ends = rewarded_steps(rng, [2, 1, 3, 1], 5)
+    f, first = student.process_advantages, rng.integers(0, 5, 1)
+    bad = {
+        "an end at 5 of 5 tokens": [torch.cat([first, torch.tensor([5])]), *ends[1:]],
+        "an end at -1": [torch.cat([first, torch.tensor([-1])]), *ends[1:]],
+        "2 rewards and 1 end": [first, *ends[1:]],
+        "1 reward and 2 ends": [ends[0], ends[0], *ends[2:]],
+        "4 rows of rewards and 3 of ends": ends[:3],
+    }
+    found = {name: _error_of_steps(f, rewards, bad_ends, 2, 5) for name, bad_ends in bad.items()}
+    return found | {"as it should be": f(rewards, ends, 2, 5)}
+
+
 # --- make_grpo_memory ---------------------------------------------------------------------------
 
 GRPO_FIELDS = ("input_ids", "attention_mask", "mask", "logprobs", "ref_logprobs", "advantages")
@@ -804,19 +839,19 @@ def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
     )
 
 
-def _make_grpo_memory(student, rng, with_reference=True, **options):
-    args = _make_grpo_args(student, **options)
-    samples = make_samples(rng)
+def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
+    rows, scores = len(scores), leaf(scores)
+    args = _make_grpo_args(student, batch_size=rows, **options)
+    samples = make_samples(rng, rows)
     mask = samples.completion_mask
-    logprobs, ref_logprobs = (leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(2))
-    scores = leaf(rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3]))
+    logprobs, ref_logprobs = (leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(2))
     memory = student.make_grpo_memory(
         args, samples, scores, logprobs, ref_logprobs if with_reference else None
     )
     names = GRPO_FIELDS if with_reference else [n for n in GRPO_FIELDS if n != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
-    per_token = ("logprobs", "ref_logprobs")
-    found = {name: inside(x, mask) if name in per_token else x for name, x in fields.items()}
+    per_token = {n: x for n, x in fields.items() if "logprobs" in n and x.shape == mask.shape}
+    found = fields | {name: inside(x, mask) for name, x in per_token.items()}
     return found | {
         "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
         "minibatches": len(memory.get_minibatches()),
@@ -827,16 +862,21 @@ def _make_grpo_memory(student, rng, with_reference=True, **options):
 
 @check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
 def memory_of_groups(student, rng):
-    """Two groups with different means, ragged rows, NaN beyond the mask, fields without gradient"""
-    return _make_grpo_memory(student, rng, batches_per_learning_phase=3, num_minibatches=2)
+    """Groups, one of equal scores; ragged rows, NaN beyond the mask, fields without gradient"""
+    # Seven times 1e6 / 9 in float32 has another mean.
+    constant = rng.tensor([1e6 / 9]).repeat(7)
+    scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(14, mean=-3, std=2)])
+    sizes = {"group_size": 7, "batches_per_learning_phase": 3, "num_minibatches": 2}
+    return _make_grpo_memory(student, rng, scores, **sizes)
 
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
     """advantage_scale "batch" and "none", and no reference"""
+    scores = rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3])
     return [
-        _make_grpo_memory(student, rng, advantage_scale="batch"),
-        _make_grpo_memory(student, rng, False, advantage_scale="none", kl_coef=0.0),
+        _make_grpo_memory(student, rng, scores, advantage_scale="batch"),
+        _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
     ]
 
 
@@ -894,9 +934,19 @@ def _roll_out_groups(student, rng, **options):
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    reward_fn.start()
     trainer.rollout_phase()
     found["texts of a second rollout"] = reward_fn.samples
+    found["prompts of a second rollout"] = reward_fn.prompts
+    found["the memory"] = _find_rows(memory, memory)
+    found["the list of minibatches"] = [_find_rows(memory, m) for m in memory.get_minibatches()]
     return found | trainers.describe_rollout(fields, args.gen_len)
+
+
+def _find_rows(memory, rows) -> Tensor:
+    """The first row of the memory that has the same ids, for each of some rows."""
+    same = (rows.input_ids[:, None] == memory.input_ids).all(-1)
+    return same.long().argmax(-1)
 
 
 def _is_a_rollout_of_groups(**options):
@@ -908,12 +958,9 @@ def _is_a_rollout_of_groups(**options):
         wrong = trainers.find_wrong_sample(observed, rebuilt, args)
         if wrong is not None:
             return wrong
-        groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
-        if any(len(set(group)) > 1 for group in groups):
-            return "the completions of one prompt should lie next to each other"
-        firsts = [group[0] for group in groups]
-        if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
-            return "each group should have a prompt drawn for it alone"
+        wrong = _find_wrong_groups(observed) or _find_torn_groups(observed)
+        if wrong is not None:
+            return wrong
         pairs = zip(observed["texts"], observed["prompts"], strict=True)
         scores = torch.tensor([trainers.score_text(*pair) for pair in pairs])
         memory = {
@@ -927,6 +974,35 @@ def _is_a_rollout_of_groups(**options):
         return None
 
     return holds
+
+
+def _find_wrong_groups(observed) -> str | None:
+    groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
+    if any(len(set(group)) > 1 for group in groups):
+        return "the completions of one prompt should lie next to each other"
+    firsts = [group[0] for group in groups]
+    if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
+        return (
+            "there should be 12 groups of 3 completions, each with a prompt drawn for it alone; "
+            "here there are 3 prompts with 12 completions each"
+        )
+    if observed["prompts of a second rollout"] == observed["prompts"]:
+        return "a second rollout should draw its prompts anew"
+    texts = observed["texts"] + observed["texts of a second rollout"]
+    if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
+        return "each completion of a group should be sampled for itself; here all of them are alike"
+    return None
+
+
+def _find_torn_groups(observed) -> str | None:
+    rows, minibatches = observed["the memory"], torch.stack(observed["the list of minibatches"])
+    groups = [sorted(group) for group in rows.reshape(12, 3).tolist()]
+    if any(sorted(group) not in groups for group in minibatches.reshape(72 // 3, 3).tolist()):
+        return "the memory's minibatches should hold whole groups, the completions of one prompt"
+    epochs = minibatches.reshape(2, 36).sort().values
+    if not torch.equal(epochs, rows.sort().values.expand(2, 36)):
+        return "the memory's minibatches should hold every row once an epoch"
+    return None
 
 
 @check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
@@ -950,10 +1026,17 @@ def rollout_without_a_reference(student, rng):
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
 
 
-@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
+def _scored_by_the_hooked_model(observed, reference):
+    if observed["prompts"] != ["This movie is"] * 8:
+        return "without prompts, every prompt should be the prefix"
+    return trainers.find_wrong_ratio(observed, reference)
+
+
+@check("GrpoTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    make_args = functools.partial(_make_grpo_args, student, batch_size=8, group_size=4)
+    options = {"prompts": None, "batch_size": 8, "group_size": 4}
+    make_args = functools.partial(_make_grpo_args, student, **options)
     model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.GrpoTrainer, make_args, model)
     return trainers.describe_first_ratio(sampled, model, gen_len=5)
@@ -1005,12 +1088,17 @@ GRPO_OBJECTIVE = {
     "ent_coef": 0.3,
     "kl_coef": 0.7,
     "temperature": 0.7,
+    "top_k": 5,  # concerns sampling alone
+    "gen_len": 8,  # no completion became as long
 }
 
 
 def _make_grpo_fields(rng, samples, temperature):
-    mask = samples.completion_mask
-    old, ref = (trainers.draw_logprobs(rng, samples, temperature) for _ in range(2))
+    mask, ids = samples.completion_mask, samples.completion_ids
+    ids[mask & ~F.pad(mask[:, 1:], (0, 1))] = models.SPECIAL["eos_token_id"]  # at the end of each
+    ids[mask[:, 1], 0] = models.SPECIAL["pad_token_id"]  # a token like any other
+    old = trainers.draw_logprobs(rng, samples, temperature)
+    ref = trainers.draw_logprobs(rng, samples, temperature, std=0)  # as a forward would give it
     fields = {
         "input_ids": samples.input_ids,
         "attention_mask": samples.attention_mask,
@@ -1018,7 +1106,7 @@ def _make_grpo_fields(rng, samples, temperature):
         "logprobs": beyond(old, mask),
         "ref_logprobs": beyond(ref, mask),
     }
-    return fields | {"advantages": rng.normal(len(mask))}
+    return fields | {"advantages": one_zero(rng, mask)}
 
 
 def grpo_objective_by_definition(self, minibatch):
@@ -1098,7 +1186,7 @@ def objective_without_kl(student, rng):
 def grpo_objective_by_default(student, rng):
     """The default coefficients, temperature 1"""
     defaults = {"clip_coef": 0.2, "ent_coef": 0.001, "kl_coef": 0.04, "temperature": 1.0}
-    return _grpo_objective(student, rng, **defaults)
+    return _grpo_objective(student, rng, **defaults, top_k=None, gen_len=5)
 
 
 # --- measure_loss_and_gradient_at_start ---------------------------------------------------------
@@ -1108,7 +1196,10 @@ def _zero_and_not_zero(observed, reference):
     for name in ("first", "second"):
         objective, norm = observed[name].tolist()
         if not abs(objective) < 1e-6:
-            return "over whole groups, with every ratio exactly 1, the objective should be 0"
+            return (
+                "over whole groups, with every ratio exactly 1, the objective should be 0: the "
+                "mean over each completion, then over the batch, without KL and entropy"
+            )
         if not 1e-4 < norm < 1e4:
             return "the gradient should not be 0: it is that of the log-probs times advantages"
     if observed["first"][1] == observed["second"][1]:
@@ -1118,15 +1209,18 @@ def _zero_and_not_zero(observed, reference):
     return None
 
 
+def _count_letters(samples):
+    return torch.tensor([float(len(text)) for text in samples])
+
+
 def _make_grpo_trainer(student, rng, **options):
-    options = GRPO_ROLLOUT | {"reward_fn": trainers.RecordingReward()} | options
-    args = _make_grpo_args(student, **options)
-    return student.GrpoTrainer(args, make_model(TransformerWithLora, rng))
+    args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": _count_letters} | options))
+    return student.GrpoTrainer(args, make_model(TransformerWithLora, rng, "ending"))
 
 
 @check("measure_loss_and_gradient_at_start", public=True, points=2, holds=_zero_and_not_zero)
 def objective_at_the_start(student, rng):
-    """On fresh rollouts: objective 0 up to 1e-6, gradient not 0, parameters untouched"""
+    """On fresh rollouts, uneven in length: objective 0 up to 1e-6, gradient not 0"""
     trainer = _make_grpo_trainer(student, rng)
     first = [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
     parameters = trainer.model.trainable_parameters()
@@ -1145,7 +1239,7 @@ def measure_by_reinforce(trainer):
     memory = trainer.rollout_phase()
     ids, mask = memory.input_ids, memory.mask
     n_prompt = ids.shape[1] - mask.shape[1]
-    logits, _ = trainers.run_hugging_face(trainer.model, "shallow", ids, memory.attention_mask)
+    logits, _ = trainers.run_hugging_face(trainer.model, "ending", ids, memory.attention_mask)
     logprobs = trainers.score_rows(logits, ids, n_prompt, trainer.args.temperature)
     rows = [
         (logprobs[row, :n] * memory.advantages[row]).mean() if n else logprobs.new_zeros(())
@@ -1157,18 +1251,21 @@ def measure_by_reinforce(trainer):
 
 @check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
 def gradient_at_the_start(student, rng):
-    """On a rollout that is given: the norm of the whole gradient, at temperature 0.5"""
-    trainer = _make_grpo_trainer(student, rng, batch_size=6, num_minibatches=1)
-    samples = make_samples(rng, empty_row=False)  # an empty one would break its group's balance
+    """On a rollout that is given: the gradient's norm over all groups, without KL and entropy"""
+    trainer = _make_grpo_trainer(student, rng, batch_size=18, ent_coef=0.5, kl_coef=2.0)
+    samples = make_samples(rng, 18, empty_row=False)  # empty, it would break its group's balance
     with torch.no_grad():
         logits = trainer.model(samples.input_ids, samples.attention_mask)
         ids = samples.input_ids
         logprobs = get_logprobs(logits, ids, samples.prompt_len, trainer.args.temperature)
-    scores = rng.normal(6, mean=4)
-    memory = student.make_grpo_memory(trainer.args, samples, scores, logprobs, logprobs)
+    # Not quite the model's: the ratio is taken against what its own forward gives.
+    old, ref = (logprobs + rng.normal(*logprobs.shape, std=0.1) for _ in range(2))
+    scores = rng.normal(18, mean=4)
+    memory = student.make_grpo_memory(trainer.args, samples, scores, old, ref)
     trainer.rollout_phase = lambda: memory
     trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
-    return [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
+    objective, norm = student.measure_loss_and_gradient_at_start(trainer)
+    return {"the objective": float(objective), "the norm of the gradient": float(norm)}
 
 
 # --- GrpoTrainer: all of it ---------------------------------------------------------------------

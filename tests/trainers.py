@@ -89,14 +89,14 @@ def make_samples(
 
 
 @torch.no_grad()
-def draw_logprobs(rng, samples: Samples, temperature: float) -> Tensor:
+def draw_logprobs(rng, samples: Samples, temperature: float, std: float = 0.5) -> Tensor:
     """Log-probs near those of the "shallow" model, so that ratios lie on both sides of a clip."""
     ids, attention = samples.input_ids, samples.attention_mask
     position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
     hf = models.load_hf("shallow", rng.dtype)
     logits = hf(ids, attention_mask=attention, position_ids=position_ids).logits
     logprobs = score_rows(logits, ids, samples.prompt_len, temperature)
-    return logprobs + rng.normal(*logprobs.shape, std=0.5)
+    return logprobs + rng.normal(*logprobs.shape, std=std)
 
 
 def beyond(x: Tensor, mask: Tensor) -> Tensor:
@@ -165,13 +165,18 @@ def as_memory(**fields: Any) -> SimpleNamespace:
 
 
 class RecordingReward:
-    """A reward function that keeps what it is given; see `score_text`."""
+    """A reward function that keeps what it is given of a rollout, in one call or several; see
+    `score_text`."""
 
     def __init__(self):
+        self.start()
+
+    def start(self):
+        """The next call belongs to another rollout."""
         self.samples, self.prompts = [], []
 
     def __call__(self, samples, prompts):
-        self.samples, self.prompts = list(samples), list(prompts)
+        self.samples, self.prompts = self.samples + list(samples), self.prompts + list(prompts)
         return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
 
 
@@ -275,7 +280,7 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
     prompts = observed["prompts"]
     if len(set(prompts)) < 2:
         return "prompts should be drawn anew for each rollout; here all are one"
-    if observed["texts of a second rollout"] == observed["texts"]:
+    if observed["texts of a second rollout"][-len(mask) :] == observed["texts"]:
         return "a second rollout should sample anew"
     if not torch.equal(mask, get_mask_by_loops(ids[:, n_prompt:])):
         return "the mask should be true up to and including the first eos"

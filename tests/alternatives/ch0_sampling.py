@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
+from solutions.ch0_sampling import Samples
 from utils.grading.answers import right
 
 
@@ -43,6 +44,12 @@ def entropy_of_distributions(logits):
     possible = logits > -torch.inf
     lowest = torch.finfo(logits.dtype).min / 2
     return Categorical(logits=torch.where(possible, logits, lowest)).entropy()
+
+
+@right("calc_entropy")
+def entropy_without_logprobs(logits):
+    mean_logit = (logits.softmax(-1) * logits.masked_fill(logits == -torch.inf, 0)).sum(-1)
+    return logits.logsumexp(-1) - mean_logit
 
 
 @right("masked_mean")
@@ -134,6 +141,47 @@ def padded_row_by_row(sequences, pad_token_id):
             ids[row, -len(tokens) :] = torch.tensor(tokens)
             mask[row, -len(tokens) :] = 1
     return [ids, mask]
+
+
+@right("get_samples")
+def samples_by_the_tokenizer(
+    model,
+    prompts,
+    max_new_tokens,
+    temperature=1.0,
+    top_k=None,
+    top_p=None,
+    generator=None,
+    prepend_bos=True,
+):
+    """The tokenizer pads, and rows go on after their eos."""
+    tokenizer = model.tokenizer
+    bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
+    rows = [bos + tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+    inputs = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
+    prompt, attention = inputs["input_ids"], inputs["attention_mask"]
+    ids, step, cache = prompt, prompt, None
+    with torch.no_grad():
+        for _ in range(max_new_tokens):
+            logits, cache = model(
+                step,
+                attention_mask=attention,
+                past_key_values=cache,
+                return_type="logits_and_cache",
+            )
+            sampled = by_gumbel_noise.definition(
+                logits[:, -1], temperature, top_k, top_p, generator
+            )
+            step = sampled.unsqueeze(1)
+            ids = torch.hstack([ids, step])
+            attention = torch.hstack([attention, torch.ones_like(step)])
+            if (ids[:, prompt.shape[1] :] == eos).any(1).all():
+                break
+    new = ids[:, prompt.shape[1] :]
+    mask = mask_by_first_position.definition(new, eos)
+    texts = tokenizer.batch_decode(torch.where(mask, new, eos), skip_special_tokens=True)
+    attention[:, prompt.shape[1] :] = mask
+    return Samples(ids, attention, prompt.shape[1], mask, texts)
 
 
 @right("calc_reinforce_objective")

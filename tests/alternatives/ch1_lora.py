@@ -166,6 +166,8 @@ class HooksThatStay(_Common):
         if site.endswith("qkv") or f"{name}.hook_in" not in self.base.hook_dict:
             raise ValueError(f"there is no {site} in this model")
         linear = self.base.get_submodule(name).original_component
+        if not isinstance(linear, nn.Linear | Conv1D):
+            raise ValueError(f"{site} is no linear layer")
         flipped = isinstance(linear, nn.Linear)
         d_in, d_out = linear.weight.T.shape if flipped else linear.weight.shape
         adapter = self.adapters[name.replace(".", "-")] = _Adapter(d_in, d_out, rank, alpha)
@@ -335,6 +337,12 @@ def build_hooks_that_stay(name, rank, alpha, sites, device, dtype):
     return HooksThatStay(load_base_model(name, device, dtype), rank, alpha, sites)
 
 
+def name_as(cls: type, model: nn.Module) -> nn.Module:
+    """The model as one of `cls`, which a class written out by a student would be."""
+    model.__class__ = type(cls.__name__, (type(model),), {})
+    return model
+
+
 METHODS = (
     "from_pretrained",
     "forward",
@@ -353,8 +361,9 @@ def _whole_models(builder: str) -> list:
             f"TransformerWithLora.{method}",
             builder,
             "return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
-            f"import tests.alternatives.ch1_lora as alternatives; "
-            f"return alternatives.{builder}(name, rank, alpha, sites, device, dtype)",
+            f"import tests.alternatives.ch1_lora as alternatives\n"
+            f"        return alternatives.name_as(cls, "
+            f"alternatives.{builder}(name, rank, alpha, sites, device, dtype))",
             within="TransformerWithLora.from_pretrained",
         )
         for method in METHODS
@@ -467,6 +476,39 @@ class _Off:
 @right("TransformerWithLora.reference")
 def a_context_written_as_a_class(self):
     return _Off(self)
+
+
+@right("TransformerWithLora.reference")
+def refuses_at_the_call(self):
+    """What is in the way is said at once, not on entering."""
+    if self._mode != "hooked":
+        raise RuntimeError("the adapters are off already")
+    return self._in_mode("reference")
+
+
+@right("TransformerWithLora.merged")
+def merged_refuses_at_the_call(self):
+    if self._mode != "hooked":
+        raise RuntimeError("the adapters are off already")
+    return with_plain_tensors.definition(self)
+
+
+@right("TransformerWithLora.merged")
+@contextmanager
+def with_plain_tensors(self):
+    """The Parameters step aside, and come back as they were."""
+    with self._in_mode("merged"):
+        saved = [(linear, linear.weight) for linear in self._linears.values()]
+        try:
+            for (linear, weight), layer in zip(saved, self._layers, strict=True):
+                delta = layer.compute_delta().detach()
+                total = weight.float() + (delta.T if isinstance(linear, nn.Linear) else delta)
+                del linear.weight
+                linear.weight = total.to(weight.dtype)
+            yield
+        finally:
+            for linear, weight in saved:
+                linear.weight = weight
 
 
 @right("TransformerWithLora.load_adapter")

@@ -45,11 +45,12 @@ def counted_by_length(samples, char="."):
 
 
 @right("reward_fn_sentiment")
-def words_stripped_of_punctuation(samples):
+def punctuation_replaced_by_spaces(samples):
+    spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
     positive, negative = set(POSITIVE_WORDS), set(NEGATIVE_WORDS)
     rewards = torch.zeros(len(samples))
     for i, sample in enumerate(samples):
-        words = [word.strip(string.punctuation) for word in sample.lower().split()]
+        words = sample.lower().translate(spaces).split()
         n_positive = len([word for word in words if word in positive])
         n_negative = len([word for word in words if word in negative])
         if n_positive + n_negative > 0:
@@ -385,6 +386,13 @@ def plain_exp(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef
 
 
 @right("calc_kl_penalty")
+def kl_by_logsumexps(logits, ref_logits, mask, kl_coef):
+    x, y = logits[mask], ref_logits.detach()[mask]
+    kl = (x.softmax(-1) * (x - y)).sum(-1) - x.logsumexp(-1) + y.logsumexp(-1)
+    return kl_coef * kl.sum() / mask.sum().clamp(min=1)
+
+
+@right("calc_kl_penalty")
 def kl_divergence_of_torch(logits, ref_logits, mask, kl_coef):
     if not mask.any():
         return logits.new_zeros(())
@@ -418,9 +426,8 @@ def adam_and_sequential_schedulers(args, model):
     if head:
         groups.insert(0, {"params": head, "lr": args.head_lr})
     optimizer = torch.optim.Adam(groups, eps=1e-5, maximize=True)
-    decay = torch.optim.lr_scheduler.LinearLR(
-        optimizer, 1.0, args.final_scale, args.total_phases - args.warmup_steps
-    )
+    n_left = max(args.total_phases - args.warmup_steps, 1)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, args.final_scale, n_left)
     if args.warmup_steps == 0:
         return optimizer, decay
     n = args.warmup_steps
@@ -436,21 +443,25 @@ class MemoryOfRows:
     def __init__(self, num_minibatches=1, batches_per_learning_phase=1, group_size=1, **fields):
         self.counts = (num_minibatches, batches_per_learning_phase, group_size)
         self.fields = fields
+        lengths = {name: len(x) for name, x in fields.items() if x is not None}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f"all fields should have the same number of rows, but have {lengths}")
+        self.n = next(iter(lengths.values()))
+        if self.n % group_size:
+            raise ValueError(f"group_size should divide {self.n}, but is {group_size}")
         for name, value in fields.items():
             setattr(self, name, value)
 
     def get_minibatches(self, generator=None):
         n_minibatches, epochs, group = self.counts
-        n = len(next(x for x in self.fields.values() if x is not None))
         minibatches = []
         for _ in range(epochs):
-            starts = list(range(0, n, group))
+            starts = list(range(0, self.n, group))
             random.shuffle(starts)
-            rows = [row for start in starts for row in range(start, start + group)]
-            size = n // n_minibatches
-            for i in range(0, n, size):
+            for part in np.array_split(starts, n_minibatches):
+                rows = [start + i for start in part.tolist() for i in range(group)]
                 chosen = {
-                    k: None if x is None else torch.stack([x[r] for r in rows[i : i + size]])
+                    k: None if x is None else torch.stack([x[r] for r in rows])
                     for k, x in self.fields.items()
                 }
                 minibatches.append(SimpleNamespace(**chosen))

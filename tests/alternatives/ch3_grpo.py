@@ -184,7 +184,7 @@ def on_the_true_tokens(
     new, old, a = logprobs[mask], old_logprobs[mask].detach(), advantages[mask].detach()
     ratio = torch.exp(torch.clamp(new - old, max=50.0))
     surrogate = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, upper) * a)
-    if ref_logprobs is not None and beta != 0:
+    if beta != 0:
         d = ref_logprobs[mask].detach() - new
         surrogate = surrogate - beta * (torch.expm1(d) - d)
     per_token = torch.zeros(mask.shape, dtype=logprobs.dtype).masked_scatter(mask, surrogate)
@@ -279,6 +279,14 @@ def with_relu(
 # --- process_advantages -------------------------------------------------------------------------
 
 
+def _check_steps(step_rewards, step_ends, completion_len):
+    if len(step_rewards) != len(step_ends):
+        raise ValueError("step_rewards and step_ends should have as many rows")
+    for rewards, ends in zip(step_rewards, step_ends, strict=True):
+        if len(rewards) != len(ends) or any(not 0 <= end < completion_len for end in ends):
+            raise ValueError(f"step_ends do not fit: {ends}")
+
+
 def _normalise(group, eps):
     together = torch.cat(group)
     if together.unique().numel() < 2:
@@ -289,6 +297,7 @@ def _normalise(group, eps):
 @right("process_advantages")
 def step_by_step(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     _check_groups(group_size, len(step_rewards))
+    _check_steps(step_rewards, step_ends, completion_len)
     advantages = torch.zeros(len(step_rewards), completion_len)
     for first in range(0, len(step_rewards), group_size):
         group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
@@ -302,6 +311,10 @@ def step_by_step(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
 def ends_against_positions(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     if group_size < 2 or len(step_rewards) % group_size:
         raise ValueError("group_size")
+    if [r.shape for r in step_rewards] != [e.shape for e in step_ends]:
+        raise ValueError("step_rewards should have the shapes of step_ends")
+    if any(e.numel() and (e.min() < 0 or e.max() >= completion_len) for e in step_ends):
+        raise ValueError(f"an end is beyond completion_len {completion_len}")
     positions, rows = torch.arange(completion_len), []
     for first in range(0, len(step_rewards), group_size):
         group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
@@ -315,6 +328,7 @@ def ends_against_positions(step_rewards, step_ends, group_size, completion_len, 
 @torch.no_grad()
 def scattered_and_summed(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     _check_groups(group_size, len(step_rewards))
+    _check_steps(step_rewards, step_ends, completion_len)
     counts = torch.tensor([len(rewards) for rewards in step_rewards])
     row = torch.arange(len(counts)).repeat_interleave(counts)
     rewards, group = torch.cat(list(step_rewards)).double(), row // group_size
@@ -334,6 +348,7 @@ def scattered_and_summed(step_rewards, step_ends, group_size, completion_len, ep
 @right("process_advantages")
 def counted_by_numpy(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     _check_groups(group_size, len(step_rewards))
+    _check_steps(step_rewards, step_ends, completion_len)
     rows = [r.detach().double().numpy() for r in step_rewards]
     out = np.zeros((len(rows), completion_len))
     for i, (rewards, ends) in enumerate(zip(rows, step_ends, strict=True)):
@@ -374,6 +389,7 @@ def plain_exp(
 def without_a_special_case(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     if len(step_rewards) % group_size:
         raise ValueError(f"group_size should divide {len(step_rewards)}, but is {group_size}")
+    _check_steps(step_rewards, step_ends, completion_len)
     advantages = torch.zeros(len(step_rewards), completion_len)
     for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
         start = row - row % group_size
@@ -429,6 +445,55 @@ def rollout_in_one_batch(self):
                 ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
     scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
     return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+
+
+@right("GrpoTrainer.rollout_phase")
+@torch.no_grad()
+def rewarded_group_by_group(self):
+    args, size = self.args, self.args.group_size
+    prompts = args.get_prompts()
+    chosen = torch.randint(len(prompts), (args.batch_size // size,), generator=self.generator)
+    prompts = [prompts[i] for i in chosen.tolist() for _ in range(size)]
+    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
+    samples = get_samples(self.model, prompts, args.gen_len, args.temperature, args.top_k, **how)
+    scores = [
+        call_reward_fn(
+            args.reward_fn, samples.texts[i : i + size], {"prompts": prompts[i : i + size]}
+        )
+        for i in range(0, args.batch_size, size)
+    ]
+    return make_grpo_memory(
+        args,
+        samples,
+        torch.cat(scores),
+        self.get_sample_logprobs(samples),
+        self.get_ref_logprobs(samples),
+    )
+
+
+@right("GrpoTrainer.compute_rlhf_objective")
+def reference_scored_anew(self, minibatch):
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    prompt_len = ids.shape[1] - mask.shape[1]
+    logits = self.model(ids, minibatch.attention_mask)
+    entropy = args.ent_coef * self.measure_entropy(minibatch, logits)
+    kl, ref_logprobs = 0.0, None
+    if args.kl_kind == "exact" and args.kl_coef > 0:
+        kl = args.kl_coef * self.measure_kl(minibatch, logits)
+    elif args.kl_coef > 0:
+        with torch.no_grad(), self.model.reference():
+            ref_logits = self.model(ids, minibatch.attention_mask)
+        ref_logprobs = get_logprobs(ref_logits, ids, prompt_len, args.temperature)
+    surrogate = calc_grpo_objective(
+        get_logprobs(logits, ids, prompt_len, args.temperature),
+        minibatch.logprobs,
+        ref_logprobs,
+        minibatch.advantages,
+        mask,
+        args.clip_coef,
+        beta=args.kl_coef if ref_logprobs is not None else 0.0,
+    )
+    return surrogate + entropy - kl
 
 
 @right("GrpoTrainer.compute_rlhf_objective")

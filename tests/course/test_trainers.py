@@ -18,6 +18,7 @@ from solutions.ch2_ppo import (
     reward_fn_char_count,
 )
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
+from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
 from utils.evaluation import sample_prompts
@@ -477,6 +478,19 @@ def test_tables_of_samples_are_printed(tmp_path, capsys):
     assert "ppo, phase 1 of 3: mean reward" in out
     assert "ppo, phase 3 of 3: mean reward" in out
     assert [out.count(f"│ {which}") for which in ("best", "median", "worst")] == [2, 2, 2]
+
+
+def test_methods_that_record_no_metrics_train_all_the_same(tmp_path, capsys):
+    class Silent(GrpoTrainer):
+        rollout_phase = rollout_in_one_batch.definition
+        compute_rlhf_objective = objective_in_one_piece.definition
+
+    args = GrpoArgs(**SMALL | {"group_size": 4, "samples_every": 1, "runs_dir": tmp_path})
+    history = Silent(args).train()
+    assert len(history) == 4
+    assert "reward" not in history[0]
+    assert "grad_norm" in history[0]
+    assert "mean reward" not in capsys.readouterr().out
 
 
 def test_wandb_is_offline_by_default(tmp_path, monkeypatch):

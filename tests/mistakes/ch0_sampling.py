@@ -1,6 +1,7 @@
 """Wrong answers to chapter 0, each with what a good teacher would say of it."""
 
 import torch
+import torch.nn.functional as F
 
 from solutions.ch0_sampling import Samples, encode_prompts, get_completion_mask, sample_next_token
 from utils.grading.answers import edit, wrong
@@ -89,12 +90,12 @@ GET_LOGPROBS = [
 
 @wrong(
     "get_logprobs",
-    "The whole log-softmax is kept for the backward pass: as large as the logits once more. "
-    "Gather the chosen logit, and subtract a logsumexp.",
+    "The whole log-softmax is kept for the backward pass, as large as the logits once more; "
+    "F.cross_entropy does so too. Gather the chosen logit, and subtract a logsumexp.",
 )
 def keeps_a_log_softmax(logits, tokens, prefix_len=1, temperature=1.0):
-    logprobs = (logits[:, prefix_len - 1 : -1] / temperature).log_softmax(-1)
-    return logprobs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
+    scaled = logits[:, prefix_len - 1 : -1] / temperature
+    return -F.cross_entropy(scaled.transpose(1, 2), tokens[:, prefix_len:], reduction="none")
 
 
 @wrong("get_logprobs", "The log of a softmax is -inf where a probability underflows. Stay in logs.")
@@ -166,7 +167,17 @@ CALC_ENTROPY = [
 )
 def epsilon_in_the_log(logits):
     probs = logits.softmax(-1)
-    return -(probs * (probs + 1e-4).log()).sum(-1)
+    return -(probs * (probs + 1e-6).log()).sum(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "Probabilities that are clamped from below lose their gradient, and in a large vocabulary most "
+    "are that small. log_softmax needs no clamp.",
+)
+def probabilities_clamped(logits):
+    probs = logits.softmax(-1)
+    return -(probs * probs.clamp(min=1e-4).log()).sum(-1)
 
 
 @wrong("calc_entropy", "A probability that underflows to 0 gives 0 * log 0 = nan. Use log_softmax.")
@@ -375,6 +386,42 @@ SAMPLE_NEXT_TOKEN = [
         "if temperature == 0:\n        return logits.argmax(-1)",
         "temperature = max(temperature, 1.0) if temperature == 0 else temperature",
         "Temperature 0 should take the likeliest token; yours samples.",
+    ),
+    edit(
+        "sample_next_token",
+        "a_small_temperature_for_zero",
+        "if temperature == 0:\n        return logits.argmax(-1)",
+        "temperature = temperature + 1e-6",
+        "A tiny temperature still samples where two logits are close. Temperature 0 is a case of "
+        "its own: take the argmax.",
+    ),
+    edit(
+        "sample_next_token",
+        "dropped_logits_are_low",
+        "(logits - logits.amax(-1, keepdim=True)) / temperature\n"
+        "    if top_k is not None and top_k < logits.shape[-1]:\n"
+        "        dropped = logits.argsort(descending=True)[:, top_k:]\n"
+        "        logits = logits.scatter(-1, dropped, -torch.inf)",
+        "logits / temperature\n"
+        "    if top_k is not None and top_k < logits.shape[-1]:\n"
+        "        dropped = logits.argsort(descending=True)[:, top_k:]\n"
+        "        logits = logits.scatter(-1, dropped, -1e4)",
+        "-1e4 is not -inf: where the kept logits lie below it, the dropped tokens are the "
+        "likeliest.",
+    ),
+    edit(
+        "sample_next_token",
+        "top_k_by_default",
+        "if top_k is not None and top_k < logits.shape[-1]:",
+        "top_k = top_k or 50\n    if top_k < logits.shape[-1]:",
+        "Without a top_k you keep 50 tokens, as some libraries do. None keeps all.",
+    ),
+    edit(
+        "sample_next_token",
+        "divided_in_place",
+        "(logits - logits.amax(-1, keepdim=True)) / temperature",
+        "logits.div_(temperature)",
+        "You change the caller's logits. Divide without underscore, which makes a new tensor.",
     ),
     edit(
         "sample_next_token",
@@ -707,6 +754,30 @@ GET_SAMPLES = [
         "prompt_len=int(prompt_mask[0].sum())",
         "prompt_len is the number of columns that the prompts take, padding included.",
     ),
+    edit(
+        "get_samples",
+        "an_eos_in_the_prompt_ends_it",
+        "get_completion_mask(completion_ids, tokenizer.eos_token_id)",
+        "get_completion_mask(torch.cat([prompt_ids, completion_ids], 1), tokenizer.eos_token_id)"
+        "[:, prompt_ids.shape[1] :]",
+        "An eos in a prompt ends nothing: make the completion mask from the completions alone.",
+    ),
+    edit(
+        "get_samples",
+        "attention_from_the_pad_id",
+        "return ids.to(device), mask.to(device)",
+        "return ids.to(device), (ids != get_pad_token_id(model.tokenizer)).long().to(device)",
+        "The attention mask is made from the pad id, so a prompt that holds this token has gaps. "
+        "Make it from the lengths.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "top_k_by_default",
+        "sample_next_token(logits, temperature, top_k, top_p, generator)",
+        "sample_next_token(logits, temperature, top_k or 50, top_p, generator)",
+        "Without a top_k you sample from 50 tokens, as some libraries do. None keeps all.",
+    ),
 ]
 
 
@@ -758,6 +829,13 @@ CALC_REINFORCE_OBJECTIVE = [
         "advantages.detach()",
         "advantages",
         "The advantages get a gradient. They are constants: detach them.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "advantages_clamped",
+        "advantages.detach()",
+        "advantages.detach().clamp(-5, 5)",
+        "You clamp the advantages, so that large ones count too little. Take them as they are.",
     ),
     edit(
         "calc_reinforce_objective",

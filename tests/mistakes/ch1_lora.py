@@ -1,6 +1,7 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
 from contextlib import contextmanager
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -103,6 +104,15 @@ LORA_LAYER = [
     ),
     edit(
         "LoraLayer",
+        "kaiming_with_its_own_slope",
+        "torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5",
+        "nn.init.kaiming_uniform_(torch.empty(rank, d_in)).T.contiguous()",
+        "kaiming_uniform_ has a gain of sqrt(2) unless told otherwise, so the bound is "
+        "sqrt(6/d_in). With a=5**0.5 it is 1/sqrt(d_in).",
+        within=INIT,
+    ),
+    edit(
+        "LoraLayer",
         "bound_without_a_root",
         "/ d_in**0.5",
         "/ d_in",
@@ -176,6 +186,17 @@ LORA_LAYER = [
         ") @ self.lora_B + (x if self.d_in == self.d_out else 0)",
         "The input is added to the result. The adapter returns the change alone; the hook adds it "
         "to the layer's output.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "kept_in_evaluation_mode",
+        "return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "if self.training or not hasattr(self, 'kept'):\n"
+        "            self.kept = self.compute_delta()\n"
+        "        return x.to(self.lora_A.dtype) @ self.kept",
+        "In eval() the product A B is kept from an earlier call: once the adapter has changed, "
+        "the result is out of date.",
         within=FORWARD,
     ),
     edit(
@@ -255,6 +276,22 @@ HOOKS = [
     ),
     edit(
         "make_lora_hooks",
+        "inputs_pile_up",
+        "inputs[:] = [x]",
+        "inputs.append(x)",
+        "The input of a forward that broke off is held for good, beside the new one. A new input "
+        "overwrites the last.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "keeps_the_input_in_training",
+        "inputs.pop()",
+        "inputs[-1] if torch.is_grad_enabled() else inputs.pop()",
+        "The input is let go of under no_grad only: in training every layer's activations stay in "
+        "memory after the backward.",
+    ),
+    edit(
+        "make_lora_hooks",
         "keeps_the_input",
         "inputs.pop()",
         "inputs[-1]",
@@ -268,6 +305,30 @@ HOOKS = [
         "",
         "Adding a float32 adapter to a bfloat16 output makes it float32, and the next layer "
         "raises. Cast what is added to the output's dtype.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "dtype_of_the_input",
+        ".to(out.dtype)",
+        ".to(x.dtype)",
+        "What is added gets the input's dtype. It is the output that it is added to: cast to the "
+        "output's.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "layer_cast_in_place",
+        "layer(x)",
+        "layer.to(x.dtype)(x)",
+        "`layer.to(...)` casts the layer itself: in bfloat16 its trained weights are rounded for "
+        "good. Cast what passes through.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "heads_flattened_at_attn_o_only",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        'x = x.reshape(*x.shape[:2], layer.d_in) if site.endswith("attn.o") else x',
+        "Head axes are flattened at attn.o only. Go by the shape of the input, not by the site's "
+        "name.",
     ),
     edit(
         "make_lora_hooks",
@@ -472,6 +533,34 @@ FROM_PRETRAINED = [
     ),
     edit(
         BUILD,
+        "dropout_modules_only",
+        "        self.base.train(False)\n",
+        "        for module in self.base.modules():\n"
+        "            if isinstance(module, nn.Dropout):\n"
+        "                module.p = 0.0\n",
+        "Only the nn.Dropout modules are off, but Llama's attention calls a function. Keep the "
+        "base in evaluation mode.",
+        within="TransformerWithLora.train",
+    ),
+    edit(
+        BUILD,
+        "train_unfreezes",
+        "        self.base.train(False)\n",
+        "        self.base.train(False)\n        if mode:\n            self.requires_grad_(True)\n",
+        "`.train()` turns requires_grad on for the base as well. It is about modes, such as "
+        "dropout: leave requires_grad alone.",
+        within="TransformerWithLora.train",
+    ),
+    edit(
+        BUILD,
+        "always_the_parent",
+        "return cls(",
+        "return TransformerWithLora(",
+        "from_pretrained of a subclass gives the parent. Build `cls(...)`: later chapters add a "
+        "head in a subclass.",
+    ),
+    edit(
+        BUILD,
         "train_returns_nothing",
         "        return self\n",
         "",
@@ -528,6 +617,25 @@ FROM_PRETRAINED = [
         "linears[f'blocks.0.{site}']",
         "A site that does not fire is a KeyError. Raise a ValueError that names the site.",
         within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "sites_matched_by_their_ending",
+        "            require(site in available, "
+        'f"sites should be among {available}, but one is {site!r}")\n',
+        "            require(any(a.endswith(site) for a in available), f'no site {site!r}')\n"
+        "        sites = [a for a in available if a.endswith(tuple(sites))]\n",
+        'A site is matched by its ending, so that "q" is taken for "attn.q". Compare whole names.',
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "anything_with_a_weight",
+        "if isinstance(linear, nn.Linear | Conv1D):",
+        'if hasattr(linear, "weight"):',
+        "A layer norm is taken for a site, as its hooks fire and it has a weight. Accept linear "
+        "layers alone.",
+        within="find_lora_sites",
     ),
     edit(
         BUILD,
@@ -639,6 +747,42 @@ FORWARDS = [
         "self._run([], input_ids, attention_mask, **kwargs)",
         "self._run([], input_ids, attention_mask)",
         "The cache arguments are dropped. Hand `**kwargs` on to the base.",
+    ),
+    edit(
+        CALL,
+        "cache_arguments_dropped_without_hooks",
+        "attention_mask=attention_mask, **kwargs)",
+        "attention_mask=attention_mask, **(kwargs if hooks else {}))",
+        "Inside merged() and reference() the cache arguments are dropped. Hand `**kwargs` on in "
+        "every mode: sampling runs inside merged().",
+        within=RUN,
+    ),
+    edit(
+        CALL,
+        "one_position_for_a_cached_step",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, attention_mask, **kwargs, **({} if cache is None else "
+        "{'position_ids': attention_mask.sum(1, keepdim=True).expand_as(input_ids) - 1}))",
+        "Several new tokens after a cache all get the position of the last one. Give each its own, "
+        "or let the base derive them from the mask.",
+    ),
+    edit(
+        CALL,
+        "a_mask_of_the_ids",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, (input_ids != self.tokenizer.pad_token_id).long() "
+        "if attention_mask is None else attention_mask, **kwargs)",
+        "Where no mask is given, one is made from the ids, and real tokens that equal the pad id "
+        "are hidden. Without a mask every token is real.",
+    ),
+    edit(
+        CALL,
+        "pad_ids_masked_too",
+        "self._run([], input_ids, attention_mask, **kwargs)",
+        "self._run([], input_ids, attention_mask if attention_mask is None or cache is not None "
+        "else attention_mask * (input_ids != self.tokenizer.pad_token_id), **kwargs)",
+        "Tokens that equal the pad id are hidden though the mask says that they are real. The mask "
+        "alone says what is padding.",
     ),
     edit(
         CALL,
@@ -870,6 +1014,18 @@ REFERENCES = [
         "The reference is a second copy of the base, which doubles the memory. With its adapters "
         "off the model is the reference.",
     ),
+    edit(
+        REFERENCE,
+        "a_copy_at_each_entry",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        base = self.base\n"
+        '        with self._in_mode("reference"):\n'
+        "            self.base = __import__('copy').deepcopy(base)\n"
+        "            try:\n                yield self\n"
+        "            finally:\n                self.base = base\n",
+        "Every reference() copies the base for as long as it lasts: twice the memory, and the time "
+        "of a copy. Turn the adapters off instead.",
+    ),
 ]
 
 
@@ -1035,6 +1191,25 @@ MERGES = [
     ),
     edit(
         MERGED,
+        "conv_rounded_twice",
+        "weight.copy_(at_least_float32(weight) + delta)",
+        "weight.copy_(at_least_float32(weight) + delta if isinstance(linear, nn.Linear) else "
+        "weight + delta.to(weight.dtype))",
+        "For nn.Linear the sum is rounded once, but for GPT-2's Conv1D A B is rounded to bfloat16 "
+        "before it is added.",
+    ),
+    edit(
+        MERGED,
+        "weights_come_back_as_trained",
+        "                for weight, original in zip(weights, saved, strict=True):\n"
+        "                    weight.copy_(original)\n",
+        "                for linear, original in zip(self._linears.values(), saved, strict=True):\n"
+        "                    linear.weight = nn.Parameter(original)\n",
+        "The weights come back as new Parameters, which require a gradient: the base is no longer "
+        "frozen. Put the old ones back, or pass requires_grad=False.",
+    ),
+    edit(
+        MERGED,
         "autograd_sees_it",
         "weight = linear.weight.data\n",
         "weight = linear.weight\n",
@@ -1158,6 +1333,26 @@ def adapters_reset(self):
         for layer in self._layers:
             layer.lora_B.data.zero_()
         yield self
+
+
+@wrong(
+    MERGED,
+    "Inside merged() the weights are Parameters that require a gradient, as a new nn.Parameter "
+    "does. The base stays frozen: pass requires_grad=False.",
+)
+@contextmanager
+def merged_weights_require_a_gradient(self):
+    with self._in_mode("merged"):
+        saved = [(linear, linear.weight) for linear in self._linears.values()]
+        try:
+            for (linear, weight), layer in zip(saved, self._layers, strict=True):
+                delta = layer.compute_delta().detach()
+                total = weight.float() + (delta.T if isinstance(linear, nn.Linear) else delta)
+                linear.weight = nn.Parameter(total.to(weight.dtype))
+            yield self
+        finally:
+            for linear, weight in saved:
+                linear.weight = weight
 
 
 # --- TransformerWithLora.trainable_parameters ---------------------------------------------------
@@ -1286,6 +1481,31 @@ def another_path(self, path):
     _save(self, f"{path}.lora", self.trainable_state())
 
 
+@wrong(
+    SAVE,
+    "The path gets a suffix where it has none, so that the file is not where it was asked for.",
+)
+def another_suffix(self, path):
+    _save(self, Path(path).with_suffix(".safetensors"), self.trainable_state())
+
+
+@wrong(SAVE, "A file that is there already is kept, and the newest values are lost. Overwrite it.")
+def never_overwrites(self, path):
+    if not Path(path).exists():
+        _save(self, path, self.trainable_state())
+
+
+@wrong(SAVE, "Tensors that are 0 are left out: a new adapter, whose B is 0, cannot be loaded.")
+def leaves_out_zeros(self, path):
+    _save(self, path, {name: t for name, t in self.trainable_state().items() if t.any()})
+
+
+@wrong(SAVE, "A temporary file is left beside the adapter. Move it into place with os.replace.")
+def leaves_a_temporary_file(self, path):
+    _save(self, f"{path}.partial", self.trainable_state())
+    Path(path).write_bytes(Path(f"{path}.partial").read_bytes())
+
+
 @wrong(SAVE, "The tensors are named by number, in the order in which the sites were listed.")
 def named_by_number(self, path):
     _save(self, path, {str(i): p.data for i, p in enumerate(self._layers.parameters())})
@@ -1356,6 +1576,33 @@ def takes_any_rank(self, path):
     for site, layer in self.adapters.items():
         layer.lora_A.data = state[f"{site}.lora_A"]
         layer.lora_B.data = state[f"{site}.lora_B"]
+
+
+@wrong(
+    LOAD,
+    "A matrix of another shape is reshaped if it has as many numbers: a transposed one goes in "
+    "scrambled. Compare the shapes.",
+)
+def reshapes(self, path):
+    state, own = load_file(path), self.trainable_state()
+    self.load_trainable_state({n: t.reshape(own[n].shape) for n, t in state.items()})
+
+
+@wrong(LOAD, "A path that is a string raises. Wrap it: `Path(path)` takes both.")
+def takes_no_string(self, path):
+    self.load_trainable_state(load_file(path.resolve()))
+
+
+@wrong(
+    LOAD,
+    "The adapters are new Parameters after loading: an optimizer goes on stepping the old ones. "
+    "Copy the values into those that are there.",
+)
+def makes_new_parameters(self, path):
+    self.load_trainable_state(load_file(path))
+    for layer in self._layers:
+        layer.lora_A = nn.Parameter(layer.lora_A.detach().clone())
+        layer.lora_B = nn.Parameter(layer.lora_B.detach().clone())
 
 
 @wrong(LOAD, "The file is read, but nothing is copied into the adapters.")

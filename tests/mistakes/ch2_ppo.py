@@ -43,6 +43,12 @@ REWARD_FN_CHAR_COUNT = [
             "literally.",
         ),
         (
+            "as_a_class_of_characters",
+            'float(len(re.findall(f"[{char}]", text)))',
+            "Between brackets of a regular expression, ^ and \\ keep a meaning of their own. "
+            "str.count takes every character literally.",
+        ),
+        (
             "pieces_of_a_split",
             "float(len(text.split(char)))",
             "Splitting gives one piece more than there are characters to split at.",
@@ -233,6 +239,30 @@ REWARD_FN_SENTIMENT = [
         "return torch.tensor(rewards).mean()",
         "This is one number for the whole batch. Every completion gets its own reward.",
     ),
+    edit(
+        "reward_fn_sentiment",
+        "words_stripped",
+        WORDS,
+        "[word.strip('.,!?;:\\'\"()') for word in text.lower().split()]",
+        "strip() takes punctuation off the ends of what stands between spaces, so `bad/boring` "
+        "stays one word. Take the runs of letters.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "not_turns_around",
+        "sum(word in POSITIVE_WORDS for word in words)",
+        "sum(word in POSITIVE_WORDS and before != 'not' for before, word in zip(['', *words], "
+        "words))",
+        "You treat `not great` in a way of your own. The reward counts words of the two lists, "
+        "whatever stands before them.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "very_counts_twice",
+        WORDS,
+        're.findall("[a-z]+", re.sub(r"very (\\w+)", r"\\1 \\1", text.lower()))',
+        "A word after `very` counts twice here. Each occurrence counts once.",
+    ),
 ]
 
 
@@ -373,6 +403,21 @@ NORMALIZE_REWARD = [
         "torch.allclose(rewards, rewards.mean(), atol=1e-3)",
         "Rewards that are close to one another are taken for equal and lose their differences. "
         "Only equal ones give zeros.",
+    ),
+    edit(
+        "normalize_reward",
+        "small_spread_is_taken_for_none",
+        "rewards.max() == rewards.min()",
+        "rewards.std() < 1e-6",
+        "A small std is not the same as equal rewards: eps already keeps it from being blown up. "
+        "Only equal rewards give zeros.",
+    ),
+    edit(
+        "normalize_reward",
+        "clipped",
+        RESULT,
+        f"({RESULT}).clamp(-10, 10)",
+        "The result is clipped. Nothing bounds a normalised reward here.",
     ),
 ]
 
@@ -560,6 +605,28 @@ COMPUTE_TOKEN_REWARDS = [
         "",
         "With kl_coef 0 there may be no log-probs, or nan in them. Leave the KL out altogether.",
     ),
+    edit(
+        "compute_token_rewards",
+        "scores_clipped",
+        "torch.where(is_last, scores.detach()",
+        "torch.where(is_last, scores.detach().clamp(-10, 10)",
+        "The scores are clipped. Nothing bounds them here.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "kl_clipped",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = (logprobs - ref_logprobs).detach().clamp(-10, 10)",
+        "The log-ratio is clipped. k1 is charged in full.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "logarithm_of_a_ratio",
+        "k1 = (logprobs - ref_logprobs).detach()",
+        "k1 = (logprobs.exp() / ref_logprobs.exp()).log().detach()",
+        "For rare tokens exp gives 0, and 0 / 0 is nan. k1 is the difference of the log-probs as "
+        "they are.",
+    ),
 ]
 
 
@@ -712,6 +779,13 @@ COMPUTE_ADVANTAGES = [
         "gamma: float = 1.0,\n    lam: float = 0.95,",
         "lam: float = 1.0,\n    gamma: float = 0.95,",
         "gamma comes before lam in the order of the arguments.",
+    ),
+    edit(
+        "compute_advantages",
+        "deltas_clipped",
+        DELTA,
+        f"{DELTA}; delta = delta.clamp(-10, 10)",
+        "The deltas are clipped. Nothing bounds them here.",
     ),
 ]
 
@@ -874,6 +948,14 @@ NORMALIZE_ADVANTAGES = [
         NORMAL,
         "kept / (kept.square().mean().sqrt() + eps)",
         "You divide by the root of the mean square. Subtract the mean, then divide by the std.",
+    ),
+    edit(
+        "normalize_advantages",
+        "clipped",
+        NORMAL,
+        f"({NORMAL}).clamp(-10, 10)",
+        "The result is clipped. Nothing bounds a normalised advantage here; the ratio is what PPO "
+        "clips.",
     ),
 ]
 
@@ -1137,6 +1219,13 @@ CALC_CLIPPED_SURROGATE_OBJECTIVE = [
         "exp would overflow.",
         within="calc_ratio",
     ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "advantages_clipped",
+        "advantages.detach().masked_fill(~mask, 0.0)",
+        "advantages.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
+        "The advantages are clipped. Only the ratio is.",
+    ),
 ]
 
 
@@ -1232,6 +1321,34 @@ def dual_clip(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef
     terms = torch.minimum(ratio * kept, ratio.clamp(1 - clip_coef, 1 + high) * kept)
     terms = torch.where(kept < 0, torch.maximum(terms, 3 * kept), terms)
     return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "You divide probabilities. For rare tokens exp gives 0, and 0 / 0 is nan: subtract the "
+    "log-probs first.",
+)
+def ratio_of_probabilities(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None, eps=0.0
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = logprobs[mask].exp() / (old_logprobs.detach()[mask].exp() + eps)
+    kept = advantages.detach()[mask]
+    terms = torch.minimum(ratio * kept, ratio.clamp(1 - clip_coef, 1 + high) * kept)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Adding an epsilon to the old probability avoids the division by 0, but makes the ratio of "
+    "rare tokens too small. Subtract the log-probs, then take exp.",
+)
+def ratio_with_an_epsilon(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    return ratio_of_probabilities.definition(
+        logprobs, old_logprobs, advantages, mask, clip_coef, clip_coef_high, eps=1e-8
+    )
 
 
 CLIPPED = "clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)"
@@ -1428,6 +1545,21 @@ CALC_VALUE_FUNCTION_LOSS = [
         "The loss is right, but at masked positions the gradient is 0 times nan. Replace the "
         "values there before you square.",
     ),
+    edit(
+        "calc_value_function_loss",
+        "returns_held_near_zero",
+        "returns = returns.detach().masked_fill(~mask, 0.0)",
+        "returns = returns.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
+        "The returns are clipped. They are the targets, whatever their size.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "large_errors_cut_off",
+        "errors = (values - returns).square()",
+        "errors = (values - returns).square().clamp(max=100)",
+        "Large errors are cut off, and where they are nothing is learned. clip_coef bounds how far "
+        "a value moves, not the error.",
+    ),
 ]
 
 
@@ -1596,6 +1728,26 @@ def logarithm_of_the_softmax(logits, mask, ent_coef):
     return -ent_coef * torch.special.xlogy(probs, probs).sum() / mask.sum().clamp(min=1)
 
 
+@wrong(
+    "calc_entropy_bonus",
+    "An epsilon inside the logarithm changes the entropy where probabilities are small, as they "
+    "are in a large vocabulary. log_softmax needs none.",
+)
+def epsilon_in_the_logarithm(logits, mask, ent_coef):
+    probs = logits[mask].softmax(-1)
+    return -ent_coef * (probs * (probs + 1e-6).log()).sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "Holding the probabilities at a least value changes the entropy where they are small, as they "
+    "are in a large vocabulary. log_softmax needs no bound.",
+)
+def probabilities_held_above_zero(logits, mask, ent_coef):
+    probs = logits[mask].softmax(-1)
+    return -ent_coef * (probs * probs.clamp(min=1e-5).log()).sum() / mask.sum().clamp(min=1)
+
+
 KL = "kl = (logprobs.exp() * logratio).sum(-1)"
 PENALTY = "return kl_coef * kl.sum() / max(kl.numel(), 1)"
 
@@ -1733,6 +1885,13 @@ CALC_KL_PENALTY = [
         "logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1); "
         "return kl_coef * (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1).mean()",
         "The mask has no effect: positions after the end are counted too.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "log_ratio_clipped",
+        "torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)",
+        "(logprobs - ref_logprobs).clamp(-20, 20)",
+        "The log-ratio is clipped, so that the worst tokens are charged too little.",
     ),
 ]
 
@@ -1894,6 +2053,18 @@ FORWARD_WITH_VALUE_HEAD = [
         "The values are moved by one already. Keep them at their positions: the shift to tokens is "
         "made in one place, later.",
     ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "adapters_on_inside_reference",
+        '        logits = self._run([("ln_final.hook_out", read_hidden)], input_ids, '
+        "attention_mask)\n",
+        "        mode = self._mode\n"
+        '        self._mode = "hooked" if mode == "reference" else mode\n'
+        '        logits = self._run([("ln_final.hook_out", read_hidden)], input_ids, '
+        "attention_mask)\n"
+        "        self._mode = mode\n",
+        "Inside reference() your adapters stay on. There both forward passes are the frozen model.",
+    ),
 ]
 
 GET_OPTIMIZER_AND_SCHEDULER = [
@@ -1998,6 +2169,21 @@ GET_OPTIMIZER_AND_SCHEDULER = [
         'model.trainable_parts().items() if name == "adapters"]',
         "The value head is in no group, so it would never learn.",
     ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "no_phase_after_the_warmup",
+        "max(args.total_phases - args.warmup_steps, 1)",
+        "args.total_phases - args.warmup_steps",
+        "A warm-up as long as the run leaves no phase for the decay, and this divides by 0.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "warmup_squeezed_into_the_run",
+        "(k + 1) / args.warmup_steps",
+        "(k + 1) / min(args.warmup_steps, args.total_phases)",
+        "A warm-up that is longer than the run is shortened here. It keeps its slope: "
+        "(k + 1) / warmup_steps.",
+    ),
 ]
 
 REPLAY_MEMORY = [
@@ -2064,6 +2250,54 @@ REPLAY_MEMORY = [
         "rows[chosen.to(rows.device)]",
         "rows[chosen.to(rows.device)].flip(-1)",
         "The positions within a row have changed places. Shuffle rows only.",
+    ),
+    edit(
+        "ReplayMemory",
+        "groups_torn_apart",
+        "groups[order].tensor_split(self.num_minibatches)",
+        "groups[order].flatten().tensor_split(self.num_minibatches)",
+        "Rows are split without regard to groups, so that a group may lie in two minibatches. "
+        "Split the groups.",
+    ),
+    edit(
+        "ReplayMemory",
+        "none_is_indexed",
+        "None if rows is None else rows[chosen.to(rows.device)]",
+        "rows[chosen.to(rows.device)]",
+        "A field may be None, as ref_logprobs is when kl_coef is 0. It stays None in the "
+        "minibatches.",
+    ),
+    edit(
+        "ReplayMemory",
+        "shuffled_within_minibatches",
+        "for chosen in groups[order].tensor_split(self.num_minibatches):",
+        "for chosen in groups.tensor_split(self.num_minibatches):\n"
+        "                chosen = chosen[torch.randperm(len(chosen))]",
+        "Rows are shuffled within each minibatch only, so that the same ones are always together. "
+        "Shuffle first, then split.",
+    ),
+    edit(
+        "ReplayMemory",
+        "rolled",
+        "order = torch.randperm(len(groups), generator=generator, device=device)",
+        "order = torch.arange(len(groups)).roll(int(torch.randint(1, len(groups), ())) if "
+        "len(groups) > 1 else 0)",
+        "The rows are only rolled, so that neighbours stay neighbours. Draw a permutation.",
+    ),
+    edit(
+        "ReplayMemory",
+        "rows_not_compared",
+        'require(size == n_rows, f"{name} should have {n_rows} rows, but has {size}")',
+        "pass",
+        "A field with another number of rows goes unnoticed, or fails far from its cause. Raise a "
+        "ValueError that names it.",
+    ),
+    edit(
+        "ReplayMemory",
+        "group_size_not_compared",
+        "group_size >= 1 and n_rows % group_size == 0",
+        "group_size >= 1",
+        "A group_size that does not divide the rows should be a ValueError that names it.",
     ),
 ]
 
@@ -2181,6 +2415,32 @@ MAKE_REPLAY_MEMORY = [
         "batches_per_learning_phase=1",
         "args.batches_per_learning_phase does not reach the memory.",
     ),
+    edit(
+        "make_replay_memory",
+        "counts_exchanged",
+        "num_minibatches=args.num_minibatches,\n        batches_per_learning_phase="
+        "args.batches_per_learning_phase",
+        "batches_per_learning_phase=args.num_minibatches,\n        num_minibatches="
+        "args.batches_per_learning_phase",
+        "num_minibatches and batches_per_learning_phase are exchanged: the first is how many parts "
+        "an epoch has, the second how many epochs there are.",
+    ),
+    edit(
+        "make_replay_memory",
+        "one_long_epoch",
+        "num_minibatches=args.num_minibatches,\n        batches_per_learning_phase="
+        "args.batches_per_learning_phase",
+        "num_minibatches=args.num_minibatches * args.batches_per_learning_phase",
+        "There is one epoch of many small minibatches. Every row should come once in each of "
+        "batches_per_learning_phase epochs.",
+    ),
+    edit(
+        "make_replay_memory",
+        "reference_always_needed",
+        "ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach()",
+        "ref_logprobs=ref_logprobs.detach()",
+        "With kl_coef 0 there is no reference, and ref_logprobs is None.",
+    ),
 ]
 
 ROLLOUT_PHASE = [
@@ -2275,6 +2535,39 @@ ROLLOUT_PHASE = [
         "if True:\n            return",
         "The reference's log-probs are the policy's, so the KL is always 0: turn the adapters off.",
         within="RLHFTrainer.get_ref_logprobs",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "log_probs_one_position_late",
+        "get_logprobs(logits, ids, samples.prompt_len, args.temperature)",
+        "get_logprobs(logits.roll(-1, 1), ids, samples.prompt_len, args.temperature)",
+        "Each token is scored by the logits at its own position, which speak of the next one. "
+        "Those one position earlier speak of it.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "the_same_prompts_each_time",
+        "chosen.repeat_interleave(group_size).tolist()",
+        "[i % len(all_prompts) for i in range(n_prompts)]",
+        "Every rollout has the same prompts in the same order. Draw them anew.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "the_last_prompt_never",
+        "len(all_prompts), (n_prompts,)",
+        "max(len(all_prompts) - 1, 1), (n_prompts,)",
+        "The last prompt is never drawn: the upper end of torch.randint is exclusive already.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "prompts_always_passed_on",
+        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
+        "args.reward_fn(samples.texts, prompts=prompts)",
+        "A reward_fn may take the samples alone. Pass it prompts only if it names them, as "
+        "utils.rewards.call_reward_fn does.",
+        within="RLHFTrainer.sample_and_score",
     ),
 ]
 
@@ -2390,6 +2683,29 @@ COMPUTE_RLHF_OBJECTIVE = [
         "This is KL(reference || policy), and detached on the policy's side. The penalty is "
         "KL(policy || reference).",
         within="RLHFTrainer.measure_kl",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "sign_of_a_loss",
+        "        return objective\n",
+        "        return -objective\n",
+        "The sign is that of a loss. The optimizer maximises, so return the objective itself.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "values_clipped_by_clip_coef",
+        "args.vf_clip_coef,",
+        "args.clip_coef,",
+        "The values are clipped by clip_coef, which bounds the ratio. Nothing asks for a clip of "
+        "the values here.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "reference_always_read",
+        "if minibatch.ref_logprobs is not None:",
+        "if True:",
+        "With kl_coef 0 there is no reference, and minibatch.ref_logprobs is None.",
+        within="RLHFTrainer.record_ratios",
     ),
 ]
 

@@ -2,7 +2,10 @@
 
 import torch
 
+from solutions.ch0_sampling import Samples, get_logprobs, get_samples
+from solutions.ch3_grpo import calc_single_update_objective, make_grpo_memory
 from utils.grading.answers import edit, wrong
+from utils.rewards import call_reward_fn
 
 # --- group_advantages ---------------------------------------------------------------------------
 
@@ -90,6 +93,31 @@ GROUP_ADVANTAGES = [
         "groups.std(-1, keepdim=True) < 1e-4",
         "Groups whose rewards differ little are treated as constant. Only equal rewards give "
         "zeros; eps takes care of small differences.",
+    ),
+    edit(
+        "group_advantages",
+        "ties_count_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "(groups[:, 1:] == groups[:, :-1]).any(-1, keepdim=True)",
+        "A group counts as constant as soon as two of its rewards are equal, as rewards of 0 or 1 "
+        "often are. All of them have to be.",
+    ),
+    edit(
+        "group_advantages",
+        "first_and_last_alone",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups[:, :1] == groups[:, -1:]",
+        "A group counts as constant if its first and last reward are equal. Those between them "
+        "may differ.",
+    ),
+    edit(
+        "group_advantages",
+        "variance_in_one_pass",
+        "groups.std(-1, keepdim=True)",
+        "((groups.square().mean(-1, keepdim=True) - groups.mean(-1, keepdim=True).square()).clamp("
+        "min=0) * group_size / (group_size - 1)).sqrt()",
+        "The variance is the mean square less the squared mean, which cancels where the rewards "
+        "are large beside their spread. Center first, as torch.std does.",
     ),
     edit(
         "group_advantages",
@@ -949,6 +977,24 @@ GRPO_OBJECTIVE = [
     ),
     edit(
         "calc_grpo_objective",
+        "kl_left_out_without_a_reference",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high\n"
+        "    beta = 0.0 if ref_logprobs is None else beta",
+        "Without ref_logprobs the KL is left out in silence, whatever beta is. Only with beta 0 "
+        "may they be None; otherwise it is an error.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "kl_of_clamped_differences",
+        "ref_logprobs.detach() - logprobs",
+        "(ref_logprobs.detach() - logprobs).clamp(-20, 20)",
+        "Log-ratios to the reference are clamped to 20, as some libraries do. Beyond that no "
+        "gradient brings the policy back.",
+        within="calc_per_token_kl",
+    ),
+    edit(
+        "calc_grpo_objective",
         "mean_over_tokens",
         "masked_mean(per_token, mask, dim=-1).mean()",
         "masked_mean(per_token, mask)",
@@ -1410,6 +1456,33 @@ PROCESS_ADVANTAGES = [
     ),
     edit(
         "process_advantages",
+        "ends_unchecked",
+        "((all_ends >= 0) & (all_ends < completion_len)).all()",
+        "True",
+        "An end outside the completion should be a ValueError that names step_ends, not whatever "
+        "the indexing says.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_moved_inside",
+        "all_ends = torch.cat(step_ends)",
+        "step_ends = [ends.clamp(0, completion_len - 1) for ends in step_ends]; "
+        "all_ends = torch.cat(step_ends)",
+        "An end outside the completion is moved inside in silence, which hides that the steps were "
+        "found wrongly. Raise a ValueError that names step_ends.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_without_an_end",
+        "    require(\n        [len",
+        "    step_rewards = [r[: len(e)] for r, e in zip(step_rewards, step_ends)]\n"
+        "    step_ends = [e[: len(r)] for r, e in zip(step_rewards, step_ends)]\n"
+        "    require(\n        [len",
+        "Rewards without an end, or ends without a reward, are dropped in silence. Raise a "
+        "ValueError that names step_ends or step_rewards.",
+    ),
+    edit(
+        "process_advantages",
         "averaged_over_steps",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized / max(len(normalized), 1))",
@@ -1424,7 +1497,7 @@ PROCESS_ADVANTAGES = [
     "after. Sum over all steps that end at it or later.",
 )
 def own_step_only(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         order = ends.argsort(stable=True)
@@ -1442,6 +1515,7 @@ def own_step_only(step_rewards, step_ends, group_size, completion_len, eps=1e-4)
 )
 def normalised_after_the_sum(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     _check(step_rewards, group_size, "none")
+    _check_steps(step_rewards, step_ends, completion_len)
     sums = torch.zeros(len(step_rewards), completion_len)
     for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
         for r, end in zip(rewards.tolist(), ends.tolist(), strict=True):
@@ -1457,7 +1531,7 @@ def normalised_after_the_sum(step_rewards, step_ends, group_size, completion_len
     "an earlier one in the list ends later. Look at every end.",
 )
 def ends_taken_as_sorted(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         to_come, start = normalised.flip(0).cumsum(0).flip(0), 0
@@ -1472,7 +1546,7 @@ def ends_taken_as_sorted(step_rewards, step_ends, group_size, completion_len, ep
     "After the last end the advantage goes on. Tokens that belong to no step get 0.",
 )
 def goes_on_after_the_last_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         for r, end in zip(normalised.tolist(), ends.tolist(), strict=True):
@@ -1487,7 +1561,7 @@ def goes_on_after_the_last_end(step_rewards, step_ends, group_size, completion_l
     "get 0.",
 )
 def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    rows = _normalised(step_rewards, group_size, eps)
+    rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
     advantages = torch.zeros(len(rows), completion_len)
     for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
         last = len(ends) - 1
@@ -1496,8 +1570,16 @@ def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_le
     return advantages
 
 
-def _normalised(step_rewards, group_size, eps):
+def _check_steps(step_rewards, step_ends, completion_len):
+    if [len(rewards) for rewards in step_rewards] != [len(ends) for ends in step_ends]:
+        raise ValueError("step_ends should have one end for each of step_rewards")
+    if any(not 0 <= end < completion_len for ends in step_ends for end in ends):
+        raise ValueError(f"step_ends should be below {completion_len}")
+
+
+def _normalised(step_rewards, step_ends, group_size, completion_len, eps):
     _check(step_rewards, group_size, "none")
+    _check_steps(step_rewards, step_ends, completion_len)
     rows = []
     for start in range(0, len(step_rewards), group_size):
         group = [rewards.detach() for rewards in step_rewards[start : start + group_size]]
@@ -1552,6 +1634,30 @@ MAKE_GRPO_MEMORY = [
         "group_advantages(scores, len(scores),",
         "The whole batch is taken for one group. Each prompt's completions are compared with each "
         "other only.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "constant_groups_dropped",
+        "    return ReplayMemory(",
+        "    keep = scores.reshape(-1, args.group_size).std(-1) > 0\n"
+        "    keep = keep.repeat_interleave(args.group_size)\n"
+        "    samples = Samples(samples.input_ids[keep], samples.attention_mask[keep], "
+        "samples.prompt_len, samples.completion_mask[keep], samples.texts)\n"
+        "    scores, logprobs = scores[keep], logprobs[keep]\n"
+        "    ref_logprobs = None if ref_logprobs is None else ref_logprobs[keep]\n"
+        "    return ReplayMemory(",
+        "Groups of equal scores are dropped, as in DAPO. Here they stay, with advantages of 0.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "rounding_noise_of_equal_scores",
+        "group_advantages(scores, args.group_size, args.advantage_scale)",
+        "(scores.detach().unflatten(0, (-1, args.group_size)) - scores.detach().unflatten(0, "
+        "(-1, args.group_size)).mean(-1, keepdim=True)).div({'group': scores.detach().unflatten("
+        "0, (-1, args.group_size)).std(-1, keepdim=True) + 1e-4, 'batch': scores.detach().std() "
+        "+ 1e-4, 'none': 1}[args.advantage_scale]).flatten()",
+        "The scores are normalised anew, without the zeros of a group whose scores are equal: "
+        "rounding is blown up. `group_advantages` takes care of that.",
     ),
     edit(
         "make_grpo_memory",
@@ -1672,6 +1778,24 @@ ROLLOUT_PHASE = [
     ),
     edit(
         "GrpoTrainer.rollout_phase",
+        "sizes_swapped",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.group_size, args.batch_size // args.group_size",
+        "The number of prompts and the size of a group are swapped: batch_size / group_size "
+        "prompts, with group_size completions each.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "memory_by_hand",
+        "make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)",
+        "ReplayMemory(input_ids=samples.input_ids, attention_mask=samples.attention_mask, "
+        "mask=samples.completion_mask, logprobs=logprobs, ref_logprobs=ref_logprobs, "
+        "advantages=group_advantages(scores, args.group_size, args.advantage_scale))",
+        "The memory does not know how many minibatches and epochs there are, nor the size of a "
+        "group. `make_grpo_memory` tells it.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
         "scores_normalized_first",
         "        logprobs = self.get_sample",
         "        scores = (scores - scores.mean()) / (scores.std() + 1e-5) * 3\n"
@@ -1681,7 +1805,111 @@ ROLLOUT_PHASE = [
     ),
 ]
 
+
+def _roll_out(self, prompts, chosen, repeats=1):
+    args = self.args
+    prompts = [prompts[i] for i in chosen]
+    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
+    with torch.no_grad():
+        samples = get_samples(
+            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
+        )
+        rows = torch.arange(len(prompts)).repeat_interleave(repeats)
+        samples = Samples(
+            samples.input_ids[rows],
+            samples.attention_mask[rows],
+            samples.prompt_len,
+            samples.completion_mask[rows],
+            [samples.texts[row] for row in rows],
+        )
+        columns = {"prompts": [prompts[row] for row in rows]}
+        scores = call_reward_fn(args.reward_fn, samples.texts, columns)
+        logprobs = self.get_sample_logprobs(samples)
+        return make_grpo_memory(args, samples, scores, logprobs, self.get_ref_logprobs(samples))
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "args.prompts may be None, and then every prompt is args.prefix: `args.get_prompts()` knows.",
+)
+def prompts_of_the_arguments_alone(self):
+    n, size = len(self.args.prompts), self.args.group_size
+    chosen = torch.randint(n, (self.args.batch_size // size,), generator=self.generator)
+    return _roll_out(self, self.args.prompts, chosen.repeat_interleave(size).tolist())
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The prompts are the same in every rollout, in the order of the list. Draw them at random, "
+    "anew each time.",
+)
+def prompts_in_order(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    chosen = [(row // size) % len(prompts) for row in range(self.args.batch_size)]
+    return _roll_out(self, prompts, chosen)
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "One completion of each prompt is sampled and repeated, so that there is nothing to compare. "
+    "Repeat the prompt, then sample.",
+)
+def one_completion_repeated(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    n = self.args.batch_size // size
+    chosen = torch.randint(len(prompts), (n,), generator=self.generator)
+    return _roll_out(self, prompts, chosen.tolist(), size)
+
+
 COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "prompt_len_from_gen_len",
+        "minibatch.input_ids.shape[1] - mask.shape[1]",
+        "minibatch.input_ids.shape[1] - args.gen_len",
+        "The completions are taken to have gen_len tokens. They are shorter when all of them ended "
+        "sooner: take the mask's width.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "advantages_of_zero_left_out",
+        "        args, mask = self.args, minibatch.mask\n",
+        "        kept = minibatch.advantages != 0\n"
+        "        minibatch = ReplayMinibatch(**{name: x if x is None else x[kept] "
+        "for name, x in vars(minibatch).items()})\n"
+        "        args, mask = self.args, minibatch.mask\n",
+        "Completions whose advantage is 0 are left out. They count in the means, and their KL and "
+        "entropy have a gradient.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "eos_left_out",
+        "args, mask = self.args, minibatch.mask",
+        "args, mask = self.args, minibatch.mask & (minibatch.input_ids[:, "
+        "-minibatch.mask.shape[1] :] != self.model.tokenizer.eos_token_id)",
+        "The end of a completion is left out of the mean. The mask has it, since the policy is to "
+        "learn when to stop.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "pad_ids_left_out",
+        "args, mask = self.args, minibatch.mask",
+        "args, mask = self.args, minibatch.mask & (minibatch.input_ids[:, "
+        "-minibatch.mask.shape[1] :] != self.model.tokenizer.pad_token_id)",
+        "Tokens with the id of padding are left out. A completion may hold that id, too: the mask "
+        "alone says what counts.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "top_k_in_scoring",
+        "self.model(minibatch.input_ids, minibatch.attention_mask)",
+        "self.model(minibatch.input_ids, minibatch.attention_mask)\n"
+        "        if args.top_k is not None:\n"
+        "            kth = logits.topk(args.top_k).values[..., -1:]\n"
+        "            logits = logits.masked_fill(logits < kth, -torch.inf)",
+        "top_k truncates the logits that are scored. It concerns sampling alone: log-probs are "
+        "those of the whole vocabulary.",
+    ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",
         "entropy_subtracted",
@@ -1772,6 +2000,39 @@ COMPUTE_RLHF_OBJECTIVE = [
 MEASURE_LOSS_AND_GRADIENT_AT_START = [
     edit(
         "measure_loss_and_gradient_at_start",
+        "first_minibatch",
+        "    ids, prompt_len =",
+        "    memory = memory.get_minibatches()[0]\n    ids, prompt_len =",
+        "Only the first minibatch is measured. Take the whole rollout.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "old_logprobs_of_the_memory",
+        "logprobs, logprobs.detach(), None",
+        "logprobs, memory.logprobs, None",
+        "The old log-probs are the memory's. Take them from the forward that is measured, so that "
+        "every ratio is exactly 1.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "gradient_with_kl_and_entropy",
+        "torch.autograd.grad(objective, adapters)",
+        "torch.autograd.grad(trainer.compute_rlhf_objective(memory.get_rows(torch.arange("
+        "len(ids)))), adapters)",
+        "The gradient is that of the trainer's whole objective. Leave KL and entropy out, as in "
+        "the objective that you return.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "mean_over_tokens",
+        "masked_mean(per_token, mask, dim=-1).mean()",
+        "masked_mean(per_token, mask)",
+        "The mean is taken over all tokens at once, and is not 0 where lengths differ. Average "
+        "each completion first, then the batch.",
+        within="_mean_over_completions",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
         "adapters_alone_of_one_layer",
         'trainer.model.trainable_parts()["adapters"]',
         'trainer.model.trainable_parts()["adapters"][:2]',
@@ -1836,3 +2097,23 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
         "Something besides the GRPO objective is in there: at the start it is 0 by itself.",
     ),
 ]
+
+
+@wrong(
+    "measure_loss_and_gradient_at_start",
+    "The norm is averaged over minibatches. The gradients of parts partly cancel: take the norm of "
+    "the whole rollout's gradient.",
+)
+def mean_of_the_norms(trainer):
+    objectives, norms = [], []
+    memory = trainer.rollout_phase()
+    for rows in torch.arange(memory.n_rows).split(trainer.args.minibatch_size):
+        minibatch = memory.get_rows(rows)
+        logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
+        n_prompt = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
+        logprobs = get_logprobs(logits, minibatch.input_ids, n_prompt, trainer.args.temperature)
+        objective = calc_single_update_objective(logprobs, minibatch.advantages, minibatch.mask)
+        gradients = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
+        objectives.append(objective.item())
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
+    return sum(objectives) / len(objectives), sum(norms) / len(norms)
