@@ -32,7 +32,7 @@ SIDES = {
     "value head (PPO)": (RLHFTrainer, RLHFArgs, {}),
     "PPO, head held at 0": (RLHFTrainer, RLHFArgs, {"head_lr": 0.0, "vf_coef": 0.0}),
 }
-LEARNING_RATES = (1e-3, 3e-3, 6e-3)
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 
 
 def measure_accuracy(model, pairs: list[Pair], seed: int) -> float:
