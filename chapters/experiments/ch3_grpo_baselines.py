@@ -32,7 +32,8 @@ SIDES = {
     "value head (PPO)": (RLHFTrainer, RLHFArgs, {}),
     "PPO, head held at 0": (RLHFTrainer, RLHFArgs, {"head_lr": 0.0, "vf_coef": 0.0}),
 }
-LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+GRID = (3e-4, 1e-3, 3e-3)
+LEARNING_RATES = dict(zip(SIDES, (GRID, GRID, (1e-3,)), strict=True))  # PPO's choice for the third
 
 
 def measure_accuracy(model, pairs: list[Pair], seed: int) -> float:
@@ -85,7 +86,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     seeds = range(1, args.seeds + 1)
-    jobs = [(side, lr, seed) for side in SIDES for seed in seeds for lr in LEARNING_RATES]
+    jobs = [(side, lr, seed) for side in SIDES for seed in seeds for lr in LEARNING_RATES[side]]
     runs = []
     args.out.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
