@@ -13,7 +13,7 @@ from utils.authoring import notebooks, stubs
 from utils.authoring.__main__ import build_student
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, get_sources
 from utils.grading import notebook
-from utils.grading.checks import get_checks
+from utils.grading.checks import get_checks, get_reference
 
 STEMS = notebooks.get_written_stems()
 
@@ -146,6 +146,14 @@ def test_a_source_with_a_wrong_field_or_block_is_refused(small):
         build("ch0_sampling", Edition())
 
 
+def test_an_inherited_method_has_a_check_and_no_stub():
+    builder = notebooks._Builder("ch3_grpo", Edition())
+    fields = "{difficulty: 1, importance: 1, minutes: 1, idea: i, api: a, why: w"
+    builder.exercise("GrpoTrainer.train", fields + ", slow: true, inherited: true}")
+    assert not any(map(is_exercise, builder.cells))
+    assert "check(GrpoTrainer.train, slow=True)" in [cell.source for cell in builder.cells]
+
+
 def test_every_exercise_has_one_place():
     exercises = list(get_checks("ch0_sampling"))
     notebooks._require_every_exercise("ch0_sampling", exercises)
@@ -243,6 +251,13 @@ def test_catch_up_fills_in_what_is_not_written(names, capsys):
     assert "calc_reinforce_objective" not in printed
     assert names["calc_reinforce_objective"] is names["mine"]
     assert not notebook.is_stub(names["masked_mean"])
+
+
+def test_an_inherited_method_is_an_exercise_of_the_notebooks_chapter():
+    trainers = vars(get_reference("ch3_grpo"))
+    train = trainers["GrpoTrainer"].train
+    for stem, exercise in (("ch3_grpo", "GrpoTrainer.train"), ("ch2_ppo", "RLHFTrainer.train")):
+        assert notebook._get_exercise(train, trainers | {"CHAPTER": stem}) == exercise
 
 
 def test_catch_up_fills_in_methods(names, capsys):

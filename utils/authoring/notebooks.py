@@ -5,7 +5,8 @@ filled from the solutions:
 
     ```{setup}            the set-up cell and the chapter's imports
     ```{given} A B        definitions that students get
-    ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside
+    ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
+                          `inherited: true` for a method that is only run: no stub
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed
 
 `chapters/<stem>.ipynb` has stubs, `solutions/<stem>.ipynb` the solutions in their place, executed.
@@ -33,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
 FIGURES = CHAPTERS / "figures"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
-FIELDS = {"difficulty", "importance", "minutes", "idea", "api", "why", "also", "helpers", "slow"}
-REQUIRED = FIELDS - {"also", "helpers", "slow"}
+REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
+FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -106,25 +107,26 @@ class _Builder:
         if not REQUIRED <= options.keys() <= FIELDS:
             wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
             raise ValueError(f"{self.stem} {name}: fields that lack or are unknown: {wrong}")
-        piece = stubs.cut_exercise(
-            self.stem, name, tuple(options.get("also", ())), tuple(options.get("helpers", ()))
-        )
         self.placed.append(name)
         self.markdown(
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
         )
-        solved = self.edition.solved
-        self.code(piece.solution if solved else piece.stub, "exercise", name)
-        self.code(f"check({name}{', slow=True' if options.get('slow') else ''})", "check", name)
+        solved, inherited = self.edition.solved, options.get("inherited", False)
+        if not inherited:
+            also, helpers = (tuple(options.get(key, ())) for key in ("also", "helpers"))
+            piece = stubs.cut_exercise(self.stem, name, also, helpers)
+            self.code(piece.solution if solved else piece.stub, "exercise", name)
+        slow = ", slow=True" if options.get("slow") else ""
+        self.code(f"check({name}{slow})", "inherited" if inherited else "check", name)
         self.markdown(_fold("Hint: the idea", options["idea"]))
         self.markdown(_fold("Hint: the API", options["api"]))
-        if self.edition.folded_solutions and not solved:
+        if solved or inherited:
+            self.markdown(options["why"])
+        elif self.edition.folded_solutions:
             code = f"```python\n{piece.solution}\n```\n\n{options['why'].strip()}"
             self.markdown(_fold("Solution", code))
-        elif solved:
-            self.markdown(options["why"])
 
 
 def _dots(n: int) -> str:

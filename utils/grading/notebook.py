@@ -59,12 +59,16 @@ def count_points(verdicts: list[Verdict]) -> float:
 
 
 def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
-    """The name under which the caller has it, or under which it was defined."""
-    exercises = [exercise for stem in get_stems() for exercise in get_checks(stem)]
+    """The name under which the caller has it, or under which it was defined.
+
+    A method may be inherited: of two names for it, the one of the notebook's chapter.
+    """
+    stems = sorted(get_stems(), key=lambda stem: stem != caller.get("CHAPTER"))
+    exercises = [exercise for stem in stems for exercise in get_checks(stem)]
     for exercise in exercises:
         name, _, method = exercise.partition(".")
         found = caller.get(name)
-        if found is not None and answer is (vars(found).get(method) if method else found):
+        if found is not None and answer is (getattr(found, method, None) if method else found):
             return exercise
     return getattr(answer, "__qualname__", repr(answer))
 
