@@ -1412,6 +1412,7 @@ def _roll_out(student, rng, **options):
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    reward_fn.start()
     trainer.rollout_phase()
     found["texts of a second rollout"] = reward_fn.samples
     found["prompts of a second rollout"] = reward_fn.prompts
