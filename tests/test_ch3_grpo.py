@@ -936,6 +936,7 @@ GRPO_ROLLOUT = {
     "group_size": 3,
     "gen_len": 6,
     "temperature": 0.5,
+    "advantage_scale": "none",  # which sees a score that was scaled before
 }
 
 
