@@ -1,4 +1,4 @@
-"""The runs of chapter 2 that are too long for its notebook: what lambda does, what the KL term does.
+"""The runs of chapter 2 that are too long for its notebook: what lambda and the KL term do.
 
     python chapters/experiments/ch2_ppo_runs.py
 
