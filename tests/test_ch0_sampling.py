@@ -698,7 +698,7 @@ def samples_of_the_model(student, rng):
     seeds = {"seed a": a, "seed a again": a, "seed b": b}
     seeds |= dict.fromkeys(["no generator", "no generator again"])
     prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
-    samples = student.get_samples(model, prompts, 12, generator=rng.new_generator(), **SAMPLING)
+    samples = student.get_samples(model, prompts, 8, generator=rng.new_generator(), **SAMPLING)
     mask = torch.cat(
         [samples.attention_mask[:, : samples.prompt_len].bool(), samples.completion_mask], dim=1
     )
@@ -709,7 +709,7 @@ def samples_of_the_model(student, rng):
     for name, seed in seeds.items():
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # So many rows that some do not end, and that no two calls draw alike by chance.
-        found = student.get_samples(model, PROMPTS * 3, 3, generator=generator)
+        found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
         repeated[name] = found.completion_ids
     return repeated | {
         "prompt_len": samples.prompt_len,
