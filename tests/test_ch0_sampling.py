@@ -42,11 +42,11 @@ def worked_by_hand(student, rng):
 
 @check("get_logprobs", points=2, seeds=2, expected=logprobs_by_categorical)
 def every_prefix_and_temperature(student, rng):
-    """Random logits, prefixes of several lengths, temperatures from 0.3 to 2"""
+    """Random logits, prefixes of several lengths, temperatures from 0.05 to 5"""
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
     return {
         f"prefix_len {p}, temperature {t}": student.get_logprobs(logits, tokens, p, t)
-        for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.3, 2.0))
+        for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.05, 5.0))
     } | {"defaults": student.get_logprobs(logits, tokens)}
 
 
@@ -92,8 +92,9 @@ def keeps_a_distribution(function, *args):
         axes = [i for i, n in enumerate(x.shape) if n == vocab] if x.is_floating_point() else []
         for axis in axes:
             rows = x.movedim(axis, -1).reshape(-1, vocab)
-            off = torch.stack([rows.logsumexp(-1), rows.sum(-1) - 1]).abs()
-            kept.append(bool((off.amax(-1) < 1e-3).any()))
+            spread = rows[rows.amax(-1) < 0.99]  # one-hot rows sum to 1 as well
+            off = torch.cat([rows.logsumexp(-1), spread.sum(-1) - 1]).abs()
+            kept.append(bool((off < 1e-3).any()))
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -158,7 +159,8 @@ def impossible_tokens(student, rng):
     """Logits of -inf, as top-k leaves them, count 0, in the gradient too"""
     logits = poison(rng.normal(4, 6), ragged_mask(rng, 4, 6), -torch.inf)
     logits[:, 0] = rng.normal(4)
-    return value_and_gradients(student.calc_entropy, logits=logits)
+    low = torch.tensor([0.0, 0.0, -200.0, 200.0])[:, None]
+    return value_and_gradients(student.calc_entropy, logits=(logits + low).round())
 
 
 @check("calc_entropy", expected=entropy_of_possible_tokens)
@@ -198,9 +200,10 @@ def worked_means(student, rng):
 
 @check("masked_mean", points=2, seeds=2, expected=mean_of_selected)
 def ragged_means(student, rng):
-    """Ragged masks with an empty row and NaN or inf beyond, every dim; the inputs stay"""
+    """Ragged masks with an empty row, true zeros, NaN or inf beyond, every dim; the inputs stay"""
     mask = ragged_mask(rng, 5, 4)
     values = rng.normal(5, 4, mean=1)
+    values[:, rng.integer(0, 4)] = 0.0
     mean = student.masked_mean
     return {
         "nan": with_inputs_after(mean, poison(values, mask), mask),
@@ -426,7 +429,12 @@ def generator(student, rng):
     }
 
 
-HARD = {"top_k": {"top_k": 2}, "top_p": {"top_p": 0.6}}
+HARD = {
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.6},
+    "temperature 0.001": {"temperature": 1e-3},
+    "temperature 10": {"temperature": 10.0},
+}
 
 
 def _fits_hard_logits(observed, reference):
@@ -441,7 +449,7 @@ def _fits_hard_logits(observed, reference):
 
 @check("sample_next_token", holds=_fits_hard_logits)
 def hard_logits(student, rng):
-    """Logits of 1e4, of -2e4 and of -inf, one row that is certain, 200 equal logits"""
+    """Logits of 1e4, -2e4 and -inf, a certain row, 200 equal logits, temperatures 0.001 and 10"""
     logits = rng.normal(4, 6)
     logits[0] += 1e4
     logits[1, rng.permutation(6)[:3]] = -torch.inf
@@ -452,6 +460,8 @@ def hard_logits(student, rng):
         "top_k": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
         "top_p": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
         "equal logits": torch.zeros(1, 200) + rng.normal(1),
+        "temperature 0.001": rng.tensor([[0.0, 0.001, -0.001]])[:, rng.permutation(3)],
+        "temperature 10": rng.tensor([[0.0, 10.0, -10.0]])[:, rng.permutation(3)],
     }
     draws = {
         name: student.sample_next_token(
@@ -535,8 +545,9 @@ def worked_padding(student, rng):
 
 @check("left_pad", points=2, seeds=2, expected=pad_by_loops)
 def random_sequences(student, rng):
-    """Random lengths, ids that may equal the pad id, an empty sequence, one sequence"""
+    """Random lengths, ids that equal the pad id or are large, an empty sequence, one sequence"""
     sequences = [rng.integers(0, 4, rng.integer(1, 7)).tolist() for _ in range(6)]
+    sequences[0].append(rng.integer(50_000, 300_000))
     pad = rng.integer(0, 4)
     return [_pad(student, s, pad) for s in (sequences, [[], *sequences], sequences[:1])]
 
@@ -646,8 +657,12 @@ def _fits_the_model(observed, reference):
         return "the same generator should give the same completions"
     if torch.equal(observed["seed a"], observed["seed b"]):
         return "another generator should give other completions"
+    if torch.equal(observed["seed a"], observed["seed a, later"]):
+        return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different completions"
+    if observed["the number of texts"] != DEFAULT_DRAWS:
+        return f"{DEFAULT_DRAWS} completions of one token should give as many texts"
     surprise, variance = 0.0, 0.0
     prompt_len = observed["prompt_len"]
     ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
@@ -656,6 +671,8 @@ def _fits_the_model(observed, reference):
     rows = [row[real.bool()] for row, real in zip(ids, attention, strict=True)]
     for i, logits in enumerate(models.score_unpadded("ending", rows)):
         start = int(attention[i, :prompt_len].sum())
+        if models.SPECIAL["eos_token_id"] in rows[i][start:-1].tolist():
+            return "the completion mask should end at the first eos"
         for token, at_token in zip(rows[i][start:], logits[start - 1 : -1], strict=True):
             if (at_token > at_token[token]).sum() >= SAMPLING["top_k"]:
                 return "a token was drawn that top_k leaves out"
@@ -670,23 +687,32 @@ def _fits_the_model(observed, reference):
         return "the tokens do not have the probabilities that the model gives them"
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
-    return _find_settings(observed["first tokens by default"])
+    return _find_settings(observed["first tokens by default"], observed["first tokens at 0.7"])
 
 
-def _find_settings(tokens):
-    """Whether first tokens that were drawn without settings have the model's own probabilities."""
+def _find_settings(by_default, at_temperature):
+    """Whether first tokens have the model's own probabilities, without settings and at 0.7."""
     tokenizer = models.load_tokenizer()
     ids = torch.tensor([tokenizer.bos_token_id, *tokenizer.encode(DEFAULT_PROMPT)])
-    logits = models.score_unpadded("ending", [ids])[0][-1]
-    probs, order = logits.double().softmax(-1).sort(descending=True)
+    logits = models.score_unpadded("ending", [ids])[0][-1].double()
+    order = logits.argsort(descending=True)
     # From the likeliest down: 1, 5, 50, as many as top-p keeps at 0.95, all.
-    bounds = torch.tensor([1, 5, 50, 1 + int((probs.cumsum(-1) < 0.95).sum())])
-    group = torch.bucketize(torch.arange(len(probs)), bounds, right=True)
-    masses = torch.zeros(5, dtype=torch.double).index_add(0, group, probs)
-    drawn = group[order.argsort()[tokens.flatten()]]
+    kept = int((logits.softmax(-1)[order].cumsum(-1) < 0.95).sum())
+    group = torch.bucketize(
+        torch.arange(len(order)), torch.tensor([1, 5, 50, 1 + kept]), right=True
+    )
+
+    def fits(tokens, temperature):
+        probs = (logits / temperature).softmax(-1)[order]
+        masses = torch.zeros(5, dtype=torch.double).index_add(0, group, probs)
+        return misfit(group[order.argsort()[tokens.flatten()]], masses) is None
+
     # That none of 500 draws is among the last 5% has p = 1e-11: too few for misfit.
-    if misfit(drawn, masses) is not None or not (drawn == 4).any():
+    last = order[1 + kept :]
+    if not fits(by_default, 1.0) or not torch.isin(by_default, last).any():
         return "without settings: temperature 1, no top-k and no top-p should be the default"
+    if not fits(at_temperature, 0.7):
+        return "at temperature 0.7 the tokens do not have the probabilities of logits / 0.7"
     return None
 
 
@@ -705,18 +731,24 @@ def samples_of_the_model(student, rng):
     width = (0, 20 - mask.shape[1])  # one shape, whenever the last row ends
     first = [DEFAULT_PROMPT] * DEFAULT_DRAWS
     by_default = student.get_samples(model, first, 1, generator=rng.new_generator())
+    at_temperature = student.get_samples(model, first, 1, 0.7, generator=rng.new_generator())
     repeated = {}
     for name, seed in seeds.items():
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # So many rows that some do not end, and that no two calls draw alike by chance.
         found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
         repeated[name] = found.completion_ids
+        if name == "seed a":
+            found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
+            repeated["seed a, later"] = found.completion_ids
     return repeated | {
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),
         "the attention of real tokens": F.pad(mask.long(), width),
         "first tokens by default": by_default.completion_ids,
+        "first tokens at 0.7": at_temperature.completion_ids,
+        "the number of texts": len(by_default.texts),
     }
 
 
@@ -738,13 +770,16 @@ def worked_objective(student, rng):
 
 @check("calc_reinforce_objective", points=2, seeds=2, expected=reinforce_by_loops)
 def reinforce_and_its_gradient(student, rng):
-    """Ragged, NaN beyond the mask: the value, and a gradient for the log-probs alone"""
+    """Ragged, some advantages 0, log-probs of -30, NaN beyond: the value and the gradient"""
     mask = ragged_mask(rng)
-    logprobs, advantages = poison(-rng.uniform(6, 7), mask), poison(rng.normal(6, 7), mask)
+    logprobs, advantages = -rng.uniform(6, 7), rng.normal(6, 7)
+    rare, neutral = rng.permutation(7)[:2].tolist()
+    logprobs[:, rare] -= 30
+    advantages[:, neutral] = 0.0
     return value_and_gradients(
         lambda **x: student.calc_reinforce_objective(mask=mask, **x),
-        logprobs=logprobs,
-        advantages=advantages,
+        logprobs=poison(logprobs, mask),
+        advantages=poison(advantages, mask),
     )
 
 
@@ -806,6 +841,9 @@ def random_policies(student, rng):
         for b in (0.0, 2.0, -1.5)
     } | {
         "logits around 200": student.calc_expected_policy_gradient(logits + 200, rewards, 1.0),
+        "an action that never comes": student.calc_expected_policy_gradient(
+            logits.index_fill(0, rng.integers(0, 5, 1), -200.0), rewards, 1.0
+        ),
         "the logits afterwards": logits,
         "the rewards afterwards": rewards,
     }

@@ -89,8 +89,8 @@ def several_groups(student, rng):
         )
         for groups, size in ((3, 2), (4, 3), (2, 5), (3, 3), (1, 4))
     }
-    one_hit = rng.normal(64).index_fill(0, rng.integers(0, 64, 1), 60.0)
-    found["an outlier"] = _every_scale(student, one_hit, 64)
+    one_hit = rng.normal(200).index_fill(0, rng.integers(0, 200, 1), 600.0)
+    found["an outlier"] = _every_scale(student, one_hit, 200)
     hits = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
     found["0 or 1"] = _every_scale(student, rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
     level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)  # the means are exact
@@ -228,14 +228,14 @@ def worked_single_update(student, rng):
     "calc_single_update_objective", points=2, seeds=2, expected=reinforce_by_completions, atol=1e-7
 )
 def ragged_single_updates(student, rng):
-    """Ragged, NaN or inf beyond the mask: the value, and REINFORCE's gradient for the log-probs"""
+    """Ragged, NaN, inf or -1 beyond the mask: the value, and REINFORCE's gradient"""
     mask = ragged_mask(rng)
     logprobs, advantages = -rng.uniform(6, 7, high=3.0), one_zero(rng, mask)
     return {
         f"{fill}": value_and_gradients(
             _single(student, mask), logprobs=poison(logprobs, mask, fill), advantages=advantages
         )
-        for fill in (NAN, torch.inf, -torch.inf)
+        for fill in (NAN, torch.inf, -torch.inf, -1.0)
     }
 
 
@@ -326,10 +326,12 @@ def k3_of_every_shape(student, rng):
     atol=1e-12,
 )
 def small_differences(student, rng):
-    """Differences near 1e-4, k3 near 5e-9: never negative, and right to a few percent"""
+    """Differences near 1e-4 and 1e-3: k3 is never negative, and right to a few percent"""
     signs = 2.0 * rng.integers(0, 2, 200) - 1
     logprobs = -rng.uniform(200, low=0.02, high=0.5)
-    d = signs * rng.uniform(200, low=2e-5, high=3e-4)
+    d = signs * torch.cat(
+        [rng.uniform(100, low=2e-5, high=3e-4), rng.uniform(100, low=3e-4, high=3e-3)]
+    )
     return student.calc_per_token_kl(logprobs, add(logprobs, d))
 
 
@@ -512,16 +514,17 @@ def no_room_above(student, rng):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def advantages_of_tokens(student, rng):
-    """Advantages [batch completion] that differ within a row, NaN beyond the mask, any shape"""
-    return {
-        f"{rows} by {completion}": value_and_gradients(
+    """Advantages [batch completion] that differ within a row, some 0, NaN beyond the mask"""
+    found = {}
+    for rows, completion in ((6, 4), (5, 5), (3, 7)):
+        mask, advantages = ragged_mask(rng, rows, completion), rng.normal(rows, completion)
+        advantages[:, rng.integer(0, completion)] = 0.0
+        found[f"{rows} by {completion}"] = value_and_gradients(
             _objective(student, mask),
             **ragged_logprobs(rng, mask),
-            advantages=poison(rng.normal(rows, completion), mask),
+            advantages=poison(advantages, mask),
         )
-        for rows, completion in ((6, 4), (5, 5), (3, 7))
-        for mask in [ragged_mask(rng, rows, completion)]
-    }
+    return found
 
 
 @check("calc_grpo_objective", expected=objective_by_cases)
@@ -624,7 +627,7 @@ def extremes_behind_the_mask(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def far_from_the_reference(student, rng):
-    """Log-probs 9, 40 and 80 away from the reference's, in the value and the gradient"""
+    """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A = -1"""
     old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
     return {
         name: value_and_gradients(
@@ -635,6 +638,14 @@ def far_from_the_reference(student, rng):
             advantages=rng.normal(2),
         )
         for name, far in distances.items()
+    } | {
+        "a ratio of exp(6)": value_and_gradients(
+            _objective(student, torch.ones(1, 2, dtype=torch.bool)),
+            logprobs=old[:1, :2] + rng.tensor([[6.0, -6.0]]),
+            old_logprobs=old[:1, :2],
+            ref_logprobs=old[:1, :2],
+            advantages=rng.tensor([-1.0]) * rng.uniform(1, low=0.5),
+        )
     }
 
 
@@ -725,11 +736,13 @@ def after_the_last_end(student, rng):
 
 @check("process_advantages", expected=process_by_statistics)
 def steps_of_small_spread(student, rng):
-    """Stds near 1e-3, where the eps counts; its default, and one that is given"""
+    """Stds near 1e-3, where the eps counts; its default, and one that is given; a high level"""
     rewards, ends = rewarded_steps(rng, [3, 1, 2, 4], 6)
     rewards = [r / 2000 for r in rewards]
     f = student.process_advantages
-    return [f(rewards, ends, 2, 6), f(rewards, ends, 2, 6, 0.01), f(rewards, ends, 4, 6, eps=0.3)]
+    high = [1e4 + rng.integers(-3, 4, len(r)).to(rng.dtype) for r in rewards]
+    found = [f(rewards, ends, 2, 6), f(rewards, ends, 2, 6, 0.01), f(rewards, ends, 4, 6, eps=0.3)]
+    return [*found, f(high, ends, 4, 6)]
 
 
 @check("process_advantages", seeds=2, expected=process_by_statistics)
@@ -793,6 +806,7 @@ def steps_that_do_not_fit(student, rng):
         "an end at -1": [torch.cat([first, torch.tensor([-1])]), *ends[1:]],
         "2 rewards and 1 end": [first, *ends[1:]],
         "1 reward and 2 ends": [ends[0], ends[0], *ends[2:]],
+        "2, 1 rewards and 1, 2 ends": [ends[1], ends[0], *ends[2:]],
         "4 rows of rewards and 3 of ends": ends[:3],
     }
     found = {name: _error_of_steps(f, rewards, bad_ends, 2, 5) for name, bad_ends in bad.items()}
@@ -873,7 +887,7 @@ def memory_of_groups(student, rng):
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
     """advantage_scale "batch" and "none", and no reference"""
-    scores = rng.normal(6, std=2) + rng.tensor([5.0, 5, 5, -3, -3, -3])
+    scores = rng.normal(6, std=20) + rng.tensor([50.0, 50, 50, -30, -30, -30])
     return [
         _make_grpo_memory(student, rng, scores, advantage_scale="batch"),
         _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
@@ -922,6 +936,7 @@ GRPO_ROLLOUT = {
     "group_size": 3,
     "gen_len": 6,
     "temperature": 0.5,
+    "advantage_scale": "none",  # which sees a score that was scaled before
 }
 
 
@@ -1013,7 +1028,7 @@ def rollout_of_groups(student, rng):
 
 OTHER_GRPO_ROLLOUT = {
     "kl_coef": 0.0,
-    "advantage_scale": "none",
+    "advantage_scale": "batch",
     "top_k": 5,
     "temperature": 1.0,
     "prepend_bos": False,
@@ -1022,7 +1037,7 @@ OTHER_GRPO_ROLLOUT = {
 
 @check("GrpoTrainer.rollout_phase", points=2, holds=_is_a_rollout_of_groups(**OTHER_GRPO_ROLLOUT))
 def rollout_without_a_reference(student, rng):
-    """kl_coef 0, advantage_scale "none", top_k 5, no bos: every argument reaches its place"""
+    """kl_coef 0, advantage_scale "batch", top_k 5, no bos: every argument reaches its place"""
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
 
 
@@ -1095,7 +1110,9 @@ GRPO_OBJECTIVE = {
 
 def _make_grpo_fields(rng, samples, temperature):
     mask, ids = samples.completion_mask, samples.completion_ids
-    ids[mask & ~F.pad(mask[:, 1:], (0, 1))] = models.SPECIAL["eos_token_id"]  # at the end of each
+    ends = mask & ~F.pad(mask[:, 1:], (0, 1))
+    ends[mask.sum(-1).argmax()] = False  # cut off
+    ids[ends] = models.SPECIAL["eos_token_id"]
     ids[mask[:, 1], 0] = models.SPECIAL["pad_token_id"]  # a token like any other
     old = trainers.draw_logprobs(rng, samples, temperature)
     ref = trainers.draw_logprobs(rng, samples, temperature, std=0)  # as a forward would give it
@@ -1173,7 +1190,7 @@ def grpo_objective_and_gradient(student, rng):
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_with_the_exact_kl(student, rng):
     """kl_kind "exact": the KL over the vocabulary in place of k3, not both"""
-    return _grpo_objective(student, rng, kl_kind="exact")
+    return _grpo_objective(student, rng, kl_kind="exact", batches_per_learning_phase=1)
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)

@@ -36,6 +36,7 @@ from utils.grading.notebook import (  # noqa: E402
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
 SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cut short
+SOLVED = "COURSE_SOLVED"  # set when the edition with solutions is executed: it needs none lent
 
 
 def start(stem: str) -> None:
@@ -108,7 +109,7 @@ def catch_up() -> None:
             filled.append(exercise)
         elif method and name in caller and _fill_method(caller[name], reference[name], method):
             filled.append(exercise)
-    if filled:
+    if filled and not os.environ.get(SOLVED):
         print("From the solutions, until you write yours: " + ", ".join(filled))
 
 

@@ -8,6 +8,7 @@ from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.pyplot import get_cmap
+from matplotlib.ticker import MaxNLocator
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
@@ -24,7 +25,8 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     reference has no line there. Saved as an image if `path` is given.
     """
     figure = Figure(figsize=(11, 6.5), layout="constrained")
-    figure.suptitle(" · ".join(histories))
+    if len(histories) == 1:
+        figure.suptitle(next(iter(histories)))
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for name, history in histories.items():
             key = next((key for key in keys if history and key in history[0]), None)
@@ -33,6 +35,7 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
                 phases = [row["phase"] for row in history]
                 axes.plot(phases, [row[key] for row in history], label=name)
         axes.set_xlabel("phase")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(label.replace(", {}", ""), fontsize=10)
         axes.grid(alpha=0.3)
         if len(histories) > 1:

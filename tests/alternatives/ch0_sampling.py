@@ -213,3 +213,10 @@ def policy_gradient_in_closed_form(logits, rewards, baseline):
     scores = torch.diag(torch.ones_like(p)) - p[None, :]
     deviations = r[:, None] * scores - mean
     return mean.to(logits.dtype), torch.einsum("a,av->v", p, deviations**2).to(logits.dtype)
+
+
+@right("get_logprobs")
+def by_a_one_hot(logits, tokens, prefix_len=1, temperature=1.0):
+    z = logits[:, prefix_len - 1 : -1] / temperature
+    one_hot = F.one_hot(tokens[:, prefix_len:], z.shape[-1]).to(z.dtype)
+    return torch.einsum("btv,btv->bt", z, one_hot) - z.logsumexp(-1)

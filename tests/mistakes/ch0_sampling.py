@@ -974,3 +974,81 @@ CALC_EXPECTED_POLICY_GRADIENT = [
         "The sign of the gradient is turned around: that is a loss's.",
     ),
 ]
+
+
+# --- Plausible ones that need an input of their own ---------------------------------------------
+
+FROM_A_SECOND_LOOK = [
+    edit(
+        "get_samples",
+        "temperature_twice",
+        "sample_next_token(logits, temperature,",
+        "sample_next_token(logits / (temperature or 1), temperature,",
+        "The logits are divided by the temperature twice: sample_next_token does it already.",
+    ),
+    edit(
+        "get_samples",
+        "generator_from_its_seed",
+        "    tokenizer = model.tokenizer\n",
+        "    tokenizer = model.tokenizer\n"
+        "    if generator is not None:\n"
+        "        generator = torch.Generator().manual_seed(generator.initial_seed())\n",
+        "The generator starts from its seed at each call, so every rollout has the same noise.",
+    ),
+    edit(
+        "masked_mean",
+        "zeros_not_counted",
+        "mask.sum(dim)",
+        "(kept != 0).sum(dim)",
+        "What counts is the mask: a true position whose value is 0 counts too.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "zero_advantages_not_counted",
+        "weights, mask)",
+        "weights, mask & (weights != 0))",
+        "A token whose advantage is 0 is still a token of the mean.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "logprobs_clamped",
+        "logprobs.masked_fill(~mask, 0.0) *",
+        "logprobs.masked_fill(~mask, 0.0).clamp(min=-10.0) *",
+        "A clamped log-prob has no gradient, and rare tokens are those that should move most.",
+    ),
+    edit(
+        "sample_next_token",
+        "floor_under_the_temperature",
+        "keepdim=True)) / temperature",
+        "keepdim=True)) / max(temperature, 1e-2)",
+        "Small temperatures are raised to a floor, and are then not those that were asked for.",
+    ),
+    edit(
+        "get_logprobs",
+        "floor_under_the_temperature",
+        "logits / temperature",
+        "logits / max(temperature, 0.1)",
+        "Small temperatures are raised to a floor: divide by the temperature that is given.",
+    ),
+]
+
+
+@wrong(
+    "calc_expected_policy_gradient",
+    "Dividing by p gives nan where an action has no probability left. grad log p is onehot - p.",
+)
+def divided_by_the_probability(logits, rewards, baseline):
+    p = logits.softmax(-1)
+    jacobian = torch.diag(p) - torch.outer(p, p)
+    gradients = (rewards - baseline)[:, None] * jacobian / p[:, None]
+    mean = p @ gradients
+    return mean, p @ (gradients - mean) ** 2
+
+
+@wrong(
+    "calc_entropy",
+    "-inf is replaced by -100, which is likelier than a logit of -200. Leave -inf in the softmax.",
+)
+def minus_infinity_as_minus_100(logits):
+    logprobs = torch.nan_to_num(logits, neginf=-100.0).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)

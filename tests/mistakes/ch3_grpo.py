@@ -3,7 +3,7 @@
 import torch
 
 from solutions.ch0_sampling import Samples, get_logprobs, get_samples
-from solutions.ch3_grpo import calc_single_update_objective, make_grpo_memory
+from solutions.ch3_grpo import calc_single_update_objective, group_advantages, make_grpo_memory
 from utils.grading.answers import edit, wrong
 from utils.rewards import call_reward_fn
 
@@ -2117,3 +2117,109 @@ def mean_of_the_norms(trainer):
         objectives.append(objective.item())
         norms.append(torch.nn.utils.get_total_norm(gradients).item())
     return sum(objectives) / len(objectives), sum(norms) / len(norms)
+
+
+# --- Plausible ones that need an input of their own ---------------------------------------------
+
+
+@wrong(
+    "calc_single_update_objective",
+    "What counts is told by the mask, not by NaN: in training, what is masked out is finite.",
+)
+def mask_from_isfinite(logprobs, advantages, mask):
+    valid = torch.isfinite(logprobs)
+    logprobs = torch.where(valid, logprobs, 0.0)
+    ratio = torch.exp(logprobs - logprobs.detach())
+    per_token = torch.where(valid, ratio * advantages.detach()[:, None], 0.0)
+    return (per_token.sum(1) / valid.sum(1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_per_token_kl",
+    "The series for small differences is cut off too early. expm1 is right everywhere.",
+)
+def series_for_small_differences(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    return torch.where(d.abs() < 5e-4, d**2 / 2 + d**3 / 6, torch.exp(d) - 1 - d)
+
+
+FROM_A_SECOND_LOOK = [
+    edit(
+        "group_advantages",
+        "clipped_to_10",
+        "centered / (groups.std(-1, keepdim=True) + eps)",
+        "(centered / (groups.std(-1, keepdim=True) + eps)).clamp(-10, 10)",
+        "Advantages are not clipped: one hit in a large group is worth what it is worth.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "tokens_of_zero_advantage_left_out",
+        "    advantages = advantages.detach()",
+        "    else:\n        mask = mask & (advantages != 0)\n    advantages = advantages.detach()",
+        "A token whose advantage is 0 is still a token: it counts in the mean and has a KL.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "log_ratio_clamped",
+        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).clamp(-5, 5).exp()",
+        "The log-ratio is clamped before exp: a large ratio with a negative advantage loses its "
+        "gradient, just where it is needed.",
+    ),
+    edit(
+        "process_advantages",
+        "variance_in_one_pass",
+        "together.std()",
+        "((together.square().mean() - together.mean().square()).clamp(min=0) * together.numel() "
+        "/ (together.numel() - 1)).sqrt()",
+        "The mean of the squares minus the square of the mean loses all digits where rewards are "
+        "large and close. Use std.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "scores_clipped_to_10",
+        "group_advantages(scores,",
+        "group_advantages(scores.clamp(-10, 10),",
+        "Scores are not clipped: their mean is taken off anyway.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "one_epoch_taken_for_one_update",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach() if args.batches_per_learning_phase == 1 else "
+        "minibatch.logprobs,\n",
+        "One epoch is not one update: each of its minibatches is. From the second on the ratio is "
+        "not 1.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "overlong_filter",
+        "    args, mask = self.args, minibatch.mask\n",
+        "    args, mask = self.args, minibatch.mask\n"
+        "        ids = minibatch.input_ids[:, -mask.shape[1] :]\n"
+        "        ended = ((ids == self.model.tokenizer.eos_token_id) & mask).any(-1)\n"
+        "        mask = mask & ended[:, None]\n"
+        "        minibatch = ReplayMinibatch(**(vars(minibatch) | {'mask': mask}))\n",
+        "Completions that were cut off count like all others; dropping them is DAPO's filter, not "
+        "this objective.",
+    ),
+]
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The advantages are computed minibatch by minibatch: the batch whose std they are divided by "
+    "is the whole rollout.",
+)
+@torch.no_grad()
+def advantages_by_minibatch(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    memory = make_grpo_memory(
+        args, samples, scores, self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
+    )
+    parts = scores.split(args.minibatch_size)
+    memory.advantages = torch.cat(
+        [group_advantages(part, args.group_size, args.advantage_scale) for part in parts]
+    )
+    return memory

@@ -159,7 +159,7 @@ def build(stem: str, edition: Edition) -> NotebookNode:
     for index, cell in enumerate(builder.cells):
         cell.id = f"{stem.replace('_', '-')}-{index}"
     notebook = new_notebook(cells=builder.cells, metadata=METADATA)
-    notebook.metadata["course"] = {"built": _digest(notebook)}
+    notebook.metadata["course"] = {"built": _digest(notebook), "solved": edition.solved}
     return notebook
 
 
@@ -192,6 +192,7 @@ def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> Noteb
     """
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"COURSE_PROGRESS": f"{scratch}/progress.json"}
+        environment |= {"COURSE_SOLVED": "1"} if notebook.metadata["course"]["solved"] else {}
         client = NotebookClient(
             notebook, timeout=timeout_s, resources={"metadata": {"path": folder}}
         )
