@@ -379,6 +379,22 @@ def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, 
     assert "ch0_sampling  calc_reinforce_objective" in result.stdout
 
 
+def test_pytest_pays_for_one_bug_once(tmp_path):
+    path = tmp_path / "mine.py"
+    broken = "def masked_mean(values, mask, dim=None):\n    raise NotImplementedError\n"
+    right = """
+def calc_reinforce_objective(logprobs, advantages, mask):
+    product = logprobs.masked_fill(~mask, 0) * advantages.detach().masked_fill(~mask, 0)
+    return masked_mean(product, mask)
+"""
+    path.write_text(broken + right)
+    result = run_pytest("tests", "--submission", str(path), "-k", "masked_mean or reinforce")
+    points = re.findall(r"ch0_sampling  (\w+) +(\d+) of (\d+)", result.stdout)
+    earned = {name: (int(got), int(total)) for name, got, total in points}
+    assert earned["masked_mean"][0] == 0
+    assert earned["calc_reinforce_objective"][0] == earned["calc_reinforce_objective"][1] > 0
+
+
 def test_one_exercise_is_chosen_by_name():
     result = run_pytest("tests", "-k", "calc_reinforce_objective", "-v")
     assert result.returncode == 0

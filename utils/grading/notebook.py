@@ -71,6 +71,13 @@ def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
     return getattr(answer, "__qualname__", repr(answer))
 
 
+def find_answer(names: dict[str, Any], exercise: str) -> Any:
+    """The function, class or method of an exercise; None where there is none."""
+    name, _, method = exercise.partition(".")
+    found = names.get(name)
+    return getattr(found, method, None) if method else found
+
+
 def is_stub(answer: Any) -> bool:
     """Whether a function, or every method of a class, still raises NotImplementedError."""
     if isinstance(answer, type):
