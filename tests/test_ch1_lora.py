@@ -147,6 +147,7 @@ def random_adapters(student, rng):
     found["given by position"] = with_inputs_after(wide, rng.normal(2, 1, 4, 3))
     defaults = random_layer(student, rng, 6, 6)
     found["default rank and alpha"] = layer_and_gradients(defaults, rng.normal(2, 6))
+    found["an input that is a view"] = defaults(rng.normal(2, 6, 4).mT)
     wide.eval()
     x = rng.normal(2, 3)
     with torch.no_grad():
@@ -232,8 +233,17 @@ HEAD_AXES = {
 
 @check("make_lora_hooks", points=2, seeds=2, expected=hooks_by_position)
 def head_axes(student, rng):
-    """Head axes on the way in, on the way out, on both and on neither; the gradients"""
+    """Head axes in, out, on both and on neither; views, eval(), B = 0; the gradients"""
     found = {}
+    layer = random_layer(student, rng, 6, 8, rank=3, alpha=7).eval()
+    layer.lora_B.data.zero_()
+    hooks = student.make_lora_hooks("blocks.1.some.site", layer)
+    x, out = rng.normal(2, 3, 5, 2).transpose(1, 2), rng.normal(2, 5, 8)
+    result = call_both(hooks, "blocks.1.some.site", x, out)["the output"]
+    weights = rng.normal(2, 5, 8)
+    found["B = 0"] = gradients(result * weights, lora_A=layer.lora_A, lora_B=layer.lora_B)
+    layer.lora_B.data.copy_(rng.normal(3, 8))
+    found["in eval()"] = call_both(hooks, "blocks.1.some.site", x, out)["the output"]
     for name, (x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
         hooks = student.make_lora_hooks("blocks.1.some.site", layer)
@@ -741,7 +751,10 @@ def dropout(student, rng):
         trained = list_trained(model)
         nn.Sequential(model.eval()).train()
         logits["after .train() of a container"] = score(model, ids, mask)
-        found[kind] = logits | {"parameters that require a gradient after .train()": trained}
+        found[kind] = logits | {
+            "parameters that require a gradient after .train()": trained,
+            "parameters that require a gradient after .eval()": list_trained(model.eval()),
+        }
     return found
 
 
@@ -862,7 +875,7 @@ def _score_in_steps(model, ids: Tensor, mask: Tensor, *ends: int) -> list[Tensor
     "TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("shallow"), **CLOSE
 )
 def key_value_cache(student, rng):
-    """Padded prompts, then 1 and 3 tokens from the cache; inside merged() and reference() too"""
+    """Padded prompts, then tokens from the cache; inside merged() and reference(); no mask"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :2] = 0
     model = set_alike(boot(student, "shallow"), rng)
@@ -875,12 +888,15 @@ def key_value_cache(student, rng):
             found |= {f"the cached call {name}": "passed"} | steps
         except Exception as error:  # an observation: whatever it is
             found |= {f"the cached call {name}": type(error).__name__, name: None}
+    cached = {"use_cache": True, "return_type": "logits_and_cache"}
+    _, cache = model(ids[1:, :4], **cached)
+    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **cached)[0]
     return found
 
 
 @check("TransformerWithLora.forward", expected=forward_by_hugging_face("llama"), **CLOSE)
 def again_and_again(student, rng):
-    """A second forward, one after an error, and one with other values: no hook stacks"""
+    """A second forward, one after an error, one with other values: no hook stacks; B = 0"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.o", "mlp.in")), rng)
     found = {"first": score(model, ids, mask), "second": score(model, ids, mask)}
@@ -889,7 +905,11 @@ def again_and_again(student, rng):
     found["after the error"] = score(model, ids, mask)
     found["hooks that are left behind"] = count_hooks(model) - hooks
     set_alike(model, rng)
-    return found | {"other values": score(model, ids, mask)}
+    found["other values"] = score(model, ids, mask)
+    for parameter in model.trainable_parameters():
+        if parameter.shape[-1] != RANK:
+            parameter.data.zero_()
+    return found | measure_gradients(model, score(model, ids, mask).square().mean())
 
 
 @check(
@@ -953,6 +973,8 @@ def inside_and_after(student, rng):
     found = {"before": model(ids)}
     with model.reference():
         found["inside"] = model(ids)
+        cached = model(ids, use_cache=True, return_type="logits_and_cache")
+        found["inside, with a cache"] = cached[0]
     return found | {"after": model(ids)}
 
 
@@ -994,6 +1016,10 @@ def errors_inside_reference(student, rng):
         except (error, Exception) as caught:
             found[error.__name__] = f"{type(caught).__name__} passed on"
         found[f"after {error.__name__}"] = score(model, ids, mask)
+    other = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
+    with model.reference():
+        found["another model's logits"] = score(other, ids, mask)
+    found["parameters that require a gradient"] = list_trained(model)
     return found | {"hooks that are left behind": count_hooks(model) - hooks}
 
 
@@ -1007,9 +1033,11 @@ def _try_to_nest(student, rng, pairs: Iterable[tuple[str, str]]) -> dict[str, An
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.q", "attn.o")), rng)
     before, found = copy_weights(model), {}
+    model.train()  # dropout stays off, in a context and after it
     for outer, inner in pairs:
         with getattr(model, outer)():
             found[f"{inner}() inside {outer}()"] = is_error(enter, getattr(model, inner))
+            found[f"logits inside {outer}(), {inner}() refused"] = score(model, ids, mask)
         found[f"logits after {inner}() inside {outer}()"] = score(model, ids, mask)
     found["weights that changed"] = len(list_changed(before, model))
     for name in ("reference", "merged"):
@@ -1423,6 +1451,7 @@ LOADED_WRONGLY = {
     "rank 1 into rank 3": ("q and in", "q and in, rank 1"),
     "rank 6 into rank 3": ("q and in", "q and in, rank 6"),
     "transposed matrices": ("q and in", "q and in, transposed"),
+    "one block into two": ("q of two blocks", "q of one block"),
 }
 
 
@@ -1450,10 +1479,12 @@ def _rejects_what_does_not_fit(observed, reference):
 
 @check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit)
 def adapters_that_do_not_fit(student, rng):
-    """Another rank, transposed matrices, another site, too few and too many sites are errors"""
+    """Another rank, transposed matrices, other, too few or too many sites or blocks are errors"""
     ids, mask = ragged_batch(rng)
     sites = {"q and in": ("attn.q", "mlp.in"), "o and in": ("attn.o", "mlp.in"), "q": ("attn.q",)}
     built = {name: boot(student, "llama", sites=chosen) for name, chosen in sites.items()}
+    built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
+    built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
     found = {"logits saved": {}, "logits loaded": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -1770,3 +1770,94 @@ def log_of_a_softmax(logits, tokens, loss_mask):
 def shifted_the_other_way(logits, tokens, loss_mask):
     is_target = loss_mask[:, :-1]
     return F.cross_entropy(logits[:, 1:][is_target], tokens[:, :-1][is_target])
+
+
+# --- Plausible ones that need an input of their own ---------------------------------------------
+
+FROM_A_SECOND_LOOK = [
+    edit(
+        "TransformerWithLora.forward",
+        "a_mask_of_the_new_tokens",
+        '        cache = kwargs.get("past_key_values")\n',
+        "        if attention_mask is None:\n"
+        "            attention_mask = torch.ones_like(input_ids)\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
+        '        cache = kwargs.get("past_key_values")\n',
+        "A mask made for the new tokens alone hides what is in the cache.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "adapters_at_zero_skipped",
+        "for site, layer in self.adapters.items())",
+        "for site, layer in self.adapters.items() if layer.lora_B.any())",
+        "Adapters whose B is 0 are skipped, so B never gets a gradient and nothing is learned.",
+        within="TransformerWithLora._run",
+    ),
+    edit(
+        "make_lora_hooks",
+        "nothing_added_while_b_is_zero",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        if not layer.lora_B.any():\n            return out\n",
+        "While B is 0 nothing is added, so B never gets a gradient and nothing is learned.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "off_in_evaluation",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        if not layer.training:\n            return out\n",
+        "The adapter is off in eval(): it belongs to the policy, which is sampled in eval() too.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "unfrozen_on_leaving",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            self.requires_grad_(False)\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self.requires_grad_(True)",
+        "On leaving, every weight requires a gradient, those of the frozen base too.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "off_for_the_class",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            kept = type(self).adapters\n"
+        "            type(self).adapters = property(lambda model: {})\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                type(self).adapters = kept",
+        "The adapters are switched off on the class, so for every other model as well.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "a_forward_without_the_cache",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            self.forward = lambda input_ids, attention_mask=None: at_least_float32(\n"
+        "                self.base(input_ids, attention_mask=attention_mask)\n"
+        "            )\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                del self.forward",
+        "Inside, forward drops its other arguments: the reference cannot be sampled with a cache.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "missing_blocks_pass",
+        "        self.load_trainable_state(state)",
+        "        own = self.trainable_state()\n"
+        '        if {n.split(".", 2)[2] for n in state} != {n.split(".", 2)[2] for n in own}:\n'
+        '            raise ValueError("other sites")\n'
+        "        for name, tensor in state.items():\n"
+        "            if name in own:\n"
+        "                if own[name].shape != tensor.shape:\n"
+        "                    raise ValueError(name)\n"
+        "                own[name].copy_(tensor)",
+        "Sites are compared within a block, so an adapter of fewer blocks is loaded in silence.",
+    ),
+]
