@@ -147,8 +147,8 @@ def random_review(rng, words, n):
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
-        after = choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...", '"', ")"))
-        text += choose(rng, ("", "", "", '"', "(")) + word + after + choose(rng, "  \n\n/")
+        after = choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...", '"', "'", ")"))
+        text += choose(rng, ("", "", "", '"', "'", "(")) + word + after + choose(rng, "  \n\n/")
     return text
 
 
@@ -1118,7 +1118,7 @@ def steps_of_adam(student, rng):
 
 @check("get_optimizer_and_scheduler")
 def what_is_trained(student, rng):
-    """Every trainable parameter is in one group, frozen weights in none; without a head too"""
+    """One group for each part, frozen weights in none; for a model without a head too"""
     found = {}
     for model_class in (student.TransformerWithValueHeadLora, TransformerWithLora):
         model = make_model(model_class, rng)
@@ -1128,6 +1128,7 @@ def what_is_trained(student, rng):
         found[f"frozen in {model_class.__name__}"] = sum(id(p) not in trained for p in grouped)
         found |= trainers.canonical([p for p in grouped if not _is_head(p)])
         found[f"sizes in {model_class.__name__}"] = sorted(p.numel() for p in grouped)
+        found[f"groups for {model_class.__name__}"] = len(optimizer.param_groups)
     return found
 
 
@@ -1325,14 +1326,14 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     )
 
 
-def _make_memory(student, rng, with_reference=True, spread=2.0, **options):
-    args = _make_args(student, **options)
-    samples = make_samples(rng, rows=6)
+def _make_memory(student, rng, with_reference=True, spread=2.0, rows=6, **options):
+    args = _make_args(student, batch_size=rows, **options)
+    samples = make_samples(rng, rows)
     mask = samples.completion_mask
-    drawn = [leaf(beyond(rng.normal(6, 5, mean=-1), mask)) for _ in range(3)]
+    drawn = [leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(3)]
     if not with_reference:
         drawn[1] = None
-    scores = leaf(rng.normal(6, mean=3 * spread, std=spread))
+    scores = leaf(rng.normal(rows, mean=3 * spread, std=spread))
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
@@ -1386,8 +1387,9 @@ def memory_of_raw_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores that differ as little as the eps of normalize_reward"""
-    return _make_memory(student, rng, spread=1e-5)
+    """Scores that differ as little as the eps of normalize_reward; a single completion"""
+    found = {f"{rows} rows": _make_memory(student, rng, spread=1e-5, rows=rows) for rows in (6, 1)}
+    return by_case(found)
 
 
 @check("make_replay_memory", expected=memory_by_loops)
@@ -1412,6 +1414,8 @@ def _roll_out(student, rng, **options):
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
+    found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
     reward_fn.start()
     trainer.rollout_phase()
     found["texts of a second rollout"] = reward_fn.samples
@@ -1433,6 +1437,8 @@ def _is_a_rollout(**options):
         wrong = trainers.find_wrong_sample(observed, rebuilt, args)
         if wrong is not None:
             return wrong
+        if observed["logits"]:
+            return f"a memory should hold no logits, but holds {observed['logits']}"
         if observed["prompts"][::2] == observed["prompts"][1::2]:
             return "each row should have a prompt drawn for it alone; here two follow each other"
         if observed["prompts of a second rollout"] == observed["prompts"]:
@@ -1483,8 +1489,11 @@ def rollout_with_other_arguments(student, rng):
     return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
+PREFIX = "I thought"
+
+
 def _scored_by_the_hooked_model(observed, reference):
-    if observed["prompts"] != ["This movie is"] * 8:
+    if observed["prompts"] != [PREFIX] * 8:
         return "without prompts, every prompt should be the prefix"
     return trainers.find_wrong_ratio(observed, reference)
 
@@ -1492,7 +1501,8 @@ def _scored_by_the_hooked_model(observed, reference):
 @check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    make_args = functools.partial(_make_args, student, prompts=None, batch_size=8, gen_len=5)
+    options = {"prompts": None, "prefix": PREFIX, "batch_size": 8, "gen_len": 5}
+    make_args = functools.partial(_make_args, student, **options)
     model = make_model(student.TransformerWithValueHeadLora, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.RLHFTrainer, make_args, model)
     return trainers.describe_first_ratio(sampled, model, gen_len=5)
@@ -1500,12 +1510,15 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha and sites of args; a rollout by reward_fn(samples)"""
+    """The trainer's own model: rank, alpha, sites, model_class; a rollout by reward_fn(samples)"""
     rewarded = []
 
-    def reward_fn(samples):
+    def reward_fn(samples, scale=1.0):
         rewarded.extend(samples)
-        return torch.tensor([float(len(text)) for text in samples])
+        return torch.tensor([scale * len(text) for text in samples])
+
+    class WithoutHead(student.RLHFTrainer):
+        model_class = TransformerWithLora
 
     args = _make_args(
         student,
@@ -1515,6 +1528,7 @@ def the_model_that_is_built(student, rng):
         lora_alpha=5,
         lora_sites=("attn.q", "attn.o"),
     )
+    without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
     trainer = student.RLHFTrainer(args)
     model = trainers.fill(trainer.model, rng)
     ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
@@ -1526,6 +1540,7 @@ def the_model_that_is_built(student, rng):
         "values": values.float(),
         "rows of a rollout": shape,
         "completions that reward_fn got": len(rewarded),
+        "what is trained with model_class TransformerWithLora": sorted(without),
     }
 
 

@@ -175,7 +175,7 @@ class RecordingReward:
         """The next call belongs to another rollout."""
         self.samples, self.prompts = [], []
 
-    def __call__(self, samples, prompts):
+    def __call__(self, samples, *, prompts):
         self.samples, self.prompts = self.samples + list(samples), self.prompts + list(prompts)
         return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
 

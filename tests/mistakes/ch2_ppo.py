@@ -2778,3 +2778,65 @@ LEARNING_PHASE = [
         "direction.",
     ),
 ]
+
+
+# --- Plausible ones that need an input of their own ---------------------------------------------
+
+FROM_A_SECOND_LOOK = [
+    edit(
+        "make_replay_memory",
+        "rewards_normalized_inline",
+        "normalize_reward(scores) if",
+        "(scores - scores.mean()) / (scores.std() + 1e-5) if",
+        "A single completion has no std: use normalize_reward, which gives 0 there.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "an_empty_group",
+        "model.trainable_parts().items()",
+        '({"adapters": [], "value_head": []} | model.trainable_parts()).items()',
+        "A model without a value head gets an empty group for one: make a group for each part that "
+        "the model has.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "the_prefix_written_out",
+        "args.get_prompts()",
+        'args.prompts or ["This movie is"]',
+        "args.prefix is not used: without prompts it is the prompt.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "reference_logits_stored",
+        "        return make_replay_memory(\n"
+        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
+        "        )",
+        "        memory = make_replay_memory(\n"
+        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
+        "        )\n"
+        "        with self.model.reference():\n"
+        "            memory.ref_logits = self.model(samples.input_ids, samples.attention_mask)\n"
+        "        return memory",
+        "The reference's logits are stored for a whole rollout: with a real vocabulary they are "
+        "the largest tensor there is. Compute them for each minibatch.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "model_class_ignored",
+        "self.model_class.from_pretrained",
+        "TransformerWithValueHeadLora.from_pretrained",
+        "The model that is built has a value head whatever model_class says.",
+        within="RLHFTrainer.__init__",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "prompts_by_position",
+        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
+        "(args.reward_fn(samples.texts, prompts) if args.reward_fn.__class__.__name__ != "
+        '"function" or args.reward_fn.__code__.co_argcount > 1 else args.reward_fn(samples.texts))',
+        "A second parameter of reward_fn need not be the prompts: pass them by name, to a function "
+        "that names them.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+]
