@@ -293,6 +293,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
         bool(memory.advantages.any()),
         "reward_fn should tell completions apart, but all are equal in every group",
     )
+    # SOLUTION START
     ids, prompt_len = memory.input_ids, memory.input_ids.shape[1] - memory.mask.shape[1]
     logits = trainer.model(ids, memory.attention_mask)
     logprobs = get_logprobs(logits, ids, prompt_len, trainer.args.temperature)
@@ -303,3 +304,4 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     adapters = trainer.model.trainable_parts()["adapters"]
     gradients = torch.autograd.grad(objective, adapters)
     return objective.item(), nn.utils.get_total_norm(gradients).item()
+    # SOLUTION END
