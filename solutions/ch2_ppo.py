@@ -26,7 +26,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from solutions.ch0_sampling import (
@@ -205,7 +205,7 @@ def normalize_advantages(
     """(advantages - mean) / (std + eps) over all true positions; 0 outside; a constant gives zeros.
 
     Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
-    could flip the sign of an advantage.
+    could flip the sign of an advantage. Detached.
     """
     kept = advantages.detach()[mask]
     normalized = torch.zeros_like(advantages)
@@ -432,7 +432,8 @@ def get_optimizer_and_scheduler(
     """AdamW that maximises, with one group for each part that the model has, and its schedule.
 
     At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
-    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases.
+    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases. Adam's eps is
+    1e-5, and there is no weight decay.
     """
     lrs = {"adapters": args.base_lr, "value_head": args.head_lr}
     groups = [{"params": part, "lr": lrs[name]} for name, part in model.trainable_parts().items()]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from utils.models.corpus import Pair, addition_prompt
 from utils.rewards import is_worked, reward_fn_addition
