@@ -2,6 +2,9 @@
 
 import torch
 
+from utils import course
+from utils.authoring.notebooks import SOLUTIONS, Edition, build, execute
+
 
 def randomize(model):
     """B away from 0, so that the adapters do something."""
@@ -58,3 +61,11 @@ def assert_bit_identical(model, weights):
     now = model.base.original_model.state_dict()
     assert weights.keys() == now.keys()
     assert all(torch.equal(weights[name], now[name]) for name in weights)
+
+
+def run_short(stem: str, edition: Edition, monkeypatch) -> list[str]:
+    """Execute a chapter's notebook, cut short: what its cells with checks print."""
+    monkeypatch.setenv(course.SHORT, "1")
+    executed = execute(build(stem, edition), SOLUTIONS)
+    checks = [cell for cell in executed.cells if "check" in cell.metadata.get("tags", [])]
+    return ["".join(output.get("text", "") for output in cell.outputs) for cell in checks]
