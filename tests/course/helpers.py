@@ -66,6 +66,7 @@ def assert_bit_identical(model, weights):
 def run_short(stem: str, edition: Edition, monkeypatch) -> list[str]:
     """Execute a chapter's notebook, cut short: what its cells with checks print."""
     monkeypatch.setenv(course.SHORT, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # another notebook runs beside it
     executed = execute(build(stem, edition), SOLUTIONS)
     checks = [cell for cell in executed.cells if "check" in cell.metadata.get("tags", [])]
     return ["".join(output.get("text", "") for output in cell.outputs) for cell in checks]
