@@ -79,9 +79,14 @@ def misfit(draws: Tensor, probs: Tensor) -> str | None:
     if counts[probs == 0].any():
         return "a token was drawn that has probability 0"
     possible = probs > 0
-    expected = counts.sum() * probs[possible] / probs.sum()
-    statistic = ((counts[possible] - expected).square() / expected).sum()
-    degrees = torch.tensor(int(possible.sum()) - 1, dtype=torch.float64)
+    expected, order = (counts.sum() * probs[possible] / probs.sum()).sort()
+    # The statistic follows its law with 5 expected draws a cell: what is rarer shares one.
+    n_rare = max(int((expected < 5).sum()), int((expected.cumsum(0) < 5).sum()) + 1)
+    expected, counts = (
+        torch.cat([x[:n_rare].sum()[None], x[n_rare:]]) for x in (expected, counts[possible][order])
+    )
+    statistic = ((counts - expected).square() / expected).sum()
+    degrees = torch.tensor(len(counts) - 1, dtype=torch.float64)
     if degrees == 0 or torch.special.gammaincc(degrees / 2, statistic / 2) >= 1e-9:
         return None
     return "the frequencies of the draws do not fit the probabilities"

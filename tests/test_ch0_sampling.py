@@ -76,11 +76,15 @@ def gradient_of_logits(student, rng):
 
 @check("get_logprobs")
 def one_row_and_edges(student, rng):
-    """One row, one completion token, an empty completion; the inputs stay as they were"""
+    """One row, one token, no token, 1,100 tokens, a vocabulary of 20,000; the inputs stay"""
     logits, tokens = rng.normal(1, 4, 5), rng.integers(0, 5, 1, 4)
+    f, ids = student.get_logprobs, rng.integers(0, 5, 2, 1100)
     return {
-        "one token": with_inputs_after(student.get_logprobs, logits, tokens, 3, 0.7),
-        "none": student.get_logprobs(logits, tokens, 4),
+        "1,100 tokens": f(rng.normal(2, 1100, 5), ids),
+        "a vocabulary of 20,000": f(rng.normal(2, 3, 20_000), ids[:, :3]),
+        "every second logit of a larger tensor": f(rng.normal(2, 7, 9)[:, ::2, ::2], ids[:, :4]),
+        "one token": with_inputs_after(f, logits, tokens, 3, 0.7),
+        "none": f(logits, tokens, 4),
     }
 
 
@@ -105,9 +109,12 @@ def keeps_a_distribution(function, *args):
 
 @check("get_logprobs")
 def memory(student, rng):
-    """No log-softmax over the vocabulary is kept for the backward pass"""
+    """No log-softmax over the vocabulary is kept for the backward pass, at any temperature"""
     logits, tokens = leaf(rng.normal(2, 9, 30)), rng.integers(0, 30, 2, 9)
-    return keeps_a_distribution(student.get_logprobs, logits, tokens, 2, 0.7)
+    return [
+        keeps_a_distribution(student.get_logprobs, logits, tokens, *options)
+        for options in ((2, 0.7), ())
+    ]
 
 
 # --- calc_entropy -------------------------------------------------------------------------------
@@ -150,17 +157,25 @@ def entropy_of_huge_logits(student, rng):
 
 
 def entropy_of_possible_tokens(logits):
-    rows = [row[row > -torch.inf] for row in logits]
-    return torch.stack([Categorical(logits=row).entropy() for row in rows])
+    rows = [row[row > -torch.inf] for row in logits.reshape(-1, logits.shape[-1])]
+    entropies = torch.stack([Categorical(logits=row).entropy() for row in rows])
+    return entropies.reshape(logits.shape[:-1])
 
 
 @check("calc_entropy", expected=entropy_of_possible_tokens)
 def impossible_tokens(student, rng):
-    """Logits of -inf, as top-k leaves them, count 0, in the gradient too"""
-    logits = poison(rng.normal(4, 6), ragged_mask(rng, 4, 6), -torch.inf)
+    """Logits of -inf, as top-k leaves them, count 0, in the gradient too; one to three axes"""
+    mask = ragged_mask(rng, 4, 6)
+    logits = poison(rng.normal(4, 6), mask, -torch.inf)
     logits[:, 0] = rng.normal(4)
-    low = torch.tensor([0.0, 0.0, -200.0, 200.0])[:, None]
-    return value_and_gradients(student.calc_entropy, logits=(logits + low).round())
+    # Where one token is left, which is exact at any size.
+    certain = (mask.sum(1) <= 1).nonzero().flatten()
+    logits[certain[0]] -= 200
+    logits[certain[1]] += 200
+    return [
+        value_and_gradients(student.calc_entropy, logits=x)
+        for x in (logits, logits.reshape(2, 2, 6), *logits)
+    ]
 
 
 @check("calc_entropy", expected=entropy_of_possible_tokens)
@@ -213,10 +228,12 @@ def ragged_means(student, rng):
 
 @check("masked_mean", expected=mean_of_selected)
 def other_ranks(student, rng):
-    """One axis and three"""
+    """One axis and three, and more true positions than half precision could count"""
     values, mask = rng.normal(3, 4, 2), rng.integers(0, 2, 3, 4, 2).bool()
+    many = rng.normal(4100, mean=3)
     return {f"dim {dim}": student.masked_mean(values, mask, dim) for dim in (None, 0, 1, 2)} | {
-        "one axis": student.masked_mean(values[0, :, 0], mask[0, :, 0])
+        "one axis": student.masked_mean(values[0, :, 0], mask[0, :, 0]),
+        "4,098 true positions": student.masked_mean(many, torch.arange(4100) >= 2),
     }
 
 
@@ -237,15 +254,16 @@ def gradient_of_the_mean(student, rng):
 
 @check("masked_mean")
 def nothing_to_average(student, rng):
-    """0 where no position is true, with gradient 0"""
+    """0 where no position is true, with gradient 0, though NaN stands there"""
     values = rng.normal(2, 3)
     mask = torch.zeros(2, 3, dtype=torch.bool)
+    beyond = poison(values, mask)
     return {
         "none": value_and_gradients(
-            lambda values: student.masked_mean(values, mask), values=values
+            lambda values: student.masked_mean(values, mask), values=beyond
         ),
         "all": student.masked_mean(values, ~mask),
-        "rows": student.masked_mean(values, mask, 1),
+        "rows": student.masked_mean(beyond, mask, 1),
     }
 
 
@@ -276,6 +294,7 @@ SETTINGS = {
     "temperature 2": {"temperature": 2.0},
     "top_k 3": {"top_k": 3},
     "top_k 1": {"top_k": 1},
+    "top_k of the whole vocabulary": {"top_k": 5},
     "top_k beyond the vocabulary": {"top_k": 99},
     "top_p 0.6": {"top_p": 0.6},
     "top_p 0.675": {"top_p": 0.675},
@@ -315,9 +334,10 @@ def _fits_every_setting(observed, reference):
 @check("sample_next_token", points=3, seeds=2, holds=_fits_every_setting)
 def frequencies(student, rng):
     """Temperature, top-k, top-p and all together, against exact probabilities"""
-    # Neither sorted nor alike by row, far apart; the masses keep away from the thresholds.
-    probs = rng.tensor([0.4, 0.27, 0.17, 0.1, 0.06])
-    logits = torch.stack([probs[rng.permutation(5)].log() for _ in range(2)])
+    # Neither sorted nor alike by row, far apart; the masses keep away from the thresholds, and
+    # the second row reaches some of them one token earlier.
+    probs = rng.tensor([[0.4, 0.27, 0.17, 0.1, 0.06], [0.62, 0.2, 0.09, 0.06, 0.03]])
+    logits = torch.stack([row[rng.permutation(5)].log() for row in probs])
     logits = logits + rng.tensor([[3.0], [-200.0]])
     batch = logits.repeat(DRAWS, 1)
     draws = {
@@ -344,6 +364,8 @@ def what_leaves_no_choice(student, rng):
     return {
         "temperature 0": sample(logits, temperature=0.0),
         "temperature 0, logits 1e-6 apart": sample(close, temperature=0.0),
+        "temperature 0, top_k 3": sample(logits, temperature=0.0, top_k=3),
+        "temperature 0, top_p 0.9": sample(logits, temperature=0.0, top_p=0.9),
         "temperature 1e-4": sample(logits, temperature=1e-4),
         "top_k 1": sample(logits, top_k=1),
         "top_p 1e-9": sample(logits, top_p=1e-9),
@@ -366,6 +388,11 @@ def _fits_the_crossing(observed, reference):
         wrong = misfit(draws, target)
         if wrong is not None:
             return f"{name}: {wrong}"
+    # Of the equal two, top-k 3 keeps one or both.
+    draws = observed["top_k 3"].clamp(max=2)
+    tied = torch.tensor([0.5, 0.25, 0.25], dtype=torch.double)
+    if None not in (misfit(draws, crossing[:3]), misfit(draws, tied)):
+        return "top_k 3: three tokens should be kept, though the third and the fourth are alike"
     return None
 
 
@@ -373,10 +400,10 @@ def _fits_the_crossing(observed, reference):
 def the_token_that_crosses_p(student, rng):
     """Probabilities 1/2, 1/4, 1/8, 1/8: top-p keeps the token that crosses p, and no more"""
     logits = rng.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(DRAWS, 1)
+    sample = student.sample_next_token
     return {
-        f"p {p}": student.sample_next_token(logits, top_p=p, generator=rng.new_generator())
-        for p in (0.8, 0.7, 0.45)
-    }
+        f"p {p}": sample(logits, top_p=p, generator=rng.new_generator()) for p in (0.8, 0.7, 0.45)
+    } | {"top_k 3": sample(logits, top_k=3, generator=rng.new_generator())}
 
 
 def _is_repeatable(observed, reference):
@@ -432,6 +459,7 @@ def generator(student, rng):
 HARD = {
     "top_k": {"top_k": 2},
     "top_p": {"top_p": 0.6},
+    "top_p, 200 tokens": {"top_p": 0.9},
     "temperature 0.001": {"temperature": 1e-3},
     "temperature 10": {"temperature": 10.0},
 }
@@ -449,7 +477,7 @@ def _fits_hard_logits(observed, reference):
 
 @check("sample_next_token", holds=_fits_hard_logits)
 def hard_logits(student, rng):
-    """Logits of 1e4, -2e4 and -inf, a certain row, 200 equal logits, temperatures 0.001 and 10"""
+    """Logits of 1e4, -2e4 and -inf, a certain row, 200 tokens, temperatures 0.001 and 10"""
     logits = rng.normal(4, 6)
     logits[0] += 1e4
     logits[1, rng.permutation(6)[:3]] = -torch.inf
@@ -460,6 +488,7 @@ def hard_logits(student, rng):
         "top_k": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
         "top_p": torch.stack([low[rng.permutation(3)] for _ in range(2)]),
         "equal logits": torch.zeros(1, 200) + rng.normal(1),
+        "top_p, 200 tokens": torch.linspace(-1, 0, 200).to(logits)[None, rng.permutation(200)],
         "temperature 0.001": rng.tensor([[0.0, 0.001, -0.001]])[:, rng.permutation(3)],
         "temperature 10": rng.tensor([[0.0, 10.0, -10.0]])[:, rng.permutation(3)],
     }
@@ -496,11 +525,14 @@ def worked_mask(student, rng):
 
 @check("get_completion_mask", points=2, seeds=2, expected=mask_by_loops)
 def random_completions(student, rng):
-    """Random ids with several eos in a row; the ids stay as they were"""
+    """Random ids with several eos in a row, ids of 50,000; the ids stay as they were"""
     ids = rng.integers(0, 4, 12, 7)
     return {
         f"eos {eos}": with_inputs_after(student.get_completion_mask, ids, eos) for eos in range(4)
-    } | {"one row of one": student.get_completion_mask(ids[:1, :1], 3)}
+    } | {
+        "one row of one": student.get_completion_mask(ids[:1, :1], 3),
+        "eos 50,003": student.get_completion_mask(ids + 50_000, 50_003),
+    }
 
 
 @check("get_completion_mask", expected=mask_by_loops)
@@ -545,21 +577,23 @@ def worked_padding(student, rng):
 
 @check("left_pad", points=2, seeds=2, expected=pad_by_loops)
 def random_sequences(student, rng):
-    """Random lengths, ids that equal the pad id or are large, an empty sequence, one sequence"""
+    """Random lengths, up to 1,100, ids that equal the pad id or are large, an empty sequence"""
     sequences = [rng.integers(0, 4, rng.integer(1, 7)).tolist() for _ in range(6)]
     sequences[0].append(rng.integer(50_000, 300_000))
-    pad = rng.integer(0, 4)
-    return [_pad(student, s, pad) for s in (sequences, [[], *sequences], sequences[:1])]
+    pad = rng.integer(1, 4)
+    long = [[pad], rng.integers(0, 4, 1100).tolist()]
+    return [_pad(student, s, pad) for s in (sequences, [[], *sequences], sequences[:1], long)]
 
 
 # --- get_samples --------------------------------------------------------------------------------
 
-PROMPTS = ["This movie is", "A", "The plot was dull, and"]
+PROMPTS = ["This movie is ", " A", "The plot was dull, and"]
 
 
 def _sample(student, model, *args, **kwargs):
     """What `Samples` holds; ids count where the attention mask says so."""
     samples = student.get_samples(model, *args, **kwargs)
+    tensors = [samples.input_ids, samples.attention_mask, samples.completion_mask]
     prompt = samples.attention_mask[:, : samples.prompt_len]
     mask = torch.cat([prompt.bool(), samples.completion_mask], dim=1)
     return {
@@ -570,6 +604,9 @@ def _sample(student, model, *args, **kwargs):
         "the attention of the prompts": prompt,
         "the completion's ids": samples.completion_ids * samples.completion_mask,
         "texts": samples.texts,
+        "the number of inference tensors, which no backward pass takes,": sum(
+            tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
+        ),
     }
 
 
@@ -642,9 +679,12 @@ def greedy_llama(student, rng):
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
-    """Rows end at different steps, one at once, none by an eos in its prompt; then all stops"""
+    """Rows end at different steps, one at once, none by an eos in its prompt; one prompt alone"""
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot"]  # greedy: 8 tokens, the most
-    return _greedy(student, "ending", prompts, rng, max_new_tokens=10)
+    return {
+        "five prompts": _greedy(student, "ending", prompts, rng, max_new_tokens=10),
+        "one prompt": _greedy(student, "ending", prompts[:1], rng, max_new_tokens=10),
+    }
 
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
@@ -673,6 +713,9 @@ def _fits_the_model(observed, reference):
         start = int(attention[i, :prompt_len].sum())
         if models.SPECIAL["eos_token_id"] in rows[i][start:-1].tolist():
             return "the completion mask should end at the first eos"
+        text = models.load_tokenizer().decode(rows[i][start:], skip_special_tokens=True)
+        if observed["texts"][i] != text:
+            return "texts should be the completions decoded, where a prompt comes twice too"
         for token, at_token in zip(rows[i][start:], logits[start - 1 : -1], strict=True):
             if (at_token > at_token[token]).sum() >= SAMPLING["top_k"]:
                 return "a token was drawn that top_k leaves out"
@@ -749,6 +792,7 @@ def samples_of_the_model(student, rng):
         "first tokens by default": by_default.completion_ids,
         "first tokens at 0.7": at_temperature.completion_ids,
         "the number of texts": len(by_default.texts),
+        "texts": list(samples.texts),
     }
 
 
@@ -785,7 +829,7 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", expected=reinforce_by_loops)
 def reinforce_edges(student, rng):
-    """One row, one token, advantages near 1000, inf beyond, no true position; the inputs stay"""
+    """One row, one token, advantages near 1000, inf beyond; no true position, all NaN"""
     f = student.calc_reinforce_objective
     logprobs = -rng.uniform(1, 3)
     advantages = rng.normal(1, 3) + rng.tensor([[0.0, 1000.0, -1000.0]])
@@ -793,7 +837,11 @@ def reinforce_edges(student, rng):
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
     return {
         "one token": with_inputs_after(f, *beyond, mask),
-        "none": f(logprobs, advantages, torch.zeros_like(mask)),
+        "none": value_and_gradients(
+            lambda **x: f(mask=torch.zeros_like(mask), **x),
+            logprobs=torch.full_like(logprobs, NAN),
+            advantages=torch.full_like(advantages, NAN),
+        ),
         "all": f(logprobs, advantages, torch.ones_like(mask)),
     }
 

@@ -1052,3 +1052,220 @@ def divided_by_the_probability(logits, rewards, baseline):
 def minus_infinity_as_minus_100(logits):
     logprobs = torch.nan_to_num(logits, neginf=-100.0).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
+
+
+# --- Right on short, small or single inputs -----------------------------------------------------
+
+FROM_A_THIRD_LOOK = [
+    edit(
+        "get_logprobs",
+        "likeliest_256_only",
+        "scaled.logsumexp(-1)",
+        "scaled.topk(min(256, scaled.shape[-1])).values.logsumexp(-1)",
+        "The normaliser leaves out all but the 256 likeliest tokens. Sum over the whole "
+        "vocabulary.",
+    ),
+    edit(
+        "masked_mean",
+        "none_as_a_sum_of_everything",
+        "    kept = ",
+        "    if not mask.any():\n        return values.sum(dim) * 0\n    kept = ",
+        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
+    ),
+    edit(
+        "masked_mean",
+        "count_in_half_precision",
+        "mask.sum(dim).clamp(min=1)",
+        "mask.bfloat16().sum(dim).clamp(min=1)",
+        "bfloat16 has eight bits, so that a count beyond 256 is rounded. Count in integers.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_only_without_top_k_and_top_p",
+        "if temperature == 0:",
+        "if temperature == 0 and top_k is None and top_p is None:",
+        "With a top_k or a top_p you divide by a temperature of 0. It takes the likeliest token "
+        "there too.",
+    ),
+    edit(
+        "sample_next_token",
+        "k_of_the_whole_vocabulary",
+        "top_k < logits.shape[-1]:",
+        "top_k <= logits.shape[-1] and logits.topk(top_k + 1) is not None:",
+        "You look up the first token that is dropped. With a top_k as large as the vocabulary "
+        "there is none.",
+    ),
+    edit(
+        "sample_next_token",
+        "ties_at_k_dropped",
+        "dropped = logits.argsort(descending=True)[:, top_k:]\n"
+        "        logits = logits.scatter(-1, dropped, -torch.inf)",
+        "first_dropped = logits.topk(top_k + 1).values[:, -1:]\n"
+        "        logits = logits.masked_fill(logits <= first_dropped, -torch.inf)",
+        "Where the k-th token and the next are equally likely you drop both, and keep fewer than "
+        "k: none, if all are alike.",
+    ),
+    edit(
+        "left_pad",
+        "cut_to_512",
+        "seq = max(map(len, sequences))",
+        "sequences = [tokens[-512:] for tokens in sequences]; seq = max(map(len, sequences))",
+        "You keep the last 512 tokens of each sequence. Nothing should be cut.",
+    ),
+    edit(
+        "get_samples",
+        "prompts_stripped",
+        "    tokenizer = model.tokenizer\n",
+        "    tokenizer = model.tokenizer\n    prompts = [prompt.strip() for prompt in prompts]\n",
+        "The spaces around a prompt are a part of it: take the prompts as they are.",
+    ),
+    edit(
+        "get_samples",
+        "one_prompt",
+        "logits[:, -1]",
+        "logits[:, -1].squeeze()",
+        "squeeze takes the batch axis off where there is one prompt only.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "one_text_for_each_prompt",
+        "texts=texts",
+        "texts=[dict(zip(prompts, texts))[prompt] for prompt in prompts]",
+        "A prompt that comes twice has two completions, and you give both the text of one.",
+    ),
+    edit(
+        "get_samples",
+        "bos_of_the_tokenizer",
+        "model.tokenizer(list(prompts), add_special_tokens=False)",
+        "model.tokenizer(list(prompts))",
+        "The tokenizer adds a bos of its own, whatever prepend_bos says: with "
+        "add_special_tokens=False it does not.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "decoded_token_by_token",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "''.join(tokenizer.decode([i], skip_special_tokens=True) for i in row[keep].tolist())",
+        "One character may take several tokens: decode a completion as a whole.",
+    ),
+    edit(
+        "get_samples",
+        "under_inference_mode",
+        "@torch.no_grad()",
+        "@torch.inference_mode()",
+        "Tensors made under inference_mode cannot enter a later backward pass, and training "
+        "scores these. Use no_grad.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "none_as_a_sum_of_everything",
+        "    if advantages.ndim == 1:",
+        "    if not mask.any():\n        return (logprobs * 0).sum()\n    if advantages.ndim == 1:",
+        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
+    ),
+]
+
+
+@wrong(
+    "get_logprobs",
+    "At temperature 1 you keep a log-softmax for the backward pass after all. Subtract a logsumexp "
+    "at every temperature.",
+)
+def keeps_a_log_softmax_at_temperature_1(logits, tokens, prefix_len=1, temperature=1.0):
+    z, chosen = logits[:, prefix_len - 1 : -1], tokens[:, prefix_len:, None]
+    if temperature == 1:
+        return z.log_softmax(-1).gather(-1, chosen).squeeze(-1)
+    z = z / temperature
+    return z.gather(-1, chosen).squeeze(-1) - z.logsumexp(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "You shift within each chunk of positions, so that the first token of every later chunk is "
+    "lost. Shift first, then cut.",
+)
+def shifted_within_chunks(logits, tokens, prefix_len=1, temperature=1.0):
+    z, ids = logits[:, prefix_len - 1 :] / temperature, tokens[:, prefix_len - 1 :]
+    columns = []
+    for start in range(0, ids.shape[1], 64):
+        part, chosen = z[:, start : start + 64], ids[:, start : start + 64]
+        part, chosen = part[:, :-1], chosen[:, 1:, None]
+        columns.append(part.gather(-1, chosen).squeeze(-1) - part.logsumexp(-1))
+    return torch.cat(columns, dim=1)
+
+
+@wrong(
+    "get_logprobs",
+    "view raises on logits that are a part of a larger tensor. reshape copies them if it has to.",
+)
+def views_of_the_logits(logits, tokens, prefix_len=1, temperature=1.0):
+    batch, seq, vocab = logits.shape
+    flat = logits.view(-1, vocab) / temperature
+    following = tokens.roll(-1, 1).reshape(-1, 1)
+    logprobs = flat.gather(-1, following).squeeze(-1) - flat.logsumexp(-1)
+    return logprobs.view(batch, seq)[:, prefix_len - 1 : -1]
+
+
+@wrong(
+    "calc_entropy",
+    "Where a logit is -inf you go through the first axis, as if each entry were one distribution. "
+    "There may be more axes before the vocabulary's.",
+)
+def impossible_tokens_in_two_axes_only(logits):
+    if logits.ndim > 1 and (logits == -torch.inf).any():
+        rows = [row[row > -torch.inf].log_softmax(-1) for row in logits]
+        return torch.stack([-(row.exp() * row).sum() for row in rows])
+    logprobs = logits.log_softmax(-1).masked_fill(logits == -torch.inf, 0.0)
+    return -(logits.softmax(-1) * logprobs).sum(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "top-p keeps as many tokens in each row as in the row that needs most. Count row by row.",
+)
+def one_nucleus_for_all_rows(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, order = (logits / temperature).sort(descending=True)
+    if top_k is not None:
+        z, order = z[:, :top_k], order[:, :top_k]
+    if top_p is not None and top_p < 1:
+        n_kept = int((z.softmax(-1).cumsum(-1) < top_p).sum(-1).max()) + 1
+        z, order = z[:, :n_kept], order[:, :n_kept]
+    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "top-p sees the 64 likeliest tokens only. A flat distribution needs more of them to reach p.",
+)
+def nucleus_of_64_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, vocab = logits / temperature, logits.shape[-1]
+    if top_p is None or top_p == 1:
+        z, order = z.topk(min(top_k or vocab, vocab))
+    else:
+        z, order = z.topk(min(top_k or 64, vocab))
+        probs = z.softmax(-1)
+        z = z.masked_fill(probs.cumsum(-1) - probs >= top_p, -torch.inf)
+    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+@wrong(
+    "get_completion_mask",
+    "`is` asks whether two numbers are one object, which Python promises of small ones only. "
+    "Compare with ==.",
+)
+def compared_with_is(completion_ids, eos_token_id):
+    mask = torch.zeros_like(completion_ids, dtype=torch.bool)
+    for row, ids in zip(mask, completion_ids.tolist(), strict=True):
+        for t, token in enumerate(ids):
+            row[t] = True
+            if token is eos_token_id:
+                break
+    return mask
