@@ -1,7 +1,8 @@
 """Small random checkpoints for the checks: each shows what the embedded model hides.
 
 "gpt2": dropout 0.1 in its config, absolute positions, two layers. "shallow": the same in one layer,
-as booting takes most of a check's time. "ending": shallow, and eos is likely. "llama": one layer,
+as booting takes most of a check's time. "deep": the same in eleven, the first number of two digits.
+"ending": shallow, and eos is likely. "llama": one layer,
 grouped-query attention, rotary positions, dropout of the attention alone. All have an unembedding
 of their own, as a tied one would repeat its input, and the embedded model's tokenizer.
 """
@@ -28,7 +29,7 @@ from transformers.utils import logging
 from utils.models.loading import EMBEDDED_MODEL
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-N_LAYERS = {"gpt2": 2, "shallow": 1, "ending": 1, "llama": 1}
+N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1}
 D_MODEL, N_CTX = 32, 64
 EOS_BONUS = 5.0
 ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens

@@ -1,6 +1,6 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrize
 
-from solutions.ch1_lora import make_lora_hooks
+from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
 from utils.grading.answers import edit, wrong
 
 # --- LoraLayer ----------------------------------------------------------------------------------
@@ -456,6 +457,26 @@ def one_place_for_all_sites(site, layer):
 
     def add_output(out, hook):
         x = _shared_input["x"]
+        change = layer(x.reshape(*x.shape[:2], -1))
+        return out + change.reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+_input_of_site = {}
+
+
+@wrong(
+    "make_lora_hooks",
+    "The inputs are kept by the site's name, so that two adapters on one site share a place: the "
+    "first to add takes the input away. Give every pair of hooks a place of its own.",
+)
+def one_place_for_each_name(site, layer):
+    def read_input(x, hook):
+        _input_of_site[site] = x
+
+    def add_output(out, hook):
+        x = _input_of_site.pop(site)
         change = layer(x.reshape(*x.shape[:2], -1))
         return out + change.reshape(out.shape).to(out.dtype)
 
@@ -1110,6 +1131,28 @@ def hooks_left_behind(self):
                     self.base.add_hook(name, function)
 
 
+class _OffFromTheStart:
+    def __init__(self, model):
+        if model._mode != "hooked":
+            raise RuntimeError("contexts do not nest")
+        self.model, model._mode = model, "reference"
+
+    def __enter__(self):
+        return self.model
+
+    def __exit__(self, *error):
+        self.model._mode = "hooked"
+
+
+@wrong(
+    REFERENCE,
+    "The adapters go off when reference() is called, before the `with` is entered. Turn them off "
+    "in `__enter__`, where leaving is sure to turn them on again.",
+)
+def off_at_the_call(self):
+    return _OffFromTheStart(self)
+
+
 # --- TransformerWithLora.merged -----------------------------------------------------------------
 
 MERGED = "TransformerWithLora.merged"
@@ -1355,6 +1398,43 @@ def merged_weights_require_a_gradient(self):
                 linear.weight = weight
 
 
+@wrong(
+    MERGED,
+    "The weights are merged when merged() is called, before the `with` is entered. Merge on "
+    "entering, where leaving is sure to put the weights back.",
+)
+def merged_at_the_call(self):
+    stack = ExitStack()
+    stack.enter_context(TransformerWithLora.merged(self))
+    return stack
+
+
+class _Change(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = [delta]
+
+    def forward(self, weight):
+        return (weight.float() + self.delta[0]).to(weight.dtype)
+
+
+@wrong(
+    MERGED,
+    "register_parametrization writes to the weight where autograd sees it: the backward of a "
+    "forward before merged() then raises. Write through `.data`.",
+)
+@contextmanager
+def by_parametrization(self):
+    with self._in_mode("merged"), ExitStack() as stack:
+        for linear, layer in zip(self._linears.values(), self._layers, strict=True):
+            delta = layer.compute_delta().detach()
+            change = _Change(delta.T if isinstance(linear, nn.Linear) else delta)
+            parametrize.register_parametrization(linear, "weight", change)
+            undo = parametrize.remove_parametrizations
+            stack.callback(undo, linear, "weight", leave_parametrized=False)
+        yield self
+
+
 # --- TransformerWithLora.trainable_parameters ---------------------------------------------------
 
 TRAINABLE = "TransformerWithLora.trainable_parameters"
@@ -1415,6 +1495,16 @@ def with_names(self):
 )
 def twice(self):
     return 2 * list(self._layers.parameters())
+
+
+@wrong(
+    TRAINABLE,
+    "The list is right, but to ask for it unfreezes the base. Leave requires_grad as it is.",
+)
+def unfreezes_the_base(self):
+    for parameter in self.parameters():
+        parameter.requires_grad = True
+    return [p for name, p in self.named_parameters() if "lora_" in name]
 
 
 # --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
@@ -1639,6 +1729,47 @@ def added(self, path):
     self.load_trainable_state({n: t + own.get(n, 0) for n, t in load_file(path).items()})
 
 
+@wrong(
+    LOAD,
+    "Blocks of the file that this model does not have are ignored. That is an error: the adapter "
+    "belongs to a deeper model.",
+)
+def blocks_beyond_the_last_ignored(self, path):
+    state, own = load_file(path), self.trainable_state()
+    for block in range(self.cfg.n_layers):
+        start = f"blocks.{block}."
+        theirs = {n: t for n, t in state.items() if n.startswith(start)}
+        ours = {n: t for n, t in own.items() if n.startswith(start)}
+        if {n: t.shape for n, t in ours.items()} != {n: t.shape for n, t in theirs.items()}:
+            raise ValueError(f"block {block} does not fit")
+        for name, tensor in ours.items():
+            tensor.copy_(theirs[name])
+
+
+@wrong(
+    LOAD,
+    "Only the shapes of A are compared: a B of one column or row is broadcast. Compare both.",
+)
+def only_shapes_of_a_compared(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if state.keys() != own.keys():
+        raise ValueError("other sites")
+    for name, tensor in own.items():
+        if name.endswith("lora_A") and state[name].shape != tensor.shape:
+            raise ValueError(f"{name} has another shape")
+    _put_under_names(self, state)
+
+
+@wrong(
+    LOAD,
+    "After loading, every weight requires a gradient, those of the frozen base too. Only the "
+    "adapters are trained.",
+)
+def everything_trained_after_loading(self, path):
+    self.load_trainable_state(load_file(path))
+    self.requires_grad_(True)
+
+
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
 SFT = [
@@ -1772,6 +1903,17 @@ def shifted_the_other_way(logits, tokens, loss_mask):
     return F.cross_entropy(logits[:, 1:][is_target], tokens[:, :-1][is_target])
 
 
+@wrong(
+    "calc_sft_loss",
+    "This is the mean over chunks of 64 targets, and then over the chunks: targets of a short last "
+    "chunk count more. Sum over the chunks and divide once.",
+)
+def mean_of_chunk_means(logits, tokens, loss_mask):
+    is_target = loss_mask[:, 1:]
+    chunks = logits[:, :-1][is_target].split(64), tokens[:, 1:][is_target].split(64)
+    return torch.stack([F.cross_entropy(*chunk) for chunk in zip(*chunks, strict=True)]).mean()
+
+
 # --- Plausible ones that need an input of their own ---------------------------------------------
 
 FROM_A_SECOND_LOOK = [
@@ -1859,5 +2001,116 @@ FROM_A_SECOND_LOOK = [
         "                    raise ValueError(name)\n"
         "                own[name].copy_(tensor)",
         "Sites are compared within a block, so an adapter of fewer blocks is loaded in silence.",
+    ),
+    edit(
+        "LoraLayer",
+        "first_axis_squeezed",
+        "return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "rows = torch.atleast_2d(x)\n"
+        "        return (rows @ self.lora_A * self.scaling @ self.lora_B).squeeze(0)",
+        "A leading axis of size 1 is lost, as of a batch of one row. Give the result all of x's "
+        "leading axes.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "no_gradient_in_evaluation_mode",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):\n"
+        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "In eval() there is no gradient. eval() is about dropout: a policy is trained in it too.",
+        within=FORWARD,
+    ),
+    edit(
+        "make_lora_hooks",
+        "added_to_a_flat_copy",
+        "return out + layer(x).reshape(out.shape).to(out.dtype)",
+        "out.flatten(2).add_(layer(x).to(out.dtype)); return out",
+        "`flatten` gives a copy where the output's head axes are strided, and what is added to the "
+        "copy is lost. Give the adapter's output the shape of the layer's, and add.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "cast_for_bfloat16_only",
+        ".to(out.dtype)",
+        ".to(out.dtype if out.dtype == torch.bfloat16 else torch.float32)",
+        "The output keeps its dtype in bfloat16 only: in float16 it becomes float32.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "two_head_axes_expected",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        "x = x.flatten(2) if x.ndim == 4 else x",
+        "Head axes are flattened only where there are two of them. Flatten whatever follows the "
+        "batch and seq axes.",
+    ),
+    edit(
+        BUILD,
+        "last_site_checked",
+        "        for site in sites:\n",
+        "        for site in sites[-1:]:\n",
+        "Only the last site is checked, and a wrong one before it is silently left out. Check all.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "bfloat16_or_float32",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name, device, dtype if dtype == torch.bfloat16 else torch.float32)",
+        "Every dtype but bfloat16 gives float32. Load the base in the dtype that is asked for.",
+    ),
+    edit(
+        BUILD,
+        "blocks_start_as_copies",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
+        "copy_of(first.setdefault(site.split('.', 2)[2], LoraLayer(*_get_in_out(linear), rank, "
+        "alpha))) for copy_of, first in [(__import__('copy').deepcopy, {})] "
+        "for site, linear in self._linears.items()",
+        "The adapters of a site are copies of the first block's, so that all blocks start with the "
+        "same A. Make each one anew.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "one_base_for_all_models",
+        "load_base_model(name, device, dtype)",
+        "globals().setdefault('_load', __import__('functools').cache(load_base_model))"
+        "(name, device, dtype)",
+        "The base is loaded once and shared by all models of its name: what one merges into the "
+        "weights, the others see. Load one for each.",
+    ),
+    edit(
+        BUILD,
+        "blocks_of_one_digit",
+        'if k.split(".", 2)[2] in sites}',
+        'if k[len("blocks.0.") :] in sites}',
+        "Blocks from the tenth on have no adapters: `blocks.10.` is longer than `blocks.0.`. Split "
+        "the name at its dots.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        CALL,
+        "frozen_adapters_are_off",
+        'if self._mode == "hooked":',
+        'if self._mode == "hooked" and any(p.requires_grad for p in self._layers.parameters()):',
+        "Adapters that require no gradient are left out. Frozen or trained, they belong to the "
+        "model.",
+        within=RUN,
+    ),
+    edit(
+        MERGED,
+        "weights_of_the_first_merge",
+        "saved = [weight.clone() for weight in weights]",
+        'saved = vars(self).setdefault("_saved", [weight.clone() for weight in weights])',
+        "The weights that come back are those of the first merge, even if the base has changed "
+        "since, and the copy stays in memory. Save them on entering, each time.",
+    ),
+    edit(
+        MERGED,
+        "inference_mode",
+        'with self._in_mode("merged"):',
+        'with torch.inference_mode(), self._in_mode("merged"):',
+        "What is made in inference_mode cannot enter a later backward, as samples and log-probs "
+        "do. Use no_grad, or nothing.",
     ),
 ]
