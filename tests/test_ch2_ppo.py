@@ -110,6 +110,7 @@ def worked_counts(student, rng):
 def any_character(student, rng):
     """Random texts: full stops by default, and other characters"""
     texts, count = random_texts(rng, 9), student.reward_fn_char_count
+    texts[-1] *= rng.integer(30, 60)  # a long one
     return {f"{char!r}": count(texts, char) for char in ".aA \n?(^[]\\"} | {
         "default": count(texts),
         "by keyword": count(texts, char="e"),
@@ -120,7 +121,8 @@ def any_character(student, rng):
 # --- reward_fn_sentiment ------------------------------------------------------------------------
 
 OTHER_WORDS = tuple(
-    "greatly unfunny badly enriched warmth coldest flatly superbly baddish notgreat enrich".split()
+    "greatly unfunny badly enriched warmth coldest flatly superbly baddish notgreat enrich "
+    "charmings bores greats".split()
 )
 
 
@@ -135,6 +137,17 @@ def sentiment_by_word(samples):
         total = positive + negative
         rewards.append((positive - negative) / total if total else 0.0)
     return torch.tensor(rewards)
+
+
+def reward_each(student, texts):
+    """Sentiments by text, so that a message says which one is wrong."""
+    rewards = student.reward_fn_sentiment(texts)
+    is_tensor = isinstance(rewards, Tensor)
+    fits = is_tensor and rewards.shape == (len(texts),)
+    found = {"the tensor of rewards": torch.zeros_like(rewards) if is_tensor else rewards}
+    return found | {
+        f"the reward of {text!r}": rewards[i] if fits else rewards for i, text in enumerate(texts)
+    }
 
 
 def choose(rng, items):
@@ -163,22 +176,22 @@ def worked_sentiments(student, rng):
 def random_reviews(student, rng):
     """Words of every kind, in any case, with line breaks, and as "great", (dull) or bad/boring"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
-    return student.reward_fn_sentiment([random_review(rng, words, n) for n in range(12)])
+    return reward_each(student, [random_review(rng, words, n) for n in range(12)])
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def every_word_of_the_lists(student, rng):
     """Each word of the corpus's lists on its own"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
-    return student.reward_fn_sentiment([words[i] for i in rng.permutation(len(words)).tolist()])
+    return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()])
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def words_inside_words(student, rng):
     """A word inside another one, as "great" in "greatly", is not counted"""
     mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
-    return student.reward_fn_sentiment(
-        [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
+    return reward_each(
+        student, [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
     )
 
 
@@ -187,24 +200,27 @@ def repeated_words(student, rng):
     """A word that is repeated counts each time; "not" and "very" before it change nothing"""
     pairs = [(choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS)) for _ in range(5)]
     before = {"alone": "", "after not": "not ", "after very": "very "}
-    return {
-        name: student.reward_fn_sentiment(
-            [" ".join([word + a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs]
+    found = {
+        name: reward_each(
+            student,
+            [" ".join([word + a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs],
         )
         for name, word in before.items()
     }
+    return by_case(found)
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def no_word_of_the_lists(student, rng):
     """Texts without any of the words, and empty ones: 0.0, in a batch of only such texts too"""
     texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]
-    return {
-        "only such texts": student.reward_fn_sentiment(texts),
-        "others among them": student.reward_fn_sentiment(
-            [*texts, random_review(rng, POSITIVE_WORDS + NEGATIVE_WORDS, rng.integer(2, 7))]
-        ),
-    }
+    other = random_review(rng, POSITIVE_WORDS + NEGATIVE_WORDS, rng.integer(2, 7))
+    return by_case(
+        {
+            "only such texts": reward_each(student, texts),
+            "others among them": reward_each(student, [*texts, other]),
+        }
+    )
 
 
 # --- normalize_reward ---------------------------------------------------------------------------
@@ -261,12 +277,17 @@ def eps_is_visible(student, rng):
 
 @check("normalize_reward", expected=reward_by_statistics)
 def equal_rewards(student, rng):
-    """Rewards that are all equal, and a single one, give zeros, though a mean may be rounded"""
+    """Rewards that are all equal, and a single one, give new zeros, though a mean may be rounded"""
     f, x = student.normalize_reward, rng.normal(1)
-    return {
-        f"{n} times {value}": f(rng.tensor([value] * n))
-        for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
-    } | {"one": f(x), "equal": f(x.repeat(rng.integer(3, 90))), "not equal": f(rng.normal(5))}
+    after = {"one": with_inputs_after(f, x), "equal": with_inputs_after(f, x.repeat(5))}
+    return (
+        by_case(after)
+        | {
+            f"{n} times {value}": f(rng.tensor([value] * n))
+            for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
+        }
+        | {"one": f(x), "equal": f(x.repeat(rng.integer(3, 90))), "not equal": f(rng.normal(5))}
+    )
 
 
 # --- compute_token_rewards ----------------------------------------------------------------------
@@ -439,7 +460,7 @@ def the_ends_of_lambda(student, rng):
     tensors = poison_all(mask, NAN, **rollouts(rng, mask))
     return {
         f"gamma {gamma}, lam {lam}": student.compute_advantages(*tensors.values(), mask, gamma, lam)
-        for gamma, lam in itertools.product((1.0, 0.9), (1.0, 0.0))
+        for gamma, lam in itertools.product((1.0, 0.9, 0.0), (1.0, 0.0))
     }
 
 
@@ -459,6 +480,7 @@ def advantage_edges(student, rng):
     for name, mask in masks.items():
         tensors = poison_all(mask.bool(), NAN, **rollouts(rng, mask))
         found[name] = student.compute_advantages(*tensors.values(), mask.bool(), 0.97, 0.6)
+    found["300, by default"] = student.compute_advantages(*tensors.values(), mask.bool())
     large, mask = rollouts(rng, torch.ones(2, 5)), torch.ones(2, 5, dtype=torch.bool)
     large["token_rewards"][0, rng.integer(0, 5)] += 1000
     large["values"][1, rng.integer(0, 5)] -= 1000
@@ -618,16 +640,17 @@ def ragged_surrogates(student, rng):
 
 @check("calc_clipped_surrogate_objective", points=2, expected=surrogate_by_cases)
 def every_case_of_the_clip(student, rng):
-    """Ratios below, inside and above the interval with both signs of advantage, several clips"""
-    settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0)]
-    logratios = rng.tensor([-3.0, -0.5, -0.03, 0.02, 0.6, 3.0]).repeat(2, 1)
-    old_logprobs, size = -rng.uniform(2, 6, low=1, high=3), rng.uniform(2, 6, low=0.5, high=2)
+    """Ratios below, inside and above the interval, both signs of advantage and 0, several clips"""
+    settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0), (0.0, None)]
+    logratios = rng.tensor([-3.0, -0.5, -0.03, 0.02, 0.6, 3.0, 0.1]).repeat(2, 1)
+    old_logprobs, size = -rng.uniform(2, 7, low=1, high=3), rng.uniform(2, 7, low=0.5, high=2)
+    size[:, -1] = 0  # a token that counts all the same
     tensors = {
         "logprobs": old_logprobs + logratios,
         "old_logprobs": old_logprobs,
         "advantages": size * rng.tensor([[1.0], [-1.0]]),
     }
-    mask = torch.ones(2, 6, dtype=torch.bool)
+    mask = torch.ones(2, 7, dtype=torch.bool)
     f = student.calc_clipped_surrogate_objective
     return by_case(
         {
@@ -737,7 +760,11 @@ def ragged_value_losses(student, rng):
     tensors = value_inputs(rng, mask)
     return in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.3, None, **x), mask, **tensors
-    ) | {"defaults": f(*tensors.values(), mask), "vf_coef alone": f(*tensors.values(), mask, 0.8)}
+    ) | {
+        "defaults": f(*tensors.values(), mask),
+        "vf_coef alone": f(*tensors.values(), mask, 0.8),
+        "vf_coef 0": f(*tensors.values(), mask, 0.0),
+    }
 
 
 @check("calc_value_function_loss", points=2, seeds=2, expected=value_loss_by_cases)
@@ -778,7 +805,7 @@ def large_value_losses(student, rng):
     return by_case(
         {
             f"clip_coef {clip_coef}": call_with_gradients(f, mask, 0.3, clip_coef, **tensors)
-            for clip_coef in (None, 0.2)
+            for clip_coef in (None, 2.0)
         }
     )
 
@@ -920,8 +947,10 @@ def _logits_and_values(student, rng, kind):
     gradient = trainers.adapter_gradients(
         (values * weights)[real].sum() + logits[real].sum(), model
     )
-    first = (ids[:1, -3:], None)  # without a mask
-    return found | gradient | {"without a mask": list(model.forward_with_value_head(*first))}
+    first = ids[:1, -3:].clone()
+    first[0, 1] = models.SPECIAL["pad_token_id"]  # without a mask a token like any other
+    logits, values = model.forward_with_value_head(first, None)
+    return found | gradient | {"logits without a mask": logits, "values without a mask": values}
 
 
 @check(
@@ -956,6 +985,7 @@ def _head_is_a_part_of_the_model(observed, reference):
         "two identical calls should give the same values": ("values", "values again"),
         "a saved and loaded model should give the same values": ("values", "values loaded"),
         "merged() should give the same logits": ("logits", "logits merged"),
+        "merged() should give the same values": ("values", "values merged"),
         "reference() should leave the adapters off": ("by reference", "by hugging face"),
         "reference() should leave the adapters off in forward_with_value_head too": (
             "logits in reference()",
@@ -992,7 +1022,8 @@ def head_and_model(student, rng):
         found["values again"] = model.forward_with_value_head(ids, attention)[1][real]
         found["by forward"] = model(ids, attention)[real]
         with model.merged():
-            found["logits merged"] = model.forward_with_value_head(ids, attention)[0][real]
+            logits, values = model.forward_with_value_head(ids, attention)
+        found |= {"logits merged": logits[real], "values merged": values[real]}
         with model.reference():
             found["by reference"] = model(ids, attention)[real]
             found["logits in reference()"] = model.forward_with_value_head(ids, attention)[0][real]
@@ -1019,7 +1050,7 @@ def _make_args(student, **options):
     defaults = {
         "batch_size": 6,
         "num_minibatches": 1,
-        "gen_len": 5,
+        "gen_len": 8,  # more than the completions of make_samples have
         "prompts": list(trainers.PROMPTS),
     }
     return student.RLHFArgs(**(defaults | options))
@@ -1099,7 +1130,10 @@ def learning_rates(student, rng):
             optimizer.step()
             scheduler.step()
         name = f"warmup_steps {warmup_steps}, total_phases {total_phases}"
-        found[name] = torch.stack(rates).squeeze(-1)
+        for part, column in zip(
+            ("adapters", "value head"), torch.stack(rates).unbind(1), strict=True
+        ):
+            found[f"the learning rate of the {part}, phase by phase ({name}),"] = column
     return found
 
 
@@ -1113,7 +1147,8 @@ def steps_of_adam(student, rng):
     for _ in range(3):
         trainers.set_gradients(parameters, rng)
         optimizer.step()
-    return trainers.canonical(parameters)
+    after = trainers.canonical(parameters)
+    return {f"{name} after three steps": x for name, x in after.items()}
 
 
 @check("get_optimizer_and_scheduler")
@@ -1121,14 +1156,17 @@ def what_is_trained(student, rng):
     """One group for each part, frozen weights in none; for a model without a head too"""
     found = {}
     for model_class in (student.TransformerWithValueHeadLora, TransformerWithLora):
-        model = make_model(model_class, rng)
+        model, whose = make_model(model_class, rng), f"for {model_class.__name__}"
         optimizer, _ = student.get_optimizer_and_scheduler(_make_args(student), model)
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         trained = {id(p) for p in model.trainable_parameters()}
-        found[f"frozen in {model_class.__name__}"] = sum(id(p) not in trained for p in grouped)
-        found |= trainers.canonical([p for p in grouped if not _is_head(p)])
-        found[f"sizes in {model_class.__name__}"] = sorted(p.numel() for p in grouped)
-        found[f"groups for {model_class.__name__}"] = len(optimizer.param_groups)
+        n_frozen = sum(id(p) not in trained for p in grouped)
+        found[f"the number of frozen weights in the optimizer {whose}"] = n_frozen
+        sizes = sorted(p.numel() for p in grouped)
+        found[f"the list of the sizes of what is in the optimizer {whose}"] = sizes
+        adapters = trainers.canonical([p for p in grouped if not _is_head(p)])
+        found |= {f"{name} in the optimizer {whose}": x for name, x in adapters.items()}
+        found[f"the number of groups {whose}"] = len(optimizer.param_groups)
     return found
 
 
@@ -1235,9 +1273,12 @@ def rows_that_do_not_fit(student, rng):
 
 
 def _rows_that_do_not_divide(observed, reference):
-    rows = observed["rows"].reshape(2, 10).sort().values
-    if not torch.equal(rows, torch.arange(10).expand(2, 10)):
-        return "10 rows in 3 minibatches: every row should come once an epoch, the last ones too"
+    rows = observed["rows"].reshape(2, 9).sort().values
+    if not torch.equal(rows, torch.arange(9).expand(2, 9)):
+        return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
+    if observed["minibatches"] != 8:
+        n = observed["minibatches"]
+        return f"9 rows in 4 minibatches, in each of 2 epochs: there are {n} minibatches, not 8"
     for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
         minibatches = [rows[rows >= 0].tolist() for rows in observed[name]]
         if sorted(itertools.chain(*minibatches)) != list(range(4 * n_groups)):
@@ -1254,12 +1295,13 @@ def _rows_that_do_not_divide(observed, reference):
 
 @check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
 def groups_and_odd_numbers(student, rng):
-    """10 rows in 3 minibatches; 24 groups of 4 rows in 2, and 3 groups in 2: groups stay whole"""
+    """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 groups in 2: groups stay whole"""
     x = rng.normal(96)
     memory = student.ReplayMemory(
-        num_minibatches=3, batches_per_learning_phase=2, row=torch.arange(10), x=x[:10]
+        num_minibatches=4, batches_per_learning_phase=2, row=torch.arange(9), x=x[:9]
     )
-    found = {"rows": torch.cat([minibatch.row for minibatch in memory.get_minibatches()]), "x": x}
+    rows = [minibatch.row for minibatch in memory.get_minibatches()]
+    found = {"rows": torch.cat(rows), "minibatches": len(rows), "x": x}
     for n_groups in (24, 3):
         rows = torch.arange(4 * n_groups)
         grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=rows, x=x[rows])
@@ -1326,31 +1368,35 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     )
 
 
-def _make_memory(student, rng, with_reference=True, spread=2.0, rows=6, **options):
+def _make_memory(student, rng, with_reference=True, spread=2.0, mean=6.0, rows=6, **options):
     args = _make_args(student, batch_size=rows, **options)
     samples = make_samples(rng, rows)
     mask = samples.completion_mask
     drawn = [leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(3)]
     if not with_reference:
         drawn[1] = None
-    scores = leaf(rng.normal(rows, mean=3 * spread, std=spread))
+    scores = leaf(rng.normal(rows, mean=mean, std=spread))
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
     first = torch.cat(minibatches[: args.num_minibatches])
-    return {
-        name: inside(x, mask) if x is not None and x.shape == mask.shape else x
-        for name, x in fields.items()
-        if name != "ref_logprobs" or with_reference
-    } | {
-        "fields with a gradient": [
-            k for k, x in fields.items() if x is not None and x.requires_grad
-        ],
-        "the number of rows in each minibatch": [len(ids) for ids in minibatches],
-        "the first epoch's input_ids, sorted,": sorted(first.tolist()),
-        "scores afterwards": scores,
-        "values afterwards": inside(drawn[2], mask),
-    }
+    return (
+        {
+            name: inside(x, mask) if x is not None and x.shape == mask.shape else x
+            for name, x in fields.items()
+            if name != "ref_logprobs" or with_reference
+        }
+        | {
+            f"the requires_grad of {name} in the memory": x is not None and x.requires_grad
+            for name, x in fields.items()
+        }
+        | {
+            "the number of rows in each minibatch": [len(ids) for ids in minibatches],
+            "the first epoch's input_ids, sorted,": sorted(first.tolist()),
+            "scores afterwards": scores,
+            "values afterwards": inside(drawn[2], mask),
+        }
+    )
 
 
 @check("make_replay_memory", points=2, seeds=2, expected=memory_by_loops)
@@ -1387,9 +1433,13 @@ def memory_of_raw_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores that differ as little as the eps of normalize_reward; a single completion"""
-    found = {f"{rows} rows": _make_memory(student, rng, spread=1e-5, rows=rows) for rows in (6, 1)}
-    return by_case(found)
+    """Scores that differ as little as the eps of normalize_reward, or not; a single completion"""
+    cases = {
+        "6 rows": {"spread": 1e-5, "mean": 3e-5},
+        "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
+        "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
+    }
+    return by_case({name: _make_memory(student, rng, **case) for name, case in cases.items()})
 
 
 @check("make_replay_memory", expected=memory_by_loops)
@@ -1690,7 +1740,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
             fields = {name: x[[longest] * 6] for name, x in fields.items()}
         trainer.learning_phase(student.ReplayMemory(**counts, **fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
-        found |= {f"parameters {name} after phase {phase}": x for name, x in weights.items()}
+        found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
     return found
 
 

@@ -58,8 +58,16 @@ def canonical(tensors: list[Tensor]) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(0)
         direction = torch.randn(shape, generator=generator, dtype=torch.double)
         ordered = sorted(by_shape[shape], key=lambda x: float((x.double() * direction).sum()))
-        found[f"of shape {list(shape)}"] = torch.stack(ordered)
+        found[describe_parameter(shape)] = torch.stack(ordered)
     return found
+
+
+def describe_parameter(shape: tuple[int, ...]) -> str:
+    """What a trainable parameter of this shape is, in words."""
+    if len(shape) == 2 and RANK in shape:
+        return f"the lora_{'A' if shape[1] == RANK else 'B'} of shape {list(shape)}"
+    heads = {(1,): "the value head's bias", (1, models.D_MODEL): "the value head's weight"}
+    return heads.get(shape, f"the weight of shape {list(shape)}")
 
 
 def adapter_gradients(objective: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -69,7 +77,7 @@ def adapter_gradients(objective: Tensor, model: nn.Module) -> dict[str, Tensor]:
     found = torch.autograd.grad(objective, parameters, allow_unused=True)
     pairs = zip(found, parameters, strict=True)
     gradients = canonical([torch.zeros_like(p) if g is None else g for g, p in pairs])
-    named = {f"the gradient for parameters {name}": g for name, g in gradients.items()}
+    named = {f"the gradient for {name}": g for name, g in gradients.items()}
     return named | {"the number of gradients left in .grad": n_left}
 
 
@@ -182,7 +190,7 @@ class RecordingReward:
 
 def score_text(text: str, prompt: str) -> float:
     """The prompt's part moves all of a group alike."""
-    return text.count("a") + 0.25 * len(prompt)
+    return text.count("a") + 0.75 * len(prompt)
 
 
 def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> dict[str, Any]:
@@ -244,7 +252,7 @@ def describe_rollout(fields: dict[str, Tensor], gen_len: int) -> dict[str, Any]:
         "ids": F.pad(ids * real, (left, right)),
         "attention": F.pad(real.long(), (left, right)),
         "mask": F.pad(mask, (0, right)),
-        "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
+        "fields with a gradient": {name: x.requires_grad for name, x in fields.items()},
     }
     for name, x in fields.items():
         found[name] = F.pad(inside(x, mask), (0, right)) if x.ndim == 2 else x
@@ -275,8 +283,10 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
     """What is wrong with the prompts, the completions, the mask or their distribution."""
     tokenizer = models.load_tokenizer()
     ids, mask, n_prompt = observed["ids"], observed["mask"], get_prompt_len()
-    if observed["fields with a gradient"]:
-        return f"no field may carry a gradient, but {observed['fields with a gradient']} do"
+    if carriers := [
+        name for name, carries in observed["fields with a gradient"].items() if carries
+    ]:
+        return f"no field may carry a gradient, but {carriers} do"
     prompts = observed["prompts"]
     if len(set(prompts)) < 2:
         return "prompts should be drawn anew for each rollout; here all are one"

@@ -69,6 +69,11 @@ REWARD_FN_CHAR_COUNT = [
             "You look at the last character only. Count all of them.",
         ),
         (
+            "held_at_ten",
+            "float(min(text.count(char), 10))",
+            "The count is held at 10. Nothing bounds it here.",
+        ),
+        (
             "pieces_of_text",
             "float(sum(word.endswith(char) for word in text.split()))",
             "You count the words that end with the character, so that two in a row count once.",
@@ -258,6 +263,14 @@ REWARD_FN_SENTIMENT = [
     ),
     edit(
         "reward_fn_sentiment",
+        "endings_stripped",
+        WORDS,
+        f'[word.rstrip("s") for word in {WORDS}]',
+        "You take an s off the end, so that `greats` counts as `great`. Only the words of the two "
+        "lists count, as they are.",
+    ),
+    edit(
+        "reward_fn_sentiment",
         "very_counts_twice",
         WORDS,
         're.findall("[a-z]+", re.sub(r"very (\\w+)", r"\\1 \\1", text.lower()))',
@@ -395,6 +408,13 @@ NORMALIZE_REWARD = [
         "return rewards.sub_(rewards.mean()).div_(rewards.std() + eps)",
         "You write into the caller's rewards: sub_ and div_, or -= and /=, change them in place. "
         "Make a new tensor.",
+    ),
+    edit(
+        "normalize_reward",
+        "equal_rewards_zeroed_in_place",
+        "return torch.zeros_like(rewards)",
+        "return rewards.zero_()",
+        "zero_ overwrites the caller's rewards where they are equal. Return new zeros.",
     ),
     edit(
         "normalize_reward",
@@ -782,6 +802,13 @@ COMPUTE_ADVANTAGES = [
     ),
     edit(
         "compute_advantages",
+        "a_gamma_of_zero",
+        "    values = values.masked_fill(~mask, 0.0)",
+        "    gamma = gamma or 1.0\n    values = values.masked_fill(~mask, 0.0)",
+        "`gamma or 1.0` takes a gamma of 0 for none. With 0 only the token's own reward counts.",
+    ),
+    edit(
+        "compute_advantages",
         "deltas_clipped",
         DELTA,
         f"{DELTA}; delta = delta.clamp(-10, 10)",
@@ -802,6 +829,20 @@ def by_dividing_powers(values, token_rewards, mask, gamma=1.0, lam=0.95):
         powers = (gamma * lam) ** torch.arange(values.shape[1])
         weighted = (token_rewards + gamma * following - values) * powers
         return weighted.flip(1).cumsum(1).flip(1) / powers
+
+
+@wrong(
+    "compute_advantages",
+    "The sum of deltas stops after 100 steps. It runs to the end of the completion, however long.",
+)
+def horizon_of_a_hundred(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = token_rewards + gamma * following - values
+    advantages = torch.zeros_like(deltas)
+    for k in range(min(100, deltas.shape[1])):
+        advantages[:, : deltas.shape[1] - k] += (gamma * lam) ** k * deltas[:, k:]
+    return advantages * mask
 
 
 @wrong(
@@ -1078,6 +1119,21 @@ CALC_CLIPPED_SURROGATE_OBJECTIVE = [
     ),
     edit(
         "calc_clipped_surrogate_objective",
+        "a_clip_of_zero",
+        "clipped = ratio.clamp(1 - clip_coef, 1 + high)",
+        "clipped = ratio.clamp(1 - clip_coef, 1 + high) if clip_coef else ratio",
+        "A clip_coef of 0 is taken for no clip. With 0 no gain beyond a ratio of 1 counts.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "zero_advantages_left_out",
+        f"return masked_mean({TERMS}, mask)",
+        f"return masked_mean({TERMS}, mask & (advantages != 0))",
+        "True positions whose advantage is 0 are left out of the mean. They count: the mask alone "
+        "says what does.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
         "high_clip_on_both_sides",
         "clamp(1 - clip_coef, 1 + high)",
         "clamp(1 - high, 1 + high)",
@@ -1276,7 +1332,7 @@ def masked_at_the_end_only(
     logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
 ):
     high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = (logprobs - old_logprobs.detach()).clamp(max=80.0).exp()
+    ratio = (logprobs - old_logprobs.detach()).exp()
     advantages = advantages.detach()
     clipped = ratio.clamp(1 - clip_coef, 1 + high)
     return masked_mean(torch.minimum(ratio * advantages, clipped * advantages), mask)
@@ -1288,7 +1344,7 @@ def masked_at_the_end_only(
 )
 def terms_times_mask(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
     high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = (logprobs - old_logprobs.detach()).clamp(max=80.0).exp()
+    ratio = (logprobs - old_logprobs.detach()).exp()
     advantages = advantages.detach()
     clipped = ratio.clamp(1 - clip_coef, 1 + high)
     terms = torch.minimum(ratio * advantages, clipped * advantages)
@@ -1412,6 +1468,21 @@ CALC_VALUE_FUNCTION_LOSS = [
         "if clip_coef is not None:",
         "if clip_coef:",
         "`if clip_coef` takes a clip of 0 for none. Compare with None.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "a_vf_coef_of_zero",
+        "return vf_coef / 2 *",
+        "return (vf_coef or 0.5) / 2 *",
+        "`vf_coef or 0.5` takes a vf_coef of 0 for none. With 0 the loss is 0.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "a_clip_of_one_or_more",
+        "if clip_coef is not None:",
+        "if clip_coef is not None and clip_coef < 1:",
+        "A clip_coef of 1 or more has no effect. It bounds a difference of values, which has any "
+        "size.",
     ),
     edit(
         "calc_value_function_loss",
@@ -1590,6 +1661,72 @@ def huber(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
     return vf_coef / 2 * errors.sum() / mask.sum().clamp(min=1)
 
 
+LATE = [
+    (
+        "masked_too_late",
+        masked_mean,
+        "The loss is right, but the mask comes after the squares: there the gradient is 0 times "
+        "nan or inf. Replace values, old values and returns at masked positions first.",
+    ),
+    (
+        "terms_times_the_mask",
+        lambda terms, mask: (terms * mask).sum() / mask.sum().clamp(min=1),
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+    ),
+    (
+        "selected_too_late",
+        lambda terms, mask: terms[mask].mean(),
+        "The true terms are selected too late: at masked positions the gradient is 0 times nan or "
+        "inf. Mask the inputs first. And where no token is, the mean of none is nan, not 0.",
+    ),
+    (
+        "zeros_counted",
+        lambda terms, mask: torch.where(mask, terms, 0.0).mean(),
+        "The zeros that stand for masked positions are counted: divide by the number of true ones. "
+        "And mask the inputs, not the terms: their gradient is 0 times nan or inf.",
+    ),
+    (
+        "products_counted",
+        lambda terms, mask: (terms * mask).mean(),
+        "You divide by the number of all positions, not of the true ones. And multiplying by the "
+        "mask leaves nan, because 0 * nan is nan: replace what is masked out.",
+    ),
+    (
+        "mask_ignored",
+        lambda terms, mask: terms.mean(),
+        "The mask has no effect: positions after the end are counted too.",
+    ),
+]
+
+
+def _surrogate_averaged(name, average, sentence):
+    def answer(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+        high = clip_coef if clip_coef_high is None else clip_coef_high
+        ratio, a = (logprobs - old_logprobs.detach()).exp(), advantages.detach()
+        clipped = ratio.clamp(1 - clip_coef, 1 + high)
+        return average(torch.minimum(ratio * a, clipped * a), mask)
+
+    answer.__name__ = name
+    return wrong("calc_clipped_surrogate_objective", sentence)(answer)
+
+
+def _value_loss_averaged(name, average, sentence):
+    def answer(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+        old_values, returns = old_values.detach(), returns.detach()
+        errors = (values - returns).square()
+        if clip_coef is not None:
+            clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+            errors = torch.maximum(errors, (clipped - returns).square())
+        return vf_coef / 2 * average(errors, mask)
+
+    answer.__name__ = name
+    return wrong("calc_value_function_loss", sentence)(answer)
+
+
+LATE_SURROGATES = [_surrogate_averaged(*late) for late in LATE[2:]]  # the first two are above
+LATE_VALUE_LOSSES = [_value_loss_averaged(*late) for late in LATE]
+
+
 BONUS = "return ent_coef * entropies.sum() / max(entropies.numel(), 1)"
 ENTROPIES = "entropies = calc_entropy(logits[mask])"
 
@@ -1758,7 +1895,7 @@ CALC_KL_PENALTY = [
         KL,
         "kl = (ref_logprobs.exp() * -logratio).sum(-1)",
         "This is KL(reference ‖ policy). Weigh by the policy's probabilities: KL(policy ‖ "
-        "reference).",
+        "reference). F.kl_div(input, target) is KL(target ‖ input).",
     ),
     edit(
         "calc_kl_penalty",
@@ -1788,8 +1925,8 @@ CALC_KL_PENALTY = [
         "mean_over_the_vocabulary",
         "(logprobs.exp() * logratio).sum(-1)",
         "(logprobs.exp() * logratio).mean(-1)",
-        "Sum over the vocabulary: p already is the weight. The mean makes the KL shrink as the "
-        "vocabulary grows.",
+        "Sum over the vocabulary: p already is the weight. The mean, which F.kl_div takes by "
+        "default, makes the KL shrink as the vocabulary grows.",
     ),
     edit(
         "calc_kl_penalty",
@@ -1931,22 +2068,21 @@ def epsilon_in_the_log(logits, ref_logits, mask, kl_coef):
 
 @wrong(
     "calc_kl_penalty",
-    "F.kl_div without a reduction argument divides by the size of the vocabulary too. Sum over "
-    "the vocabulary, then take the mean over the true positions.",
+    "Policy and reference are exchanged: this is KL(reference ‖ policy), and its gradient goes to "
+    "the reference. The penalty is KL(policy ‖ reference), with the reference detached.",
 )
-def default_reduction(logits, ref_logits, mask, kl_coef):
-    kept, ref_kept = logits[mask], ref_logits.detach()[mask]
-    kl = torch.nn.functional.kl_div(ref_kept.log_softmax(-1), kept.softmax(-1), reduction="none")
-    return kl_coef * kl.sum() / max(kl.numel(), 1)
+def policy_and_reference_exchanged(logits, ref_logits, mask, kl_coef):
+    kl = _kl_everywhere(ref_logits[mask], logits[mask])
+    return kl_coef * kl.sum() / mask.sum().clamp(min=1)
 
 
 @wrong(
     "calc_kl_penalty",
-    "F.kl_div(input, target) is KL(target ‖ input): with the policy first this is the other "
-    "direction.",
+    "This is KL(reference ‖ policy), and the reference gets a gradient too. The penalty is "
+    "KL(policy ‖ reference), with the reference detached.",
 )
-def kl_div_turned_around(logits, ref_logits, mask, kl_coef):
-    kept, ref_kept = logits[mask].log_softmax(-1), ref_logits.detach()[mask].log_softmax(-1)
+def the_other_direction_without_detach(logits, ref_logits, mask, kl_coef):
+    kept, ref_kept = logits[mask].log_softmax(-1), ref_logits[mask].log_softmax(-1)
     kl = torch.nn.functional.kl_div(kept, ref_kept, reduction="none", log_target=True)
     return kl_coef * kl.sum() / mask.sum().clamp(min=1)
 
@@ -2000,6 +2136,15 @@ FORWARD_WITH_VALUE_HEAD = [
         "read_hidden)], input_ids, attention_mask)",
         "read_hidden)], input_ids, None)",
         "The attention mask is not passed on, so padding is attended to and counted as positions.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "mask_made_of_pad_ids",
+        "        hidden: list",
+        "        if attention_mask is None:\n"
+        "            attention_mask = (input_ids != self.tokenizer.pad_token_id).long()\n"
+        "        hidden: list",
+        "Without a mask every token is attended to. The pad id may be a token like any other.",
     ),
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
@@ -2156,6 +2301,13 @@ GET_OPTIMIZER_AND_SCHEDULER = [
     ),
     edit(
         "get_optimizer_and_scheduler",
+        "cosine",
+        "return 1.0 + progress * (args.final_scale - 1.0)",
+        "return args.final_scale + (1 - args.final_scale) * (1 + math.cos(math.pi * progress)) / 2",
+        "After the warm-up the learning rate falls along a cosine. It should fall along a line.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
         "frozen_weights_too",
         "    optimizer = torch",
         '    groups.append({"params": list(model.base.original_model.parameters()), "lr": 1e-3})\n'
@@ -2229,6 +2381,14 @@ REPLAY_MEMORY = [
         "groups[order].tensor_split(self.num_minibatches):",
         "groups[order].tensor_split(self.num_minibatches)[:-1] or [groups[order]]:",
         "One minibatch of each epoch is missing.",
+    ),
+    edit(
+        "ReplayMemory",
+        "chunked",
+        "tensor_split(self.num_minibatches)",
+        "chunk(self.num_minibatches)",
+        "torch.chunk may give fewer parts than it is asked for: 9 rows in 4 become 3 of 3. There "
+        "should be num_minibatches in each epoch, as tensor_split gives them.",
     ),
     edit(
         "ReplayMemory",
@@ -2789,6 +2949,60 @@ FROM_A_SECOND_LOOK = [
         "normalize_reward(scores) if",
         "(scores - scores.mean()) / (scores.std() + 1e-5) if",
         "A single completion has no std: use normalize_reward, which gives 0 there.",
+    ),
+    edit(
+        "make_replay_memory",
+        "constant_scores_normalized_inline",
+        "normalize_reward(scores) if args.normalize_reward",
+        "normalize_reward(scores) if len(scores) < 2 else (scores - scores.mean()) / "
+        "(scores.std() + 1e-5) if args.normalize_reward",
+        "Equal scores leave rounding noise, which dividing by eps makes visible: use "
+        "normalize_reward, which gives zeros there.",
+    ),
+    edit(
+        "make_replay_memory",
+        "raw_scores_clipped",
+        "else scores\n",
+        "else scores.clamp(-10, 10)\n",
+        "With normalize_reward off the scores are clipped. Nothing bounds them here.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "scores_clipped",
+        "scores = scores.to(self.device)",
+        "scores = scores.to(self.device).clamp(-10, 10)",
+        "The rewards are clipped before they are used. Nothing bounds them here.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "every_completion_as_long_as_gen_len",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        "prompt_len = minibatch.input_ids.shape[1] - args.gen_len",
+        "You count the completion's columns by args.gen_len. Sampling stops when all rows have "
+        "ended, so there may be fewer: as many as the mask has.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "each_part_clipped_alone",
+        "            grad_norm = nn.utils.clip_grad_norm_(\n                self.model."
+        "trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True\n"
+        "            )\n",
+        "            for group in self.optimizer.param_groups:\n"
+        "                grad_norm = nn.utils.clip_grad_norm_(\n"
+        '                    group["params"], self.args.max_grad_norm\n'
+        "                )\n",
+        "Adapters and head are clipped apart. max_grad_norm bounds the norm of the whole gradient.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "small_gradients_scaled_up",
+        "            self.optimizer.step()\n",
+        "            for p in self.model.trainable_parameters():\n"
+        "                p.grad *= max(1.0, self.args.max_grad_norm / float(grad_norm))\n"
+        "            self.optimizer.step()\n",
+        "Every gradient is scaled to the norm max_grad_norm, small ones too. Only a larger norm is "
+        "brought down to it.",
     ),
     edit(
         "get_optimizer_and_scheduler",
