@@ -95,6 +95,8 @@ def several_groups(student, rng):
     found["0 or 1"] = _every_scale(student, rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
     level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)  # the means are exact
     found["a level of 10000"] = _every_scale(student, level, 4)
+    close = 8 + rng.integers(-3, 4, 12) * rng.tensor([2.0**-17])  # and here
+    found["a level of 8, close"] = _every_scale(student, close, 4)
     return found | {"defaults": student.group_advantages(grouped_rewards(rng, 3, 4), 4)}
 
 
@@ -262,9 +264,11 @@ def single_updates_of_many_shapes(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def unlikely_tokens(student, rng):
-    """Log-probs of -1000: the ratio to themselves is 1; the inputs stay as they were"""
+    """Log-probs of -1000, and of 0, which is a token too; the inputs stay as they were"""
     mask = ragged_mask(rng, 4, 5)
-    logprobs = poison(-1000 * rng.uniform(4, 5, low=0.9, high=1.1), mask)
+    logprobs = -1000 * rng.uniform(4, 5, low=0.9, high=1.1)
+    logprobs[:, rng.integer(1, 5)] = 0.0
+    logprobs = poison(logprobs, mask)
     advantages = rng.normal(4)
     after = with_inputs_after(
         student.calc_single_update_objective, logprobs.clone(), advantages.clone(), mask.clone()
@@ -290,6 +294,12 @@ def k3_number_by_number(logprobs, ref_logprobs):
     """With the math module, for ratios that float64 can hold and probabilities that it cannot."""
     d = (ref_logprobs - logprobs).flatten().tolist()
     return torch.tensor([math.exp(x) - 1 - x for x in d]).reshape(logprobs.shape)
+
+
+def k3_of_differences(logprobs, ref_logprobs):
+    """exp(d) - 1 - d, where in float64 the digits lost do not count."""
+    d = ref_logprobs.detach() - logprobs
+    return d.exp() - 1 - d
 
 
 def add(logprobs: Tensor, d: Tensor) -> Tensor:
@@ -335,12 +345,14 @@ def small_differences(student, rng):
     return student.calc_per_token_kl(logprobs, add(logprobs, d))
 
 
-@check("calc_per_token_kl", expected=k3_number_by_number)
+@check("calc_per_token_kl", expected=k3_of_differences)
 def large_differences(student, rng):
-    """Differences from -1000 to 60, where probabilities underflow"""
+    """Differences from -1000 to 60, where probabilities underflow: the value, and the gradient"""
     d = torch.cat([rng.tensor([-1000.0, -200.0, -50.0, 20.0, 40.0, 60.0]), rng.normal(6, std=8)])
     logprobs = -rng.uniform(12, low=150.0, high=500.0)
-    return student.calc_per_token_kl(logprobs, add(logprobs, d))
+    return value_and_gradients(
+        student.calc_per_token_kl, logprobs=logprobs, ref_logprobs=add(logprobs, d)
+    )
 
 
 def _averages_to_the_kl(observed, reference):
@@ -462,6 +474,7 @@ def clips_and_beta(student, rng):
     options = {
         "narrow": {"clip_coef": 0.05, "beta": 0.0},
         "wide": {"clip_coef": 0.6, "beta": 0.0},
+        "zero": {"clip_coef": 0.0, "beta": 0.0},
         "higher": {"clip_coef_high": 0.6, "beta": 0.0},
         "lower": {"clip_coef": 0.4, "clip_coef_high": 0.1, "beta": 0.0},
         "beta": {"beta": 1.5},
@@ -487,7 +500,7 @@ def _every_case(student, rng, **options):
     """Ratios from 0.05 to 20, each with both signs of the advantage."""
     logratio = rng.tensor([[-3.0, -1.0, -0.1, 0.1, 1.0, 3.0]]).repeat(4, 1)
     signs = rng.tensor([[1.0] * 6, [-1.0] * 6, [1.0, -1.0] * 3, [-1.0, 1.0] * 3])
-    old = -rng.uniform(4, 6, low=3.5, high=4.0)
+    old = -rng.uniform(4, 6, low=3.5, high=4.0) * rng.tensor([[1.0], [3.0], [10.0], [30.0]])
     return value_and_gradients(
         _objective(student, torch.ones(4, 6, dtype=torch.bool), **options),
         logprobs=old + logratio,
@@ -499,7 +512,7 @@ def _every_case(student, rng, **options):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def every_case_of_the_minimum(student, rng):
-    """Ratios from 0.05 to 20, inside and beyond both clips, with both signs of A: the gradient"""
+    """Ratios from 0.05 to 20, likely and unlikely tokens, with both signs of A: the gradient"""
     return {
         "defaults": _every_case(student, rng),
         "0.3 below, 0.05 above": _every_case(student, rng, clip_coef=0.3, clip_coef_high=0.05),
@@ -514,9 +527,9 @@ def no_room_above(student, rng):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def advantages_of_tokens(student, rng):
-    """Advantages [batch completion] that differ within a row, some 0, NaN beyond the mask"""
+    """Advantages [batch completion] that differ within a row, some 0, NaN beyond; one row alone"""
     found = {}
-    for rows, completion in ((6, 4), (5, 5), (3, 7)):
+    for rows, completion in ((6, 4), (5, 5), (3, 7), (1, 4)):
         mask, advantages = ragged_mask(rng, rows, completion), rng.normal(rows, completion)
         advantages[:, rng.integer(0, completion)] = 0.0
         found[f"{rows} by {completion}"] = value_and_gradients(
@@ -529,7 +542,7 @@ def advantages_of_tokens(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def objectives_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    """As many completions as tokens, one row, one token, all full, nothing at all; A = 0"""
     masks = {
         "5 by 5": ragged_mask(rng, 5, 5),
         "one row": torch.arange(6)[None] < 4,
@@ -545,6 +558,12 @@ def objectives_of_many_shapes(student, rng):
             advantages=rng.normal(len(mask)),
         )
         for name, mask in masks.items()
+    } | {
+        "all advantages 0": value_and_gradients(
+            _objective(student, masks["5 by 5"]),
+            **ragged_logprobs(rng, masks["5 by 5"]),
+            advantages=rng.tensor([0.0] * 5),
+        )
     }
 
 
@@ -564,9 +583,11 @@ def single_update_without_kl(
 
 @check("calc_grpo_objective", expected=single_update_without_kl)
 def ratio_one(student, rng):
-    """Old log-probs equal to the current ones, beta 0: the gradient of mean logprob * A"""
+    """Old log-probs equal to the current ones, some 0, beta 0: the gradient of mean logprob * A"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
-    old = poison(-rng.uniform(6, 7, high=3.0), mask)
+    old = -rng.uniform(6, 7, high=3.0)
+    old[:, rng.integer(0, 7)] = 0.0
+    old = poison(old, mask)
     return value_and_gradients(
         lambda logprobs: student.calc_grpo_objective(
             logprobs, old, None, advantages, mask, beta=0.0
@@ -705,14 +726,16 @@ def worked_steps(student, rng):
 
 @check("process_advantages", points=2, seeds=2, expected=process_by_statistics)
 def ragged_steps(student, rng):
-    """Several groups, uneven numbers of steps, a row without any, ends in any order"""
+    """Several groups, uneven numbers of steps, a row without any, an outlier among 200"""
     found = {}
     for size, counts in ((2, [3, 2, 0, 4, 2, 2]), (3, [2, 0, 5, 1, 3, 1]), (4, [1, 6, 2, 3])):
         order = rng.permutation(len(counts)).tolist()
         rewards, ends = rewarded_steps(rng, [counts[i] for i in order], 7)
         rewards = [r + 3.0 * (row // size) for row, r in enumerate(rewards)]
         found[f"groups of {size}"] = student.process_advantages(rewards, ends, size, 7)
-    return found
+    rewards, ends = rewarded_steps(rng, [90, 110], 7)
+    rewards[0][rng.integer(0, 90)] = 600.0
+    return found | {"an outlier": student.process_advantages(rewards, ends, 2, 7)}
 
 
 @check("process_advantages", expected=process_by_statistics)
@@ -743,15 +766,16 @@ def steps_of_small_spread(student, rng):
     eight, high_ends = rewarded_steps(rng, [3, 1, 2, 2], 6)  # so that the mean is exact
     high = [1e4 + rng.integers(-3, 4, len(r)).to(rng.dtype) for r in eight]
     found = [f(rewards, ends, 2, 6), f(rewards, ends, 2, 6, 0.01), f(rewards, ends, 4, 6, eps=0.3)]
-    return [*found, f(high, high_ends, 4, 6)]
+    close = [8 + rng.integers(-3, 4, len(r)) * rng.tensor([2.0**-17]) for r in eight]
+    return [*found, f(high, high_ends, 4, 6), f(close, high_ends, 4, 6)]
 
 
 @check("process_advantages", seeds=2, expected=process_by_statistics)
 def groups_without_differences(student, rng):
-    """Steps that are all rewarded alike: zeros; two steps that differ: not"""
+    """Steps that are all rewarded alike, or no steps: zeros; two steps that differ: not"""
     values = rng.integers(-5, 5, 4).tolist()
     rewards = [[float(v)] * n for v in values for n in (4, 3)]  # numbers whose mean is exact
-    rewards += [rng.normal(1).tolist(), rng.normal(1).tolist()]
+    rewards += [[], [], rng.normal(1).tolist(), rng.normal(1).tolist()]
     rewards += [rng.normal(3).tolist(), rng.normal(2).tolist()]
     rewards = [rng.tensor(row) for row in rewards]
     ends = [rng.integers(0, 5, len(row)) for row in rewards]
@@ -865,10 +889,11 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
     )
     names = GRPO_FIELDS if with_reference else [n for n in GRPO_FIELDS if n != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
-    per_token = {n: x for n, x in fields.items() if "logprobs" in n and x.shape == mask.shape}
+    tensors = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+    per_token = {n: x for n, x in tensors.items() if "logprobs" in n and x.shape == mask.shape}
     found = fields | {name: inside(x, mask) for name, x in per_token.items()}
     return found | {
-        "fields with a gradient": [name for name, x in fields.items() if x.requires_grad],
+        "fields with a gradient": [name for name, x in tensors.items() if x.requires_grad],
         "minibatches": len(memory.get_minibatches()),
         "scores afterwards": scores,
         "logprobs afterwards": inside(logprobs, mask),
@@ -887,10 +912,10 @@ def memory_of_groups(student, rng):
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
-    """advantage_scale "batch" and "none", and no reference"""
+    """advantage_scale "batch" and "none", kl_kind "exact", and no reference"""
     scores = rng.normal(6, std=20) + rng.tensor([50.0, 50, 50, -30, -30, -30])
     return [
-        _make_grpo_memory(student, rng, scores, advantage_scale="batch"),
+        _make_grpo_memory(student, rng, scores, advantage_scale="batch", kl_kind="exact"),
         _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
     ]
 
@@ -1042,16 +1067,10 @@ def rollout_without_a_reference(student, rng):
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
 
 
-def _scored_by_the_hooked_model(observed, reference):
-    if observed["prompts"] != ["This movie is"] * 8:
-        return "without prompts, every prompt should be the prefix"
-    return trainers.find_wrong_ratio(observed, reference)
-
-
-@check("GrpoTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
+@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    options = {"prompts": None, "batch_size": 8, "group_size": 4}
+    options = {"batch_size": 12, "group_size": 3}  # four prompts: args.seed decides them, too
     make_args = functools.partial(_make_grpo_args, student, **options)
     model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.GrpoTrainer, make_args, model)
@@ -1063,18 +1082,22 @@ def _counts(observed, reference):
         return "with kl_coef 0 the reference should never run"
     if observed["sizes of what is trained"] != reference["sizes of what is trained"]:
         return "without a value head there is nothing to train but the adapters"
+    if observed["prompts"] != ["This movie is"] * 6:
+        return "without prompts, every prompt should be the prefix"
     return None
 
 
 @check("GrpoTrainer.rollout_phase", public=True, holds=_counts)
 def no_value_head_and_no_reference(student, rng):
-    """The model that the trainer builds has no value head; with kl_coef 0 no reference runs"""
+    """The trainer's own model has no value head; kl_coef 0: no reference runs; prompts None"""
+    reward_fn = trainers.RecordingReward()
     args = _make_grpo_args(
         student,
         base_model=models.get_checkpoint("shallow"),
         kl_coef=0.0,
         lora_rank=RANK,
-        reward_fn=lambda samples: torch.arange(float(len(samples))),
+        prompts=None,
+        reward_fn=reward_fn,
     )
     trainer = student.GrpoTrainer(args)
     model, entered = trainer.model, []
@@ -1093,6 +1116,7 @@ def no_value_head_and_no_reference(student, rng):
     return {
         "forwards without adapters": len(entered),
         "sizes of what is trained": sorted(p.numel() for p in model.trainable_parameters()),
+        "prompts": reward_fn.prompts,
         "advantages": memory.advantages,
     }
 
@@ -1100,6 +1124,8 @@ def no_value_head_and_no_reference(student, rng):
 # --- GrpoTrainer: the objective -----------------------------------------------------------------
 
 GRPO_OBJECTIVE = {
+    "batch_size": 12,  # twice the rows of a minibatch
+    "num_minibatches": 2,
     "clip_coef": 0.6,
     "ent_coef": 0.3,
     "kl_coef": 0.7,
@@ -1161,12 +1187,14 @@ def grpo_objective_by_definition(self, minibatch):
     return objective
 
 
-def _grpo_objective(student, rng, **options):
+def _grpo_objective(student, rng, advantages_are_zero=False, **options):
     args = _make_grpo_args(student, **(GRPO_OBJECTIVE | options))
     model = make_model(TransformerWithLora, rng, alpha=8)
     fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
     if args.kl_coef == 0:
         fields["ref_logprobs"] = model.reference = None  # no reference runs
+    if advantages_are_zero:
+        fields["advantages"] = torch.zeros_like(fields["advantages"])
     trainer = student.GrpoTrainer(args, model)
     model.train()
     (minibatch,) = ReplayMemory(**fields).get_minibatches()
@@ -1192,6 +1220,13 @@ def grpo_objective_and_gradient(student, rng):
 def objective_with_the_exact_kl(student, rng):
     """kl_kind "exact": the KL over the vocabulary in place of k3, not both"""
     return _grpo_objective(student, rng, kl_kind="exact", batches_per_learning_phase=1)
+
+
+@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+def objective_of_constant_groups(student, rng):
+    """Advantages of 0 throughout: KL and entropy bonus are left, of either kl_kind"""
+    kinds = ("k3", "exact")
+    return [_grpo_objective(student, rng, advantages_are_zero=True, kl_kind=k) for k in kinds]
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
@@ -1269,7 +1304,7 @@ def measure_by_reinforce(trainer):
 
 @check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
 def gradient_at_the_start(student, rng):
-    """On a rollout that is given: the gradient's norm over all groups, without KL and entropy"""
+    """On a given rollout, one group constant: the gradient's norm, without KL and entropy"""
     trainer = _make_grpo_trainer(student, rng, batch_size=18, ent_coef=0.5, kl_coef=2.0)
     samples = make_samples(rng, 18, empty_row=False)  # empty, it would break its group's balance
     with torch.no_grad():
@@ -1279,6 +1314,7 @@ def gradient_at_the_start(student, rng):
     # Not quite the model's: the ratio is taken against what its own forward gives.
     old, ref = (logprobs + rng.normal(*logprobs.shape, std=0.1) for _ in range(2))
     scores = rng.normal(18, mean=4)
+    scores[6:9] = scores[6]
     memory = student.make_grpo_memory(trainer.args, samples, scores, old, ref)
     trainer.rollout_phase = lambda: memory
     trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)

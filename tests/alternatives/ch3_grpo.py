@@ -12,7 +12,7 @@ from solutions.ch3_grpo import (
     group_advantages,
     make_grpo_memory,
 )
-from utils.grading.answers import right
+from utils.grading.answers import edit, right
 from utils.rewards import call_reward_fn
 
 # --- group_advantages ---------------------------------------------------------------------------
@@ -534,3 +534,14 @@ def measured_by_backward(trainer):
     for parameter in parameters:
         parameter.grad = None
     return objective.detach(), norm
+
+
+RATIOS_OF_ONE_UPDATE = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "ratio_one_with_one_update",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach() if args.num_minibatches == args.batches_per_learning_phase "
+        "== 1 else minibatch.logprobs,\n",
+    ),
+]

@@ -2223,3 +2223,165 @@ def advantages_by_minibatch(self):
         [group_advantages(part, args.group_size, args.advantage_scale) for part in parts]
     )
     return memory
+
+
+FROM_A_THIRD_LOOK = [
+    edit(
+        "group_advantages",
+        "nearly_equal_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "torch.isclose(groups, groups[:, :1]).all(-1, keepdim=True)",
+        "isclose takes rewards for equal that differ little beside their size. Only equal rewards "
+        "give zeros.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "length_by_counting_logprobs",
+        "return _mean_over_completions(ratio * advantages.detach()[:, None], mask)",
+        "per_token = (ratio * advantages.detach()[:, None]).masked_fill(~mask, 0.0)\n"
+        "    return (per_token.sum(-1) / logprobs.count_nonzero(-1).clamp(min=1)).mean()",
+        "A completion's length is the number of its log-probs that are not 0. A token that was "
+        "certain has log-prob 0, and counts: sum the mask.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "no_gradient_where_large",
+        "return torch.expm1(d) - d",
+        "kl = torch.expm1(d) - d\n    return torch.where(kl > 100, kl.detach(), kl)",
+        "Where k3 is large it has no gradient, so that nothing brings the policy back from where "
+        "it is farthest off. Leave it attached.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "clip_of_zero_taken_for_missing",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "clip_coef = clip_coef or 0.2\n"
+        "    high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "A clip_coef of 0 is taken for missing. It is a value: the interval is then 1 alone.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "length_by_counting_logprobs",
+        "return _mean_over_completions(objective, mask)",
+        "counts = logprobs.masked_fill(~mask, 0.0).count_nonzero(-1).clamp(min=1)\n"
+        "    return (objective.masked_fill(~mask, 0.0).sum(-1) / counts).mean()",
+        "A completion's length is the number of its log-probs that are not 0. A token that is "
+        "certain has log-prob 0, and counts: sum the mask.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_squeezed",
+        "    if advantages.ndim == 1:",
+        "    advantages = advantages.squeeze()\n    if advantages.ndim <= 1:\n"
+        "        advantages = advantages.reshape(-1)",
+        "squeeze() also drops the axis of completions where there is a single one: the advantages "
+        "of its tokens are then taken for those of completions.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "logprobs_clamped",
+        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "logprobs, old_logprobs = logprobs.clamp(min=-10), old_logprobs.clamp(min=-10)\n"
+        "    ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "Log-probs are clamped from below: the ratio of an unlikely token becomes 1, and nothing "
+        "is learned from it.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "no_kl_without_advantages",
+        "    ratio = calc_ratio(",
+        "    if not advantages.any():\n"
+        "        return 0.0 * logprobs.masked_fill(~mask, 0.0).sum()\n"
+        "    ratio = calc_ratio(",
+        "Where all advantages are 0 you return 0. The KL is left, and its gradient.",
+    ),
+    edit(
+        "process_advantages",
+        "fails_without_steps",
+        "together.numel() < 2 or together.max()",
+        "together.max()",
+        "A group without any step has no maximum. Its tokens are after the last end: they get 0.",
+    ),
+    edit(
+        "process_advantages",
+        "nearly_equal_steps_count_as_constant",
+        "together.max() == together.min()",
+        "torch.allclose(together, together[0])",
+        "allclose takes steps for equal whose rewards differ little beside their size. eps takes "
+        "care of small differences.",
+    ),
+    edit(
+        "process_advantages",
+        "clipped_to_3",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized.clamp(-3, 3))",
+        "The normalised rewards are clipped. One hit among many steps is worth what it is worth.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "no_reference_with_the_exact_kl",
+        "None if ref_logprobs is None else",
+        'None if ref_logprobs is None or args.kl_kind == "exact" else',
+        'With kl_kind "exact" the ref_logprobs that you are given are dropped. The memory has a '
+        "field for them.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "divided_by_the_number_of_minibatches",
+        "return objective",
+        "return objective / args.num_minibatches",
+        "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
+        "minibatch has a step of its own.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "nothing_left_without_advantages",
+        "        objective = objective + args.ent_coef",
+        "        if not minibatch.advantages.any():\n            return 0.0 * objective\n"
+        "        objective = objective + args.ent_coef",
+        "Where all advantages are 0 you return 0. KL and entropy bonus are left, and their "
+        "gradients.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "constant_groups_left_out",
+        "    ids, prompt_len =",
+        "    memory = memory.get_rows(memory.advantages.nonzero().flatten())\n"
+        "    ids, prompt_len =",
+        "Completions whose advantage is 0 are left out, which makes the mean, and the norm, too "
+        "large. They count.",
+    ),
+]
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The prompts are drawn by PyTorch's global generator, so that args.seed does not decide them. "
+    "Draw them by self.generator.",
+)
+@torch.no_grad()
+def prompts_by_the_global_generator(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    chosen = torch.randint(len(prompts), (self.args.batch_size // size,))
+    return _roll_out(self, prompts, chosen.repeat_interleave(size).tolist())
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "Completions whose prompts read alike are compared across groups. A prompt that is drawn twice "
+    "makes two groups.",
+)
+@torch.no_grad()
+def groups_by_the_text_of_the_prompt(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    logprobs, ref_logprobs = self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
+    memory = make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+    ids = samples.input_ids[:, : samples.prompt_len]
+    same = ids.unique(dim=0, return_inverse=True)[1]
+    for i in same.unique():
+        rows = same == i
+        memory.advantages[rows] = group_advantages(
+            scores[rows], int(rows.sum()), args.advantage_scale
+        )
+    return memory
