@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test start chapters
+.PHONY: demo test test-all start chapters release
 demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
 	$(PY) -m utils.demo
 
@@ -11,11 +11,17 @@ test: $(VENV)/.installed  ## everything that must hold
 	$(PY) -m ruff format --check .
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
+test-all: $(VENV)/.installed  ## and every attack, a class of sixty, every mistake through the sandbox
+	TEST_ALL=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+
 start: $(VENV)/.installed  ## JupyterLab at the first chapter
 	$(PY) -m jupyterlab chapters/ch0_sampling.ipynb
 
 chapters: $(VENV)/.installed  ## rebuild the notebooks, and run those with solutions
 	$(PY) -m utils.authoring
+
+release: $(VENV)/.installed  ## course bundles and the autograder, into dist/
+	$(PY) -m utils.authoring.release
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || \

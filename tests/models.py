@@ -9,6 +9,7 @@ of their own, as a tied one would repeat its input, and the embedded model's tok
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -37,15 +38,24 @@ ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 
 
 @functools.cache
 def get_checkpoint(kind: str) -> Path:
-    """The folder of a checkpoint, made at its first use and removed at exit."""
+    """The folder of a checkpoint, made at its first use and removed at exit.
+
+    Or the one that is in the folder COURSE_CHECKPOINTS already.
+    """
+    if (ready := os.environ.get("COURSE_CHECKPOINTS")) is not None:
+        return Path(ready) / kind
     logging.disable_progress_bar()
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_checkpoint(kind, folder)
+    return folder
+
+
+def save_checkpoint(kind: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _build(kind).save_pretrained(folder)
     load_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def _build(kind: str):

@@ -46,7 +46,7 @@ def every_prefix_and_temperature(student, rng):
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
     return {
         f"prefix_len {p}, temperature {t}": student.get_logprobs(logits, tokens, p, t)
-        for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.05, 5.0))
+        for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.05, 2.0, 5.0))
     } | {"defaults": student.get_logprobs(logits, tokens)}
 
 
@@ -538,7 +538,7 @@ def random_completions(student, rng):
 @check("get_completion_mask", expected=mask_by_loops)
 def long_completions(student, rng):
     """More eos after the first than an 8-bit count could hold"""
-    ids = torch.full((3, 300), 1)
+    ids = torch.full((3, rng.integer(300, 500)), 1)
     ids[:, 0] = rng.integers(2, 9, 3)
     return student.get_completion_mask(ids, 1)
 

@@ -181,9 +181,12 @@ def random_reviews(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def every_word_of_the_lists(student, rng):
-    """Each word of the corpus's lists on its own"""
+    """Each word of the corpus's lists on its own, and several together"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
-    return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()])
+    together = [random_review(rng, words, rng.integer(3, 12)) for _ in range(3)]
+    return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()]) | {
+        "several together": student.reward_fn_sentiment(together)
+    }
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)

@@ -32,7 +32,7 @@ from tests.inputs import (
     value_and_gradients,
     with_inputs_after,
 )
-from tests.trainers import RANK, beyond, inside, make_model, make_samples
+from tests.trainers import beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 
 # --- group_advantages ---------------------------------------------------------------------------
@@ -1095,7 +1095,7 @@ def no_value_head_and_no_reference(student, rng):
         student,
         base_model=models.get_checkpoint("shallow"),
         kl_coef=0.0,
-        lora_rank=RANK,
+        lora_rank=rng.integer(2, 9),
         prompts=None,
         reward_fn=reward_fn,
     )

@@ -24,14 +24,14 @@ from tabulate import tabulate  # noqa: E402
 
 from utils import unrun  # noqa: E402
 from utils.grading.checks import get_checks, get_reference, get_stems  # noqa: E402
+from utils.grading.engine import count_points  # noqa: E402
 from utils.grading.notebook import (  # noqa: E402
     YELLOW,
-    count_points,
     is_stub,
     paint,
-    rebind,
     run_and_print,
 )
+from utils.grading.stand_in import rebind  # noqa: E402
 
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel

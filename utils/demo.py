@@ -20,10 +20,9 @@ from utils.models.corpus import (
     review_prompts,
     training_pairs,
 )
+from utils.models.loading import ALL_LINEAR_SITES
 from utils.plotting import plot_history
 from utils.rewards import reward_fn_addition
-
-ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")
 
 
 def make_ppo_trainer(out: Path, seed: int, **overrides):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.distributions import Categorical, kl_divergence
 from tqdm import tqdm
 
 from utils.models.corpus import Pair, addition_prompt
@@ -33,8 +34,7 @@ def sample_prompts(
 @torch.no_grad()
 def measure_kl(model, batches: list) -> float:
     """Exact KL(policy ‖ reference), in nats per token, on states that the policy visited."""
-    from solutions.ch0_sampling import select_completion
-    from solutions.ch2_ppo import calc_kl_penalty
+    from solutions.ch0_sampling import masked_mean, select_completion
 
     def measure(samples):
         logits = model(samples.input_ids, samples.attention_mask)
@@ -43,7 +43,8 @@ def measure_kl(model, batches: list) -> float:
         logits, ref_logits = (
             select_completion(x, samples.prompt_len) for x in (logits, ref_logits)
         )
-        return calc_kl_penalty(logits, ref_logits, samples.completion_mask, kl_coef=1.0)
+        kl = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits))
+        return masked_mean(kl, samples.completion_mask)
 
     return _mean_over_tokens(measure, batches)
 

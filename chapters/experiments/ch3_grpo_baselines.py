@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.demo import ALL_LINEAR_SITES
 from utils.evaluation import sample_prompts
 from utils.models.corpus import (
     Pair,
@@ -24,6 +23,7 @@ from utils.models.corpus import (
     training_pairs,
     tuning_pairs,
 )
+from utils.models.loading import ALL_LINEAR_SITES
 from utils.rewards import reward_fn_addition
 
 RESULT = Path(__file__).parents[1] / "results" / "ch3_grpo_baselines.json"

@@ -15,8 +15,7 @@ from transformers import (
 
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import randomize
-from utils.demo import ALL_LINEAR_SITES
-from utils.models.loading import EMBEDDED_MODEL
+from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = SPECIAL | {

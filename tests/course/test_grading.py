@@ -41,7 +41,7 @@ EXERCISES = [(stem, exercise) for stem in STEMS for exercise in get_checks(stem)
         (3.0, math.inf, "is wrong"),
         ([torch.ones(1)], [torch.ones(1)] * 2, "has 1 entries, where 2"),
         ({"a": 1}, {"b": 1}, "lacks b"),
-        ({"a": 1, "b": 1}, {"b": 1}, "has a, which is not expected"),
+        ({"a": 1, "b": 1}, {"b": 1}, "has more parts than are expected"),
         (True, 1, "a bool, where an int"),
         ("x", "y", "is wrong"),
         (Raised("KeyError", "secret"), torch.ones(1), "raised KeyError$"),

@@ -25,7 +25,7 @@ from tests.course.helpers import (
     ragged_batch,
     randomize,
 )
-from utils.demo import ALL_LINEAR_SITES
+from utils.models.loading import ALL_LINEAR_SITES
 
 
 def test_a_new_layer_is_uniform_in_a_and_zero_in_b():

@@ -17,17 +17,18 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from utils.grading.checks import get_reference
+from utils.grading import stand_in
+from utils.grading.checks import get_checks, get_reference
+from utils.grading.extraction import get_bound_names, select_statements
 from utils.grading.observation import Answers
+from utils.grading.stand_in import Chapter, build_module, get_span
 
-_numbers = itertools.count()
 IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is collected
 
 
@@ -118,18 +119,14 @@ def get_source(stem: str) -> str:
     return inspect.getsource(get_reference(stem))
 
 
-@functools.cache
+def get_chapter(stem: str) -> Chapter:
+    """The reference of a chapter as source."""
+    return Chapter(stem, get_source(stem), tuple(get_checks(stem)))
+
+
 def find_definitions(stem: str) -> dict[str, ast.AST]:
     """Functions, classes and methods of a chapter's solutions by dotted name."""
-    return dict(_walk_definitions(ast.parse(get_source(stem))))
-
-
-def _walk_definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield prefix + node.name, node
-        if isinstance(node, ast.ClassDef):
-            yield from _walk_definitions(node, f"{prefix}{node.name}.")
+    return stand_in.find_definitions(get_source(stem))
 
 
 def get_lines(stem: str, name: str) -> tuple[int, int]:
@@ -137,9 +134,7 @@ def get_lines(stem: str, name: str) -> tuple[int, int]:
     definitions = find_definitions(stem)
     if name not in definitions:
         raise ValueError(f"{stem}: within should be one of {sorted(definitions)}, but is {name!r}")
-    node = definitions[name]
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-    return first - 1, node.end_lineno
+    return get_span(definitions[name])
 
 
 def apply_edits(stem: str, edits: tuple[Edit, ...]) -> str:
@@ -161,15 +156,6 @@ def apply_edits(stem: str, edits: tuple[Edit, ...]) -> str:
     return "".join(lines)
 
 
-def build_module(stem: str, source: str) -> ModuleType:
-    """A module of this source, importable under a name of its own as dataclasses ask."""
-    module = ModuleType(f"{stem}_built_{next(_numbers)}")
-    sys.modules[module.__name__] = module
-    module.__dict__["__file__"] = f"<{stem}>"
-    exec(compile(source, f"<{stem}>", "exec"), module.__dict__)
-    return module
-
-
 def replace(stem: str, exercise: str, definition: Any) -> Answers:
     """The reference with one definition replaced: a name of the module, or a class's method."""
     name, _, method = exercise.partition(".")
@@ -178,3 +164,35 @@ def replace(stem: str, exercise: str, definition: Any) -> Answers:
     module = build_module(stem, get_source(stem))
     setattr(getattr(module, name), method, definition)
     return Answers(vars(module))
+
+
+# --- As a submission ----------------------------------------------------------------------------
+
+_WRONG = "wrong = right = lambda *said: lambda f: f\n"
+
+
+def make_source(answer: Answer) -> str:
+    """A script that holds the chapter with this answer in it, as somebody would hand it in."""
+    if answer.definition is None:
+        return apply_edits(answer.stem, answer.edits)
+    module = sys.modules[answer.definition.__module__]
+    name, expression = _find_expression(module, answer)
+    statements = ast.parse(inspect.getsource(module)).body
+    chapter = get_source(answer.stem)
+    known = set().union(*map(get_bound_names, ast.parse(chapter).body))
+    taken = [
+        ast.unparse(statement)
+        for statement in select_statements(statements, {name})
+        if getattr(statement, "module", None) not in (__name__, f"solutions.{answer.stem}")
+        and not (isinstance(statement, ast.Assign) and get_bound_names(statement) <= known)
+    ]
+    return "\n\n".join([chapter, _WRONG, *taken, f"{answer.exercise} = {expression}\n"])
+
+
+def _find_expression(module: ModuleType, answer: Answer) -> tuple[str, str]:
+    """The name in its module that holds an answer, and how to get at it."""
+    for name, value in vars(module).items():
+        for place, found in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(found, Answer) and found.definition is answer.definition:
+                return name, f"{name}[{place}]" if isinstance(value, list) else name
+    raise ValueError(f"{module.__name__} should hold {answer.name}, but does not")

@@ -13,6 +13,7 @@ import ast
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -109,6 +110,11 @@ class Check:
         return textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
 
     @property
+    def is_worked(self) -> bool:
+        """Whether inputs and result are the same at every run: numbers worked by hand."""
+        return self.expected is not None and not callable(self.expected)
+
+    @property
     def stem(self) -> str:
         """The chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
         return self.probe.__module__.rpartition(".")[2].removeprefix("test_")
@@ -146,6 +152,12 @@ def get_stems() -> tuple[str, ...]:
 def get_reference(stem: str) -> ModuleType:
     """The reference solutions of a chapter."""
     return importlib.import_module(f"solutions.{stem}")
+
+
+@cache
+def has_reference(stem: str) -> bool:
+    """Not so in a student's bundle of the chapter."""
+    return importlib.util.find_spec(f"solutions.{stem}") is not None
 
 
 @cache

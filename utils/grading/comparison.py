@@ -41,7 +41,7 @@ def find_mismatch(
         if missing := sorted(expected.keys() - yours.keys()):
             return Mismatch(f"{where} lacks {missing[0]}")
         if unexpected := sorted(yours.keys() - expected.keys()):
-            return Mismatch(f"{where} has {unexpected[0]}, which is not expected")
+            return Mismatch(f"{where} has more parts than are expected", f"such as {unexpected[0]}")
         pairs = [(_say(key), yours[key], expected[key], _enter(gap, key)) for key in expected]
     elif isinstance(expected, list):
         if len(yours) != len(expected):

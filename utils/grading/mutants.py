@@ -37,7 +37,7 @@ from utils.grading.mutation import get_names, mutate
 from utils.grading.observation import Answers, run_check
 
 EQUIVALENTS = Path(__file__).parents[2] / "tests" / "equivalents.toml"
-LIMIT_S = 20  # a mutant that loops is killed
+LIMIT_S = 20  # of processor time, for all checks: a mutant that loops is killed
 
 # What is recorded and shown, unusual tokenizers, and the checking of arguments beyond the contract
 # are tested in tests/course instead.
@@ -230,12 +230,12 @@ def kill(mutant: Mutant) -> str | None:
     def stop(*_):
         raise _TookTooLong
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LIMIT_S)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         student = mutant.build()
     except Exception:  # no module at all
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         return "it does not import"
     check = checks[0]
     try:
@@ -245,7 +245,7 @@ def kill(mutant: Mutant) -> str | None:
     except _TookTooLong:
         return check.path
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     return None
 
 

@@ -14,18 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from utils.grading.answers import Answer, get_alternatives, get_mistakes
+from utils.grading.answers import Answer, get_alternatives, get_chapter, get_mistakes
 from utils.grading.checks import Check, get_checks, get_reference
 from utils.grading.engine import (
     Verdict,
+    count_points,
     diagnose,
     diagnose_answer,
+    get_points,
     get_quick_checks,
     grade,
     grade_answer,
 )
-from utils.grading.notebook import alone, count_points, find_answer
 from utils.grading.observation import Answers
+from utils.grading.stand_in import alone, find_answer
 from utils.grading.submission import Submission, load_submission
 
 _student = pytest.StashKey[Submission]()
@@ -110,7 +112,8 @@ class Exercise(pytest.Collector):
         submission = self.config.stash.get(_student, None)
         answer = submission and find_answer(submission.namespace, self.name)
         if answer is not None and not all(verdict.passed for verdict in verdicts):
-            with alone(self.stem, self.name, answer, submission.namespace) as student:
+            chapter = get_chapter(self.stem)
+            with alone(chapter, self.name, answer, submission.namespace) as student:
                 again = self._grade(student)
             if count_points(again) > count_points(verdicts):
                 verdicts = again
@@ -156,8 +159,14 @@ class CheckItem(Item):
             verdict = grade(self.check, exercise.student, exercise.secret)
         else:
             verdict = exercise.verdicts[self.check]
-        row = (f"{self.check.stem}  {self.check.exercise}", verdict.points, self.check.points)
-        self.user_properties.append(("points", row))
+            points = get_points([*exercise.verdicts.values()])
+            earned = dict(zip(exercise.checks, points, strict=True))
+            row = (
+                f"{self.check.stem}  {self.check.exercise}",
+                earned[self.check],
+                self.check.points,
+            )
+            self.user_properties.append(("points", row))
         if verdict.passed:
             return
         lines = [f"{self.check.title}:", verdict.describe()]

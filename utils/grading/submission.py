@@ -1,22 +1,18 @@
-"""From a student's notebook or script to the definitions that the checks need.
+"""A submission in this process: for a reader's own work, and for people whom you trust.
 
-Imports, functions, classes and the assignments that those need are taken, in source order. Nothing
-else of a notebook runs. It runs in this process: grade the work of people whom you trust.
+`utils.grade` grades the work of others, in processes apart.
 """
 
 import ast
-import symtable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
-from utils.grading.answers import build_module
-from utils.grading.checks import get_checks, get_reference, get_stems
+from utils.grading.answers import get_chapter
+from utils.grading.checks import get_checks, get_stems
+from utils.grading.extraction import get_bound_names, parse, select_statements
 from utils.grading.observation import Answers
-
-_DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+from utils.grading.stand_in import answer_with, build_module
 
 
 @dataclass(frozen=True)
@@ -28,9 +24,7 @@ class Submission:
 
     def get_answers(self, stem: str, exercise: str) -> Answers:
         """The student's names; what is missing is the reference's, but not the exercise itself."""
-        name = exercise.partition(".")[0]
-        rest = {k: v for k, v in vars(get_reference(stem)).items() if k != name}
-        return Answers(self.namespace, rest)
+        return answer_with(get_chapter(stem), exercise, self.namespace)
 
 
 def load_submission(path: Path) -> Submission:
@@ -40,11 +34,12 @@ def load_submission(path: Path) -> Submission:
     """
     if not path.is_file():
         raise ValueError(f"the submission should be a file, but {path} is not there")
-    if path.suffix not in (".py", ".ipynb"):
-        raise ValueError(f"the submission should be a .py or .ipynb file, but is {path.name}")
-    statements = select_statements(parse(path))
+    names = get_top_names()
+    statements = select_statements(
+        parse(path.read_bytes(), path.name), set().union(*names.values())
+    )
     defined = set().union(*map(get_bound_names, statements))
-    stems = tuple(stem for stem in get_stems() if defined & _get_top_names(stem))
+    stems = tuple(stem for stem in get_stems() if defined & names[stem])
     if not stems:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
     module = build_module(stems[-1], "from __future__ import annotations")
@@ -57,71 +52,6 @@ def load_submission(path: Path) -> Submission:
     return Submission(module.__dict__, stems)
 
 
-def _get_top_names(stem: str) -> set[str]:
-    return {exercise.partition(".")[0] for exercise in get_checks(stem)}
-
-
-def parse(path: Path) -> list[ast.stmt]:
-    """The statements of a script, or of the cells of a notebook that are free of syntax errors."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        return ast.parse(text).body
-    try:
-        notebook = nbformat.reads(text, as_version=4)
-    except Exception as error:  # nbformat's own errors share no class
-        raise ValueError(f"the submission should be a notebook, but {path}: {error}") from error
-    cells = (cell.source for cell in notebook.cells if cell.cell_type == "code")
-    return [statement for cell in cells for statement in _parse_cell(cell)]
-
-
-def _parse_cell(source: str) -> list[ast.stmt]:
-    """Without the lines of magics and of the shell, if it does not parse with them."""
-    kept = [line for line in source.splitlines() if not line.lstrip().startswith(("%", "!"))]
-    for text in (source, "\n".join(kept)):
-        try:
-            return ast.parse(text).body
-        except SyntaxError:
-            continue
-    return []
-
-
-def select_statements(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Definitions and imports, and the assignments of names that what is taken uses."""
-    taken = [s for s in statements if isinstance(s, _DEFINITIONS) and not _is_future(s)]
-    left = [s for s in statements if isinstance(s, ast.Assign | ast.AnnAssign)]
-    exercises = set().union(*map(_get_top_names, get_stems()))
-    while True:
-        needed = exercises.union(*map(get_used_names, taken))
-        more = [s for s in left if get_bound_names(s) & needed]
-        if not more:
-            break
-        taken += more
-        left = [s for s in left if s not in more]
-    return [s for s in statements if s in taken]
-
-
-def _is_future(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-
-
-def get_bound_names(statement: ast.stmt) -> set[str]:
-    """The top-level names that a statement defines or, as `T.method = f`, changes."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-        nodes = [node for target in targets for node in ast.walk(target)]
-        return {node.id for node in nodes if isinstance(node, ast.Name)}
-    return set()
-
-
-def get_used_names(statement: ast.stmt) -> set[str]:
-    """The global names that a statement refers to: no parameter and no local of a function."""
-    waiting = [symtable.symtable(ast.unparse(statement), "statement", "exec")]
-    names = set()
-    while waiting:
-        table = waiting.pop()
-        is_top = table.get_type() == "module"
-        names |= {s.get_name() for s in table.get_symbols() if is_top or s.is_global()}
-        waiting += table.get_children()
-    return names
+def get_top_names() -> dict[str, set[str]]:
+    """The functions and classes that hold the exercises of each chapter."""
+    return {stem: {e.partition(".")[0] for e in get_checks(stem)} for stem in get_stems()}

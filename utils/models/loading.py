@@ -9,6 +9,7 @@ from transformers.utils import logging
 from utils.validation import require
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")  # of GPT-2
 
 
 def load_base_model(

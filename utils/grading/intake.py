@@ -1,0 +1,136 @@
+"""Reading submissions: notebooks, scripts, folders and zips, as bytes that nobody has looked into.
+
+Nothing is extracted to disk and no link is followed, so a name can lead nowhere.
+"""
+
+import hashlib
+import io
+import os
+import re
+import stat
+import zipfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+SUFFIXES = (".ipynb", ".py")
+MOST_FILES = 200
+MOST_BYTES = 2**25  # of all files together
+SKIPPED = {"__MACOSX", "__pycache__", "node_modules", "site-packages", "venv"}
+
+
+@dataclass(frozen=True)
+class Intake:
+    """A submission: its name, its files in the order of their names, and what was left out."""
+
+    name: str
+    files: tuple[tuple[str, bytes], ...] = ()
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def digest(self) -> str:
+        """Of names and content."""
+        digest = hashlib.sha256()
+        for name, data in self.files:
+            digest.update(f"{len(name)}:{name}:{len(data)}:".encode(errors="replace") + data)
+        return digest.hexdigest()
+
+
+def name_submissions(paths: list[Path]) -> dict[str, Path]:
+    """A folder name for each path, from its own name and, where two share it, its parents'."""
+    names = {path: _clean(path.stem if path.suffix in (*SUFFIXES, ".zip") else path.name)
+             for path in paths}  # fmt: skip
+    counts = Counter(names.values())
+    for path, name in names.items():
+        if counts[name] > 1:
+            names[path] = _clean("__".join([*path.absolute().parts[-3:-1], path.name]))
+    counts = Counter(names.values())
+    return {
+        name if counts[name] == 1 else f"{name}-{hashlib.sha256(bytes(path)).hexdigest()[:8]}": path
+        for path, name in names.items()
+    }
+
+
+def _clean(name: str) -> str:
+    return re.sub(r"[^\w.() +-]", "_", name).strip(". ")[:100] or "submission"
+
+
+def read_submission(name: str, path: Path) -> Intake:
+    """The notebooks and scripts of a path. What cannot be read is a problem, never an error."""
+    try:
+        if path.is_dir():
+            return _gather(name, _iterate_folder(path))
+        data = _read_regular(path)
+        if path.suffix == ".zip" or data[:4] == b"PK\x03\x04":
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                return _gather(name, _iterate_zip(archive))
+        if path.suffix not in SUFFIXES:
+            return Intake(name, (), (f"{path.name} should be .ipynb, .py, .zip or a folder",))
+        return Intake(name, ((path.name, data),))
+    except Exception as error:  # zipfile's are of many kinds
+        return Intake(name, (), (f"{path.name} cannot be read: {_say(error)}",))
+
+
+def _gather(name: str, entries) -> Intake:
+    files, problems, left = [], [], MOST_BYTES
+    for entry, read in entries:
+        parts = PurePosixPath(entry).parts
+        if not entry.endswith(SUFFIXES) or any(p in SKIPPED or p.startswith(".") for p in parts):
+            continue
+        if len(files) >= MOST_FILES:
+            problems.append(f"only the first {MOST_FILES} files are read")
+            break
+        try:
+            data = read(left)
+        except Exception as error:
+            problems.append(f"{entry} cannot be read: {_say(error)}")
+            continue
+        left -= len(data)
+        files.append((entry, data))
+    if not files and not problems:
+        problems.append("there is no .ipynb or .py file in it")
+    return Intake(name, tuple(sorted(files)), tuple(problems))
+
+
+def _iterate_folder(folder: Path):
+    for parent, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            yield (
+                path.relative_to(folder).as_posix(),
+                lambda most, path=path: _read_regular(path, most),
+            )
+
+
+def _iterate_zip(archive: zipfile.ZipFile):
+    for info in archive.infolist()[: 20 * MOST_FILES]:
+        if stat.S_ISLNK(info.external_attr >> 16) or info.is_dir():
+            continue
+
+        def read(most, info=info):
+            with archive.open(info) as file:  # says in its head what it likes: count what comes
+                data = file.read(most + 1)
+            return _limit(data, most)
+
+        yield info.filename, read
+
+
+def _read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
+    """A file that is one: no link, pipe or device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        return _limit(file.read(most + 1), most)
+
+
+def _limit(data: bytes, most: int) -> bytes:
+    if len(data) > most:
+        raise ValueError(f"a submission should have at most {MOST_BYTES // 2**20} MB")
+    return data
+
+
+def _say(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) else error  # not the path
+    return f"{type(error).__name__}: {said}"[:200]

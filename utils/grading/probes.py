@@ -1,0 +1,162 @@
+"""The source that a probe needs and no more: what is sent to where a student's code runs.
+
+A check's oracle and predicate, other checks and the reference stay behind: a probe's module is cut
+down to the probe and to what it refers to, through as many modules of `tests` as that takes.
+"""
+
+import ast
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+
+from utils.grading.checks import Check
+from utils.grading.extraction import get_bound_names, get_used_names
+
+PACKAGE = "tests"  # its modules are cut down; all others are imported as they are
+
+
+@functools.cache
+def collect_sources(check: Check) -> dict[str, str]:
+    """The source of each module of `tests` that the probe takes, those first that others import."""
+    return _collect(check.probe.__module__, [check.name])
+
+
+def collect_public(checks: Iterable[Check]) -> dict[str, str]:
+    """The same for the public checks of a chapter, as checks: for a student's bundle.
+
+    A predicate and numbers worked by hand stay; what else is expected has to be recorded.
+    """
+    public = [check for check in checks if check.public]
+    module = public[0].probe.__module__
+    names = [check.name for check in public]
+    names += [check.holds.__name__ for check in public if check.holds is not None]
+    sources = _collect(module, names)
+    decorators = {check.name: _describe(check) for check in public}
+    statements = ast.parse(sources[module]).body
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef) and statement.name in decorators:
+            statement.decorator_list = [ast.parse(decorators[statement.name], mode="eval").body]
+    text = "\n\n\n".join(map(ast.unparse, statements))
+    return sources | {module: f"from utils.grading.checks import check\n\n{text}\n"}
+
+
+def _describe(check: Check) -> str:
+    """The decorator of a public check without its oracle."""
+    options = {"public": True}
+    for field in dataclasses.fields(Check):
+        value = getattr(check, field.name)
+        if field.name in ("points", "seeds", "slow", "rtol", "atol", "float64"):
+            options[field.name] = value
+    if check.is_worked:
+        options["expected"] = check.expected
+    written = [f"{name}={value!r}" for name, value in options.items()]
+    written += [f"holds={check.holds.__name__}"] if check.holds is not None else []
+    return f"check({check.exercise!r}, {', '.join(written)})"
+
+
+def _collect(module: str, start: list[str]) -> dict[str, str]:
+    names: dict[str, set[str]] = defaultdict(set)  # of each module
+    for name in start:
+        _add(module, name, names)
+    sources: dict[str, str] = {}
+    _put_in_order(module, names, sources)
+    return sources
+
+
+def _add(module: str, name: str, names: dict[str, set[str]]) -> None:
+    """Take a name of a module, and what it refers to."""
+    if name in names[module]:
+        return
+    names[module].add(name)
+    for statement in _get_statements(module):
+        if name not in _get_names(statement):
+            continue
+        if isinstance(statement, ast.ImportFrom) and statement.module.startswith(PACKAGE + "."):
+            _add(statement.module, _get_original(statement, name), names)
+        for used in get_used_names(statement) if not _is_import(statement) else ():
+            _add(module, used, names)
+            for attribute in _get_attributes(module, used, statement):
+                _add(f"{PACKAGE}.{used}", attribute, names)
+
+
+def _put_in_order(module: str, names: dict[str, set[str]], sources: dict[str, str]) -> None:
+    for statement in _get_statements(module):
+        taken = _get_names(statement) & names[module]
+        if not isinstance(statement, ast.ImportFrom) or not taken:
+            continue
+        if statement.module == PACKAGE:
+            imported = [f"{PACKAGE}.{_get_original(statement, name)}" for name in sorted(taken)]
+        else:
+            imported = [statement.module]
+        for other in imported:
+            if other in names and other not in sources:
+                _put_in_order(other, names, sources)
+    sources[module] = _cut(module, names[module])
+
+
+def _get_attributes(module: str, name: str, statement: ast.stmt) -> set[str]:
+    """What a statement takes of `name` if that is `from tests import name`."""
+    packages = [s for s in _get_statements(module) if isinstance(s, ast.ImportFrom)]
+    if not any(s.module == PACKAGE and name in _get_names(s) for s in packages):
+        return set()
+    return {
+        node.attr
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == name
+    }
+
+
+def _cut(module: str, names: set[str]) -> str:
+    """The statements of a module that bind one of these names."""
+    kept = []
+    for statement in _get_statements(module):
+        bound = _get_names(statement) & names
+        if not bound:
+            continue
+        if _is_import(statement):
+            statement = copy.copy(statement)
+            statement.names = [alias for alias in statement.names if _get_alias(alias) in bound]
+        kept.append(ast.unparse(statement))
+    return "\n\n".join(kept)
+
+
+@functools.cache
+def _get_statements(module: str) -> tuple[ast.stmt, ...]:
+    """The statements of a module; `@check(...)`, which names the oracle, is left out."""
+    statements = ast.parse(inspect.getsource(importlib.import_module(module))).body
+    for statement in statements:
+        if isinstance(statement, ast.FunctionDef):
+            statement.decorator_list = [d for d in statement.decorator_list if not _is_check(d)]
+    return tuple(statements)
+
+
+def _get_names(statement: ast.stmt) -> set[str]:
+    if _is_import(statement):
+        return {_get_alias(alias) for alias in statement.names}
+    return get_bound_names(statement)
+
+
+def _is_import(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def _get_alias(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _get_original(statement: ast.ImportFrom, name: str) -> str:
+    return next(alias.name for alias in statement.names if _get_alias(alias) == name)
+
+
+def _is_check(decorator: ast.expr) -> bool:
+    return (
+        isinstance(decorator, ast.Call)
+        and isinstance(decorator.func, ast.Name)
+        and decorator.func.id == "check"
+    )

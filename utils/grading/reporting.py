@@ -1,0 +1,122 @@
+"""What a batch leaves: JSON, Gradescope's results.json, a CSV of the class, and HTML pages."""
+
+import csv
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATES = Path(__file__).parent / "templates"
+Report = dict[str, Any]
+
+
+def write_submission(folder: Path, report: Report) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "results.json", json.dumps(make_gradescope(report), indent=1))
+    _write(folder / "report.html", _render("submission.html", report=report))
+    _write(folder / "report.json", json.dumps(report, indent=1))  # last: it says that all is there
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing, whenever this process is ended."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)
+
+
+def _render(name: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name).render(**values)
+
+
+def make_gradescope(report: Report) -> dict[str, Any]:
+    """results.json: https://gradescope-autograders.readthedocs.io/en/latest/specs/"""
+    if not report["exercises"]:
+        said = "\n".join(report["problems"])
+        return {"score": 0, "output": said, "output_format": "text", "tests": []}
+    tests = []
+    for exercise in report["exercises"]:
+        passed = all(check["passed"] for check in exercise["checks"])
+        tests.append({
+            "score": exercise["score"],
+            "max_score": exercise["max_score"],
+            "status": "passed" if passed else "failed",
+            "name": f"{exercise['chapter']} {exercise['name']}",
+            "output": format_exercise(exercise),
+            "output_format": "text",
+            "visibility": exercise["visibility"],
+        })  # fmt: skip
+    return {
+        "score": report["score"],
+        "output": "\n".join(report["problems"]),
+        "output_format": "text",
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "tests": tests,
+    }
+
+
+def format_exercise(exercise: Report) -> str:
+    """One line a check, what is wrong below, and the mistake's sentence."""
+    lines = []
+    for check in exercise["checks"]:
+        mark = "✓" if check["passed"] else "✗"
+        lines.append(f"{mark} {check['points']:g}/{check['max_points']:g}  {check['title']}")
+        lines += [f"    {line}" for line in check["message"].splitlines()]
+    if exercise["sentence"]:
+        lines.append(f"→ {exercise['sentence']}")
+    return "\n".join(lines)
+
+
+def write_class(out: Path, reports: list[Report]) -> None:
+    """class.csv and class.html, of all submissions together."""
+    reports = sorted(reports, key=lambda report: report["submission"])
+    names = {(e["chapter"], e["name"]): e["max_score"] for r in reports for e in r["exercises"]}
+    partial = out / "class.csv.partial"
+    with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.writer(file)
+        writer.writerow(["submission", "score", "max_score", *(f"{s} {n}" for s, n in names)])
+        for report in reports:
+            scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
+            row = [_shield(report["submission"]), report["score"], report["max_score"]]
+            writer.writerow(row + [scores.get(name, "") for name in names])
+    os.replace(partial, out / "class.csv")
+    _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
+
+
+def _shield(text: str) -> str:
+    """A cell that a spreadsheet would take for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+
+
+def summarize(reports: list[Report]) -> dict[str, Any]:
+    """For the class page: each exercise's mean, the mistakes met, and the spread of the scores."""
+    rows: dict[tuple[str, str], list[Report]] = {}
+    mistakes: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        for exercise in report["exercises"]:
+            rows.setdefault((exercise["chapter"], exercise["name"]), []).append(exercise)
+            if exercise["sentence"]:
+                mistakes[f"{exercise['chapter']} {exercise['name']}", exercise["sentence"]] += 1
+    exercises = [
+        {
+            "name": f"{stem} {name}",
+            "mean": sum(e["score"] for e in found) / len(found),
+            "max_score": found[0]["max_score"],
+            "full": sum(all(check["passed"] for check in e["checks"]) for e in found),
+            "n": len(found),
+        }
+        for (stem, name), found in rows.items()
+    ]
+    shares = [r["score"] / r["max_score"] for r in reports if r["max_score"]]
+    bins = [sum(min(int(share * 10), 9) == b for share in shares) for b in range(10)]
+    return {"exercises": exercises, "mistakes": mistakes.most_common(), "bins": bins}

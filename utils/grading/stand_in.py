@@ -1,0 +1,149 @@
+"""The reference standing in for a chapter's other exercises, without the one that is graded.
+
+Only source and names are needed, so that it works where the graded solution must not be.
+"""
+
+import ast
+import contextlib
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from utils.grading.observation import Answers
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """The source of a chapter's solutions, or what is left of it, and all exercises' names."""
+
+    stem: str
+    source: str
+    exercises: tuple[str, ...]
+
+    def without(self, *names: str) -> "Chapter":
+        """Without these functions, classes or methods; names that are not there are no error."""
+        lines = self.source.splitlines(keepends=True)
+        for name in names:
+            if name in (definitions := find_definitions(self.source)):
+                first, last = get_span(definitions[name])
+                lines[first:last] = ["\n"] * (last - first)
+                if "." in name:  # a class may not be left empty
+                    lines[first] = " " * definitions[name].col_offset + "pass\n"
+        return Chapter(self.stem, "".join(lines), self.exercises)
+
+    def build(self, **given: Any) -> dict[str, Any]:
+        """Its names; `given` stands beside them, for what was left out."""
+        return vars(build_module(self.stem, self.source, **given))
+
+
+@functools.lru_cache(maxsize=64)
+def find_definitions(source: str) -> dict[str, ast.AST]:
+    """Functions, classes and methods by dotted name."""
+    return dict(_walk_definitions(ast.parse(source)))
+
+
+def _walk_definitions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name, node
+        if isinstance(node, ast.ClassDef):
+            yield from _walk_definitions(node, f"{prefix}{node.name}.")
+
+
+def get_span(node: ast.AST) -> tuple[int, int]:
+    """First and last line of a definition, decorators included, from 0, the end exclusive."""
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return first - 1, node.end_lineno
+
+
+def build_module(stem: str, source: str, **given: Any) -> ModuleType:
+    """A module of this source, importable under a name of its own as dataclasses ask."""
+    module = ModuleType(f"{stem}_built_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    module.__dict__.update({"__file__": f"<{stem}>"} | given)
+    exec(compile(source, f"<{stem}>", "exec"), module.__dict__)
+    return module
+
+
+# --- One exercise alone -------------------------------------------------------------------------
+
+
+def find_answer(names: dict[str, Any], exercise: str) -> Any:
+    """The function, class or method of an exercise; None where there is none."""
+    name, _, method = exercise.partition(".")
+    found = names.get(name)
+    return getattr(found, method, None) if method else found
+
+
+def answer_with(chapter: Chapter, exercise: str, names: dict[str, Any]) -> Answers:
+    """A student's names; what is missing is the chapter's, but not the exercise itself."""
+    name = exercise.partition(".")[0]
+    rest = chapter.without(exercise).build(**{name: names[name]} if name in names else {})
+    return Answers(names, {key: value for key, value in rest.items() if key != name})
+
+
+@contextlib.contextmanager
+def alone(
+    chapter: Chapter, exercise: str, answer: Any, caller: dict[str, Any]
+) -> Iterator[Answers]:
+    """One exercise of the caller's with the reference in place of the chapter's others.
+
+    The caller's functions find each other in its namespace: there, too, the reference stands in
+    until the end.
+    """
+    name, _, method = exercise.partition(".")
+    others = {other.partition(".")[0] for other in chapter.exercises} - {name}
+    if method:
+        reference, answer = _graft(chapter, name, method, caller[name])
+    else:
+        reference = chapter.without(exercise).build(**{name: answer})
+    swapped = {other: reference[other] for other in others} | {name: answer}
+    saved = {key: caller[key] for key in swapped if key in caller}
+    caller.update({key: swapped[key] for key in saved})
+    try:
+        yield Answers({name: answer}, reference)
+    finally:
+        caller.update(saved)
+
+
+def _graft(chapter: Chapter, name: str, method: str, student: type) -> tuple[dict[str, Any], type]:
+    """The reference's class with one method of the student's, and what stands beside it."""
+    owner = next(c for c in student.__mro__ if method in vars(c))
+    mine = {
+        key: value
+        for key, value in vars(owner).items()
+        if isinstance(value, types.FunctionType | classmethod | staticmethod | property)
+        and (key == method or f"{name}.{key}" not in chapter.exercises)
+    }
+    module = chapter.without(*(f"{name}.{key}" for key in mine)).build()
+    grafted = type(name, (module[name],), {})
+    for key, value in mine.items():
+        setattr(grafted, key, rebind(value, grafted))
+    module[name] = grafted
+    return module, grafted
+
+
+def rebind(method: Any, owner: type) -> Any:
+    """A method whose `super()` means that of another class."""
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(rebind(method.__func__, owner))
+    if not isinstance(method, types.FunctionType) or not method.__closure__:
+        return method
+    names = method.__code__.co_freevars
+    cells = [
+        types.CellType(owner) if name == "__class__" else cell
+        for name, cell in zip(names, method.__closure__, strict=True)
+    ]
+    bound = types.FunctionType(
+        method.__code__, method.__globals__, method.__name__, method.__defaults__, tuple(cells)
+    )
+    bound.__kwdefaults__ = method.__kwdefaults__
+    vars(bound).update(vars(method))
+    return bound

@@ -1,0 +1,186 @@
+"""Processes that run a student's code: one is forked for each check, from one that imported torch.
+
+The zygote holds no solution, no check and no student code. It gets jobs from the trusted process,
+and for each forks a keeper, which forks the child in namespaces of its own, reads its reply up to
+a length and a time, and ends it with all that it started. The reply is bytes (`wire`): nothing of
+it is executed or unpickled.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+
+from utils.grading import child, sandbox
+from utils.grading.wire import MOST_BYTES
+
+_HEADER = struct.Struct("<Q")
+SPARE_SECONDS = 20  # that a keeper gets beyond its child's, before it is given up
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is the same for all jobs: what a child may read, and a file that it may not."""
+
+    readable: tuple[str, ...]
+    forbidden: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """outcome: "done", "time" (too long), "length" (too much), "ended" (without a reply).
+
+    protections: those that were confirmed in the child before student code was loaded.
+    """
+
+    outcome: str
+    data: bytes = b""
+    protections: tuple[str, ...] = ()
+
+
+@dataclass
+class Job:
+    """What a child is to do: `child.run(**arguments)`, in `seconds` at most."""
+
+    action: str
+    seconds: int
+    arguments: dict = field(default_factory=dict)
+
+
+def serve(connection: Connection, place: Place) -> None:
+    """Take jobs until the other side closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            job = connection.recv()
+            connection.send_bytes(_run(job, place))
+
+
+def ask(connection: Connection, job: Job) -> Reply:
+    """The trusted side of `serve`. Raises EOFError if the zygote is gone."""
+    connection.send(job)
+    data = connection.recv_bytes()
+    (length,) = _HEADER.unpack_from(data)
+    head = json.loads(data[_HEADER.size : _HEADER.size + length])
+    return Reply(head["outcome"], data[_HEADER.size + length :], tuple(head["protections"]))
+
+
+def _run(job: Job, place: Place) -> bytes:
+    """Fork the keeper, and pass on what it says."""
+    folder = tempfile.mkdtemp(prefix="grading-")
+    reader, writer = os.pipe()
+    keeper = os.fork()
+    if keeper == 0:
+        _keep(job, place, folder, writer)
+    os.close(writer)
+    try:
+        data, _ = _read(reader, time.monotonic() + job.seconds + SPARE_SECONDS)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(keeper, signal.SIGKILL)
+        os.waitpid(keeper, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+    return data or _pack_reply(Reply("ended"))
+
+
+def _keep(job: Job, place: Place, folder: str, out: int) -> None:
+    """The keeper: start the child, wait for its reply, end it. Does not return."""
+    try:
+        entered = sandbox.separate()
+        keeper = os.getpid()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _be_child(job, place, folder, entered, writer, keeper)
+        os.close(writer)
+        data, outcome = _read(reader, time.monotonic() + job.seconds)
+        for end in (os.kill, os.killpg):  # the group, where there is no namespace to end with it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                end(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        frames = _split(data)
+        protections = json.loads(frames[0]) if frames else []
+        if outcome == "done" and len(frames) < 2:
+            outcome = "ended"
+        protections = (*protections, "wall clock") if protections else ()
+        reply = Reply(outcome, frames[1] if outcome == "done" else b"", protections)
+        _write(out, _pack_reply(reply))
+    finally:
+        os._exit(0)
+
+
+def _be_child(
+    job: Job, place: Place, folder: str, entered: list[str], writer: int, keeper: int
+) -> None:
+    """The child: nothing open but the way back, sandboxed, then the job. Does not return."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        writer = os.dup2(writer, 3)
+        os.closerange(4, 1024)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, keeper)
+        _write_frame(writer, json.dumps(sandbox.enter(limits, entered)).encode())
+        _write_frame(writer, child.run(job.action, job.arguments))
+    finally:
+        os._exit(0)  # an error here, or an exit of the student's: there is no reply
+
+
+# --- Bytes --------------------------------------------------------------------------------------
+
+
+def _pack_reply(reply: Reply) -> bytes:
+    head = json.dumps({"outcome": reply.outcome, "protections": reply.protections}).encode()
+    return _HEADER.pack(len(head)) + head + reply.data
+
+
+def _write_frame(descriptor: int, data: bytes) -> None:
+    _write(descriptor, _HEADER.pack(len(data)) + data)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read(descriptor: int, deadline: float) -> tuple[bytes, str]:
+    """All that comes until the other side closes, and how that ended."""
+    data = bytearray()
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return bytes(data), "time"
+        if not poll.poll(left * 1000):
+            continue
+        chunk = os.read(descriptor, 2**20)
+        if not chunk:
+            return bytes(data), "done"
+        data += chunk
+        if len(data) > MOST_BYTES:
+            return bytes(data), "length"
+
+
+def _split(data: bytes) -> list[bytes]:
+    """The first two complete frames."""
+    frames, at = [], 0
+    while len(frames) < 2 and at + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        if at + length > len(data):
+            break
+        frames.append(data[at : at + length])
+        at += length
+    return frames
