@@ -7,6 +7,7 @@ another takes its place, and the submission is tried once more.
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -104,6 +105,8 @@ def prepare() -> None:
     atexit.register(lambda: os.getpid() == owner and shutil.rmtree(folder, ignore_errors=True))
     os.environ["COURSE_CHECKPOINTS"] = folder
     child.warm_up(f"{folder}/shallow")
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
 
 
 def _save_checkpoints(folder: Path) -> None:

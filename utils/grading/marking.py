@@ -1,7 +1,7 @@
 """One submission, from its files to its report: the trusted side of grading code of others.
 
 What the student's code did comes from `zygote` as bytes; it is judged here, by `engine.judge`, with
-seeds that derive from a secret and the submission.
+seeds that derive from a secret and, over a few variants, from the submission.
 """
 
 import builtins
@@ -27,6 +27,7 @@ from utils.grading.zygote import Job
 
 SECONDS, SLOWER = 30, 6  # of one check, wall clock; a slow one gets so many times as long
 MOST_SECONDS = 900  # of all checks of a submission together
+VARIANTS = 4  # of the seeds, among the submissions: the reference runs once for each
 MOST_STOPPED = 2  # checks of one exercise that took too long: the others are not run
 LONGEST = 2000  # of a message
 OUTCOMES = {
@@ -46,7 +47,8 @@ class Marker:
 
     def mark(self, intake: Intake, only: str | None = None) -> dict[str, Any]:
         """The report of a submission; of one exercise if `only` is given."""
-        secret = hashlib.sha256(f"{self.secret}|{intake.digest}".encode()).hexdigest()
+        variant = int(intake.digest[:8], 16) % VARIANTS
+        secret = hashlib.sha256(f"{self.secret}|{variant}".encode()).hexdigest()
         problems, chapters, exercises = list(intake.problems), [], []
         self.protections, self.started = None, time.monotonic()
         by_stem = self._sort_files(intake, problems) if intake.files else {}

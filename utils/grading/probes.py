@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from utils.grading.checks import Check
 from utils.grading.extraction import get_bound_names, get_used_names
@@ -22,7 +22,7 @@ PACKAGE = "tests"  # its modules are cut down; all others are imported as they a
 @functools.cache
 def collect_sources(check: Check) -> dict[str, str]:
     """The source of each module of `tests` that the probe takes, those first that others import."""
-    return _collect(check.probe.__module__, [check.name])
+    return _collect([(check.probe.__module__, check.name)])
 
 
 def collect_public(checks: Iterable[Check]) -> dict[str, str]:
@@ -32,16 +32,17 @@ def collect_public(checks: Iterable[Check]) -> dict[str, str]:
     """
     public = [check for check in checks if check.public]
     module = public[0].probe.__module__
-    names = [check.name for check in public]
-    names += [check.holds.__name__ for check in public if check.holds is not None]
-    sources = _collect(module, names)
+    predicates = {check.holds for check in public if check.holds is not None}
+    sources = _collect([(module, c.name) for c in public], predicates)
     decorators = {check.name: _describe(check) for check in public}
     statements = ast.parse(sources[module]).body
     for statement in statements:
         if isinstance(statement, ast.FunctionDef) and statement.name in decorators:
             statement.decorator_list = [ast.parse(decorators[statement.name], mode="eval").body]
-    text = "\n\n\n".join(map(ast.unparse, statements))
-    return sources | {module: f"from utils.grading.checks import check\n\n{text}\n"}
+    imports = [f"from {p.__module__} import {p.__name__}" for p in predicates]
+    imports = [line for line in sorted(imports) if not line.startswith(f"from {module} ")]
+    text = "\n\n\n".join(["\n".join(imports), *map(ast.unparse, statements)])
+    return sources | {module: f"from utils.grading.checks import check\n{text}\n"}
 
 
 def _describe(check: Check) -> str:
@@ -58,12 +59,15 @@ def _describe(check: Check) -> str:
     return f"check({check.exercise!r}, {', '.join(written)})"
 
 
-def _collect(module: str, start: list[str]) -> dict[str, str]:
+def _collect(start: list[tuple[str, str]], predicates: Iterable[Callable] = ()) -> dict[str, str]:
+    """The sources for the names of a module, and for predicates of it or of others."""
     names: dict[str, set[str]] = defaultdict(set)  # of each module
-    for name in start:
+    for module, name in start + [(p.__module__, p.__name__) for p in predicates]:
         _add(module, name, names)
     sources: dict[str, str] = {}
-    _put_in_order(module, names, sources)
+    for module in sorted({p.__module__ for p in predicates} - {start[0][0]}):
+        _put_in_order(module, names, sources)
+    _put_in_order(start[0][0], names, sources)
     return sources
 
 

@@ -1,0 +1,168 @@
+"""The bundles: what they must not hold, and that they work where they are unpacked."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests.course.test_grade import linux, needs_time
+from utils.authoring.notebooks import Edition, build, execute
+from utils.authoring.release import collect_autograder, collect_course, write_zip
+from utils.authoring.stubs import cut_exercise
+from utils.grading.answers import find_definitions, get_mistakes, get_source
+from utils.grading.checks import get_checks, get_stems
+
+ROOT = Path(__file__).parents[2]
+FIRST, *OTHERS = get_stems()
+STEMS = [FIRST, *(pytest.param(stem, marks=needs_time) for stem in OTHERS)]
+LONG = 30  # characters: a shorter line may be anybody's
+IDIOMS = {  # of writing files, which the course's own modules have as well
+    'partial = path.with_name(path.name + ".partial")',
+    "path.parent.mkdir(parents=True, exist_ok=True)",
+}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    made = {}
+
+    def get(stem: str) -> dict[str, bytes]:
+        if stem not in made:
+            made[stem] = collect_course(stem)
+        return made[stem]
+
+    return get
+
+
+def get_lines(files: dict[str, bytes]) -> set[str]:
+    """Every line of every text, those of a notebook's cells among them."""
+    lines = set()
+    for name, data in files.items():
+        text = data.decode("utf-8", errors="ignore")
+        if name.endswith(".ipynb"):
+            text = "\n".join(cell.source for cell in nbformat.reads(text, as_version=4).cells)
+        lines |= {line.strip() for line in text.splitlines()}
+    return lines
+
+
+def get_body(node: ast.AST) -> set[str]:
+    """The statements of a definition's body without the docstring, line by line."""
+    body = node.body[1:] if ast.get_docstring(node) else node.body
+    return {line.strip() for part in body for line in ast.unparse(part).splitlines()}
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_bundle_holds_no_solution(stem, bundles):
+    files = bundles(stem)
+    later = get_stems()[get_stems().index(stem) :]
+    assert not [name for name in files if any(name == f"solutions/{s}.py" for s in later)]
+    bundle = get_lines(files)
+    known = get_lines({s: get_source(s).encode() for s in get_stems() if s not in later})
+    for other in later:
+        definitions = find_definitions(other)
+        for exercise in get_checks(other):
+            node = definitions.get(exercise)
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            lines = get_source(other).splitlines()[node.body[0].lineno - 1 : node.end_lineno]
+            docstring = (ast.get_docstring(node) or "").splitlines()
+            written = {line.strip() for line in lines} - {line.strip() for line in docstring}
+            stub = {x.strip() for x in cut_exercise(other, exercise, (), ()).stub.splitlines()}
+            secret = {x for x in written | get_body(node) if len(x) >= LONG} - stub - known - IDIOMS
+            found = secret & bundle
+            # One line may stand in an experiment, or in a check as well; two would tell.
+            assert len(found) <= min(1, len(secret) - 1), (exercise, found)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_bundle_holds_no_hidden_check_and_no_mistake(stem, bundles):
+    data = b"\n".join(bundles(stem).values())
+    for exercise, checks in get_checks(stem).items():
+        for check in checks:
+            assert (f"def {check.name}(".encode() in data) == check.public, (exercise, check.name)
+    text = "\n".join(line for line in data.decode(errors="ignore").splitlines() if line.strip())
+    for mistake in get_mistakes(stem):
+        if mistake.definition is not None:
+            assert f"def {mistake.name}(".encode() not in data, mistake.name
+        for edit in mistake.edits:
+            if len(edit.replacement) >= 2 * LONG and edit.replacement not in get_source(stem):
+                assert edit.replacement not in text, mistake.name
+                assert json.dumps(edit.replacement)[1:-1] not in text, mistake.name
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, monkeypatch):
+    """With the solutions filled in every public check passes; a mistake gets its sentence."""
+    for name, data in bundles(stem).items():
+        path = tmp_path / stem / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    folder = tmp_path / stem / "chapters"
+    notebook = nbformat.read(folder / f"{stem}.ipynb", as_version=4)
+    solutions = {
+        cell.metadata["tags"][1]: cell.source
+        for cell in build(stem, Edition(solved=True)).cells
+        if cell.metadata.get("tags", [""])[0] == "exercise"
+    }
+    kept = []
+    for cell in notebook.cells:
+        kind, *names = cell.metadata.get("tags", [""])
+        if kind == "exercise":
+            cell.source = solutions[names[0]]
+        if kind in ("setup", "imports", "given", "exercise", "check", "inherited"):
+            kept.append(cell)
+    if stem == FIRST:
+        wrong = "def masked_mean(values, mask, dim=None):\n    return values.mean(dim)"
+        kept.append(nbformat.v4.new_code_cell(f"{wrong}\n\ncheck(masked_mean)\nprogress()"))
+    # A check may need methods of later cells, and no solution stands in for them here.
+    kept.sort(key=lambda cell: cell.metadata.get("tags", ["check"])[0] in ("check", "inherited"))
+    notebook.cells = kept
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    executed = execute(notebook, folder)
+    said = {
+        cell.metadata["tags"][1]: "".join(o.get("text", "") for o in cell.outputs)
+        for cell in executed.cells
+        if cell.metadata.get("tags", [""])[0] in ("check", "inherited")
+    }
+    assert set(said) == set(get_checks(stem))
+    failed = {name: text for name, text in said.items() if "✗" in text or " points" not in text}
+    assert not failed
+    if stem == FIRST:
+        last = "".join(o.get("text", "") for o in executed.cells[-1].outputs)
+        assert "→ " in last
+        assert "ch0_sampling" in last
+
+
+@linux
+def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
+    """In the folders that Gradescope makes."""
+    root = tmp_path / "autograder"
+    write_zip(tmp_path / "autograder.zip", collect_autograder())
+    with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
+        archive.extractall(root / "source")
+    (root / "submission").mkdir()
+    source = (ROOT / "solutions" / "ch0_sampling.py").read_text()
+    source = source.replace("logits - logits.", "logits - 0 * logits.")
+    source += "\n\ndef masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"
+    (root / "submission" / "ch0 (1).py").write_text(source)
+    environment = os.environ | {"AUTOGRADER_ROOT": str(root), "AUTOGRADER_PYTHON": sys.executable}
+    environment.pop("PYTHONPATH", None)
+    script = root / "source" / "run_autograder"
+    script.chmod(0o755)
+    subprocess.run([script], env=environment, check=True, capture_output=True)
+    results = json.loads((root / "results" / "results.json").read_text())
+    command = [sys.executable, "-m", "utils.grade", str(root / "submission"), "--out"]
+    subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, check=True, capture_output=True)
+    report = json.loads((tmp_path / "out" / "submission" / "report.json").read_text())
+    assert results["score"] == report["score"]
+    scores = {test["name"]: test["score"] for test in results["tests"]}
+    assert scores == {f"{e['chapter']} {e['name']}": e["score"] for e in report["exercises"]}
+    assert scores["ch0_sampling masked_mean"] == 0 < scores["ch0_sampling get_logprobs"]
+    assert len(results["tests"]) == len(get_checks("ch0_sampling"))
