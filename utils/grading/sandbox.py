@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
-MEMORY = 3 * 2**30  # beyond what is mapped at the fork
+MEMORY = 3 * 2**29  # beyond what is mapped at the fork
 FILE_SIZE = 2**26
 FOLDER_SIZE = 2**27
 OPEN_FILES = 128
