@@ -68,7 +68,9 @@ def process_advantages(
 
     The rewards of all steps of a group are normalised together, by their mean and std + eps. A
     token gets the sum of the normalised rewards of the steps that end at it or later: `step_ends`
-    are 0-based positions, inclusive. After the last end it is 0.
+    are 0-based positions, inclusive, in any order; steps that end at one token all count. After the
+    last end, and in a row without steps, it is 0. A group with fewer than two steps, or whose steps
+    are all rewarded alike, gives zeros.
 
     Raises ValueError if the lists do not match or an end is outside the completion.
     """
@@ -119,6 +121,9 @@ def calc_single_update_objective(
     With one update per rollout (as in GRPO, section 4.2) the old policy is the current one: the
     ratio is 1 and never clips, and only its gradient remains, that of the log-probability.
     `calc_grpo_objective` then gives the same gradient; this is all of it that is at work.
+
+    What is masked out may be NaN or inf, and reaches neither the value nor the gradient. An empty
+    completion counts 0. `advantages` are constants: detached.
     """
     logprobs = logprobs.masked_fill(~mask, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -153,7 +158,10 @@ def calc_grpo_objective(
 
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
     clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `old_logprobs`,
-    `ref_logprobs` and `advantages` are constants: detached. `ref_logprobs` may be None with beta 0.
+    `ref_logprobs` and `advantages` are constants: detached. What is masked out may be NaN or inf in
+    each of them, and reaches neither the value nor the gradient.
+
+    Raises ValueError if `ref_logprobs` is None, unless beta is 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     require(
@@ -248,7 +256,11 @@ class GrpoTrainer(RLHFTrainer):
         return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """GRPO objective + entropy bonus (maximised); the KL is k3, or exact."""
+        """GRPO objective + entropy bonus (maximised); the KL is k3, or exact.
+
+        Records clip_frac, approx_kl and kl_k3 by `self.record_ratios`. With kl_coef 0 the reference
+        does not run.
+        """
         args, mask = self.args, minibatch.mask
         prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
         logits = self.model(minibatch.input_ids, minibatch.attention_mask)
@@ -273,8 +285,9 @@ class GrpoTrainer(RLHFTrainer):
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
     """The GRPO objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
-    Every ratio is 1 and each group's advantages sum to 0, so the objective is 0 up to rounding. Its
-    gradient is not: watch the reward, not the objective. The trainer is left as it was.
+    The objective itself, which is maximised, not a loss. Every ratio is 1 and each group's
+    advantages sum to 0, so it is 0 up to rounding. Its gradient is not: watch the reward, not the
+    objective. The trainer's parameters, generator and metrics are left as they were.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """

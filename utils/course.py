@@ -92,7 +92,8 @@ def _load_progress() -> dict[str, float]:
 def catch_up() -> None:
     """Put the solution in place of every exercise of this chapter that is not written yet.
 
-    So that a section can be started without those before it. What you have written stays.
+    So that a section can be started without those before it. What you have written stays, and what
+    the chapter gives you is put in where its cell did not run.
     """
     caller = inspect.currentframe().f_back.f_globals
     stem = caller.get("CHAPTER")
@@ -101,8 +102,12 @@ def catch_up() -> None:
     except ModuleNotFoundError:
         print("There are no solutions of this chapter here: write the exercises above first.")
         return
+    exercises = get_checks(stem)
+    for name in reference.keys() - exercises.keys() - caller.keys():
+        if not name.startswith("__"):
+            caller[name] = reference[name]  # given: a helper, a constant, a class
     filled = []
-    for exercise in get_checks(stem):
+    for exercise in exercises:
         name, _, method = exercise.partition(".")
         if not method and (name not in caller or is_stub(caller[name])):
             caller[name] = reference[name]

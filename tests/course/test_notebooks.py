@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 from utils import course, unrun
 from utils.authoring import notebooks, stubs
@@ -271,6 +272,25 @@ def test_catch_up_fills_in_methods(names, capsys):
     assert "GrpoTrainer.rollout_phase" in printed
     assert not notebook.is_stub(names["GrpoTrainer"].rollout_phase)
     assert "compute_rlhf_objective" in vars(names["GrpoTrainer"])
+
+
+def test_catch_up_supplies_what_is_given(names, capsys):
+    run_cell(stubs.get_imports("ch3_grpo"), names)
+    names["CHAPTER"] = "ch3_grpo"
+    mine = "def _check_group_size(group_size, batch):\n    raise ZeroDivisionError\n"
+    stub = stubs.cut_exercise("ch3_grpo", "GrpoTrainer.rollout_phase").stub
+    written = stubs.cut_exercise("ch3_grpo", "calc_single_update_objective").solution
+    run_cell(f"{mine}\n\n{written}\n\ncatch_up()\n\n{stub}\n\ncatch_up()", names)
+    assert "_mean_over_completions" not in capsys.readouterr().out  # only exercises are listed
+    with pytest.raises(ZeroDivisionError):
+        names["_check_group_size"](1, 1)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    objective = names["calc_single_update_objective"](torch.zeros(2, 3), torch.ones(2), mask)
+    assert objective == 1  # by _mean_over_completions
+    reference = vars(get_reference("ch3_grpo"))["GrpoTrainer"]
+    assert names["GrpoTrainer"] is not reference
+    assert issubclass(names["GrpoTrainer"], reference)
+    assert not notebook.is_stub(names["GrpoTrainer"].rollout_phase)
 
 
 def test_progress_outlives_the_kernel_and_a_damaged_file(names, capsys):

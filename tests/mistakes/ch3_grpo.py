@@ -465,6 +465,18 @@ SINGLE_UPDATE = [
     ),
     edit(
         "calc_single_update_objective",
+        "single_mean_over_tokens_of_unmasked",
+        "    logprobs = logprobs.masked_fill(~mask, 0.0)\n    ratio = torch.exp(logprobs - "
+        "logprobs.detach())\n    return _mean_over_completions(ratio * "
+        "advantages.detach()[:, None], mask)",
+        "    ratio = torch.exp(logprobs - logprobs.detach())\n"
+        "    return masked_mean(ratio * advantages.detach()[:, None], mask)",
+        "Two things: the mean is taken over all tokens at once, and not over each completion "
+        "first; and what lies beyond the mask makes the gradient nan. Replace the masked log-probs "
+        "before you use them.",
+    ),
+    edit(
+        "calc_single_update_objective",
         "single_in_place",
         "logprobs = logprobs.masked_fill(~mask, 0.0)",
         "logprobs.data.masked_fill_(~mask, 0.0)",
@@ -689,6 +701,34 @@ def weighted_with_the_probability(logprobs, ref_logprobs):
 def reference_in_place(logprobs, ref_logprobs):
     d = ref_logprobs.detach().sub_(logprobs)
     return torch.expm1(d) - d
+
+
+KL_MISTAKES_IN_PAIRS = [
+    edit(
+        "calc_per_token_kl",
+        "other_direction_not_detached",
+        "ref_logprobs.detach() - logprobs",
+        "logprobs - ref_logprobs",
+        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and "
+        "gradients flow into the reference, which is frozen: detach it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "digits_lost_not_detached",
+        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
+        "d = ref_logprobs - logprobs\n    return torch.exp(d) - 1 - d",
+        "Two things: for small differences exp(d) - 1 loses the digits that count, which "
+        "torch.expm1 keeps; and gradients flow into the reference, which is frozen: detach it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "other_direction_digits_lost",
+        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
+        "d = logprobs - ref_logprobs.detach()\n    return torch.exp(d) - 1 - d",
+        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and for "
+        "small differences exp(d) - 1 loses the digits that count, which torch.expm1 keeps.",
+    ),
+]
 
 
 # --- calc_grpo_objective ------------------------------------------------------------------------
@@ -1125,6 +1165,53 @@ GRPO_OBJECTIVE = [
 ]
 
 
+def _unmasked_kl(name, sentence, condition, reference, mean):
+    """A KL of log-probs that are not masked; taken off where `condition` holds."""
+    return edit(
+        "calc_grpo_objective",
+        name,
+        "    if beta != 0:\n        kl = calc_per_token_kl(\n"
+        "            logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0)\n"
+        "        )\n        objective = objective - beta * kl\n    return _mean_over_completions",
+        f"    if {condition}:\n        kl = calc_per_token_kl(logprobs, {reference})\n"
+        f"        objective = objective - beta * kl\n    return {mean}",
+        sentence,
+    )
+
+
+NEITHER_MASKED = (
+    "The value is right but the gradient is nan: calc_ratio masks its own log-probs, the KL has to "
+    "be given masked ones. Replace those of the policy and of the reference before "
+    "calc_per_token_kl."
+)
+REFERENCE_MASKED_ALONE = (
+    "The KL gets masked log-probs of the reference but not of the policy, through which the "
+    "gradient flows: there 0 * nan is nan. Replace both before calc_per_token_kl."
+)
+TWO_THINGS = (
+    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
+    "and the KL's gradient is nan where the mask is false. Replace the masked log-probs of policy "
+    "and reference before calc_per_token_kl."
+)
+WITH_BETA, WITH_A_REFERENCE = "beta != 0", "ref_logprobs is not None"
+BARE, MASKED = "ref_logprobs", "ref_logprobs.masked_fill(~mask, 0.0)"
+BY_COMPLETION, OVER_TOKENS = "_mean_over_completions", "masked_mean"
+
+# The KL of bare log-probs taken off where beta is not 0 is `masked_at_the_end`, below.
+UNMASKED_KL = [
+    _unmasked_kl(name, sentence, condition, reference, mean)
+    for name, sentence, condition, reference, mean in [
+        ("kl_not_masked", NEITHER_MASKED, WITH_A_REFERENCE, BARE, BY_COMPLETION),
+        ("kl_half_masked", REFERENCE_MASKED_ALONE, WITH_BETA, MASKED, BY_COMPLETION),
+        ("kl_half_masked_at_0", REFERENCE_MASKED_ALONE, WITH_A_REFERENCE, MASKED, BY_COMPLETION),
+        ("kl_bare_over_tokens", TWO_THINGS, WITH_BETA, BARE, OVER_TOKENS),
+        ("kl_bare_over_tokens_at_0", TWO_THINGS, WITH_A_REFERENCE, BARE, OVER_TOKENS),
+        ("kl_half_over_tokens", TWO_THINGS, WITH_BETA, MASKED, OVER_TOKENS),
+        ("kl_half_over_tokens_at_0", TWO_THINGS, WITH_A_REFERENCE, MASKED, OVER_TOKENS),
+    ]
+]
+
+
 def _mean_by_completion(per_token, mask):
     return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
@@ -1166,8 +1253,9 @@ def old_policy_not_detached(
 
 @wrong(
     "calc_grpo_objective",
-    "The value is right but the gradient is nan: the mask comes after exp and the product, and in "
-    "the backward pass 0 * nan is nan. Replace what is masked before you compute with it.",
+    "The value is right but the gradient is nan: log-probs behind the mask are used before they "
+    "are replaced, and in the backward pass 0 * nan is nan. calc_ratio masks its own; "
+    "calc_per_token_kl, which knows no mask, has to be given masked ones.",
 )
 def masked_at_the_end(
     logprobs,
@@ -1305,8 +1393,8 @@ PROCESS_ADVANTAGES = [
         "last_of_shared_ends",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
         "ends_here[row, step_ends[row].long()] += normalized",
-        "Where several steps end at one token, only one of them counts: += with a list of indices "
-        "writes each once. Use index_add_, or a loop.",
+        "Where several steps end at one token, only one of them counts: = or += with a list of "
+        "indices writes each once. Use index_add_, or a loop.",
     ),
     edit(
         "process_advantages",
@@ -1947,6 +2035,14 @@ COMPUTE_RLHF_OBJECTIVE = [
     ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",
+        "reference_runs_without_kl",
+        'if args.kl_kind == "exact" and args.kl_coef > 0:',
+        'if args.kl_kind == "exact":',
+        "The reference ran although kl_coef is 0: measure_kl runs it, whatever it is multiplied "
+        "by. Call it only if kl_coef is above 0.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
         "beta_by_default",
         'beta=args.kl_coef if args.kl_kind == "k3" else 0.0',
         'beta=0.04 if args.kl_kind == "k3" and args.kl_coef else 0.0',
@@ -2044,6 +2140,17 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
         "ids, prompt_len, trainer.args.temperature",
         "ids, prompt_len",
         "The log-probs are taken at temperature 1, not at the trainer's.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "temperature_forgotten_with_the_memorys_logprobs",
+        "prompt_len, trainer.args.temperature)\n"
+        "    # The old log-probs come from this very forward, so that every ratio is exactly 1.\n"
+        "    objective = calc_grpo_objective(\n        logprobs, logprobs.detach(), None",
+        "prompt_len)\n"
+        "    objective = calc_grpo_objective(\n        logprobs, memory.logprobs, None",
+        "Two things: the log-probs are taken at temperature 1, not at the trainer's; and the old "
+        "ones are the memory's. Take both from the forward that is measured.",
     ),
     edit(
         "measure_loss_and_gradient_at_start",
