@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ if _missing or sys.version_info < (3, 11):
         f"    %pip install -r {ROOT / 'requirements.txt'}\n"
         "in a cell, restart the kernel, and run this cell again."
     )
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 
 import transformer_lens  # noqa: E402, F401  before transformers
 from IPython.display import Image, display  # noqa: E402
