@@ -232,7 +232,10 @@ def _generate(
     max_new_tokens: int,
     sample: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]],
 ) -> Int[Tensor, "batch completion"]:
-    """Token after token until all rows have ended; the pad id after a row's eos."""
+    """Token after token until all rows have ended; the pad id after a row's eos.
+
+    The eos is the tokenizer's, the pad id `get_pad_token_id` of it.
+    """
     eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
     step_ids, cache, columns = prompt_ids, None, []
     ended = torch.zeros(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)

@@ -252,6 +252,24 @@ def test_the_notebook_names_the_mistake_and_shows_values_of_public_checks_only(c
     assert "→ Multiplying by the mask leaves nan" in said
 
 
+def sample_next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None:
+        logits = logits.scatter(-1, logits.argsort(descending=True)[:, top_k:], -torch.inf)
+    if top_p is not None:
+        probs, order = logits.softmax(-1).sort(descending=True)
+        dropped = probs.cumsum(-1) > top_p  # the first token too: then multinomial raises
+        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def test_a_mistake_that_raises_is_recognized_in_any_code(capsys):
+    check_in_notebook(sample_next_token)
+    assert "→ The token that crosses p belongs to the kept ones" in capsys.readouterr().out
+
+
 def test_the_notebook_says_when_all_is_well(capsys):
     check_in_notebook(get_reference("ch0_sampling").masked_mean)
     said = capsys.readouterr().out

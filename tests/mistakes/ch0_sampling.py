@@ -50,6 +50,14 @@ GET_LOGPROBS = [
     ),
     edit(
         "get_logprobs",
+        "temperature_not_in_the_logsumexp",
+        "chosen - scaled.logsumexp(-1)",
+        "chosen - logits.logsumexp(-1)",
+        "The chosen logit is divided by the temperature and the logits in the logsumexp are not. "
+        "Divide all of them first.",
+    ),
+    edit(
+        "get_logprobs",
         "not_normalized",
         "chosen - scaled.logsumexp(-1)",
         "chosen",
@@ -96,6 +104,40 @@ GET_LOGPROBS = [
 def keeps_a_log_softmax(logits, tokens, prefix_len=1, temperature=1.0):
     scaled = logits[:, prefix_len - 1 : -1] / temperature
     return -F.cross_entropy(scaled.transpose(1, 2), tokens[:, prefix_len:], reduction="none")
+
+
+@wrong(
+    "get_logprobs",
+    "Each token is scored by the logits at its own position, which have already seen it: shift by "
+    "one, with select_completion. And the whole log-softmax is kept for the backward pass: gather "
+    "the chosen logit, and subtract a logsumexp.",
+)
+def not_shifted_and_keeps_a_log_softmax(logits, tokens, prefix_len=1, temperature=1.0):
+    logprobs = (logits[:, prefix_len:] / temperature).log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "The temperature has no effect: divide the logits by it first. And the whole log-softmax is "
+    "kept for the backward pass: gather the chosen logit, and subtract a logsumexp.",
+)
+def temperature_ignored_and_keeps_a_log_softmax(logits, tokens, prefix_len=1, temperature=1.0):
+    logprobs = logits[:, prefix_len - 1 : -1].log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "Three things: score each token by the logits one position earlier (select_completion), divide "
+    "the logits by the temperature, and keep no log-softmax: gather the chosen logit, and subtract "
+    "a logsumexp.",
+)
+def log_softmax_at_its_own_position_and_temperature_1(
+    logits, tokens, prefix_len=1, temperature=1.0
+):
+    logprobs = logits[:, prefix_len:].log_softmax(-1)
+    return logprobs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1)
 
 
 @wrong("get_logprobs", "The log of a softmax is -inf where a probability underflows. Stay in logs.")
@@ -188,8 +230,9 @@ def log_of_the_softmax(logits):
 
 @wrong(
     "calc_entropy",
-    "The value is right, but the gradient where p is 0 is nan: nan_to_num hides 0 * -inf only "
-    "going forward. Take impossible tokens out before the product.",
+    "The value is right, but the gradient where p is 0 is nan: torch.where, masked_fill or "
+    "nan_to_num after the product hide 0 * -inf only going forward. Take impossible tokens out "
+    "before it.",
 )
 def nan_replaced_afterwards(logits):
     logprobs = logits.log_softmax(-1)
@@ -309,6 +352,22 @@ SAMPLE_NEXT_TOKEN = [
         "probs.cumsum(-1) >= top_p",
         "The token that crosses p belongs to the kept ones: compare the mass before each token "
         "with p, not the mass after it.",
+    ),
+    edit(
+        "sample_next_token",
+        "the_crossing_token_is_dropped_unless_first",
+        "before >= top_p",
+        "(probs.cumsum(-1) >= top_p) & (before > 0)",
+        "The first token stays, as it must, and the one that crosses p should stay too: compare "
+        "the mass before each token with p, not the mass after it. The first then needs no rule.",
+    ),
+    edit(
+        "sample_next_token",
+        "gathered_for_scattered",
+        "torch.empty_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)",
+        "(before >= top_p).gather(-1, order)",
+        "gather with `order` sorts the mask once more. scatter is its inverse, from sorted order "
+        "back to the vocabulary.",
     ),
     edit(
         "sample_next_token",
@@ -882,6 +941,71 @@ CALC_REINFORCE_OBJECTIVE = [
 ]
 
 
+_OBJECTIVE = "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)"
+_DETACHED = "weights = advantages.detach().masked_fill(~mask, 0.0)"
+
+# Two at once, as one may well write it first.
+CALC_REINFORCE_OBJECTIVE_PAIRS = [
+    edit(
+        "calc_reinforce_objective",
+        "sum_over_a_completion",
+        _OBJECTIVE,
+        "return (logprobs.masked_fill(~mask, 0.0) * weights).sum(1).mean()",
+        "This is Williams's: the sum over a completion, averaged over completions. Asked for is "
+        "the mean over all true positions of the batch.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "multiplied_by_the_mask",
+        _OBJECTIVE,
+        "return (logprobs * advantages.detach() * mask).sum() / mask.sum().clamp(min=1)",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "multiplied_by_the_mask_and_not_detached",
+        _OBJECTIVE,
+        "return (logprobs * advantages * mask).sum() / mask.sum().clamp(min=1)",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan: replace what is masked out. "
+        "And the advantages are constants: detach them.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "mask_after_the_product_and_not_detached",
+        _OBJECTIVE,
+        "return masked_mean(logprobs * advantages, mask)",
+        "Beyond the mask the product is nan, and masking it afterwards leaves 0 * nan = nan in the "
+        "gradient: mask the factors first. And the advantages are constants: detach them.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "a_loss_masked_after_the_product",
+        _OBJECTIVE,
+        "return -masked_mean(logprobs * advantages.detach(), mask)",
+        "The sign is that of a loss; an objective is maximised. And mask the factors before the "
+        "product: masking it afterwards leaves 0 * nan = nan in the gradient.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "a_loss_masked_after_the_product_and_not_detached",
+        _OBJECTIVE,
+        "return -masked_mean(logprobs * advantages, mask)",
+        "Three things: the sign is that of a loss, and an objective is maximised; the factors "
+        "should be masked before the product, or 0 * nan = nan comes back in the gradient; and "
+        "the advantages are constants, to be detached.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "a_loss_and_not_detached",
+        _OBJECTIVE,
+        "weights = advantages.masked_fill(~mask, 0.0)\n"
+        "    return -masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)",
+        "The sign is that of a loss; an objective is maximised. And the advantages are constants: "
+        "detach them.",
+    ),
+]
+
+
 @wrong(
     "calc_reinforce_objective",
     "Beyond the mask the product is nan, and masking it afterwards leaves 0 * nan = nan in the "
@@ -965,6 +1089,52 @@ CALC_EXPECTED_POLICY_GRADIENT = [
         "variance = probs @ (gradients - mean).square()",
         "variance = gradients.var(0)",
         "The variance is over the policy as well: weigh each squared deviation by p.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "unweighted_variance",
+        "variance = probs @ (gradients - mean).square()",
+        "variance = gradients.var(0, unbiased=False)",
+        "The variance is over the policy as well: weigh each squared deviation from the mean by p.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "unweighted_mean_of_squares",
+        "variance = probs @ (gradients - mean).square()",
+        "variance = (gradients - mean).square().mean(0)",
+        "The mean is weighted by p and the squared deviations are not: weigh each of them by p.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "uniform_mean_and_variance",
+        "mean = probs @ gradients\n    variance = probs @ (gradients - mean).square()",
+        "mean, variance = gradients.mean(0), gradients.var(0, unbiased=False)",
+        "Both expectations are over the policy: weigh each action's gradient, and its squared "
+        "deviation from that mean, by the action's probability.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "uniform_mean_and_variance_of_a_sample",
+        "mean = probs @ gradients\n    variance = probs @ (gradients - mean).square()",
+        "mean, variance = gradients.mean(0), gradients.var(0)",
+        "These are the mean and variance of a sample in which every action came once. Weigh each "
+        "action's gradient, and its squared deviation from that mean, by the action's probability.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "probabilities_as_a_column",
+        "device=probs.device) - probs",
+        "device=probs.device) - probs[:, None]",
+        "Row a should be onehot_a - p, with all of p in every row. p[:, None] subtracts p_a from "
+        "the whole row a: leave [:, None] out.",
+    ),
+    edit(
+        "calc_expected_policy_gradient",
+        "rewards_along_the_rows",
+        "(rewards.detach() - baseline)[:, None] * scores",
+        "(rewards.detach() - baseline) * scores",
+        "The rewards run along the rows of the matrix, and so multiply its columns: the reward of "
+        "action a belongs to row a. Put [:, None] behind (rewards - baseline).",
     ),
     edit(
         "calc_expected_policy_gradient",
