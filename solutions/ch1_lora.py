@@ -54,7 +54,10 @@ class LoraLayer(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """The product through the rank, in the adapter's dtype; A B itself is never formed."""
+        """The product through the rank, in the adapter's dtype; A B itself is never formed.
+
+        x may be of another dtype, such as bfloat16: it is cast to the adapter's.
+        """
         require(x.shape[-1] == self.d_in, f"x should end in {self.d_in}, but is {list(x.shape)}")
         return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
 
@@ -224,7 +227,10 @@ class TransformerWithLora(nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator["TransformerWithLora"]:
-        """Inside, the adapters are off: the frozen model, without a second copy of it."""
+        """Inside, the adapters are off: the frozen model, without a second copy of it.
+
+        Entering it inside `reference()` or `merged()` is an error.
+        """
         with self._in_mode("reference"):
             yield self
 
@@ -236,6 +242,7 @@ class TransformerWithLora(nn.Module):
         hooked model. On leaving, the saved weights are put back bit for bit (subtracting what was
         added would not). The weights are written through `.data`, which autograd does not see: a
         forward before `with merged()` and its backward after it are safe, a backward inside is not.
+        Entering it inside `reference()` or `merged()` is an error.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]
@@ -332,7 +339,7 @@ def calc_sft_loss(
     """Next-token cross-entropy: the mean of -log p(token_t), in nats, over the targets (minimised).
 
     `loss_mask` is true where `tokens[t]` is a target. The first token has no prediction and never
-    is one.
+    is one. Without any target the loss is 0.
     """
     is_target = loss_mask[:, 1:]
     # Chosen before the softmax: the other logits and tokens reach neither loss nor gradient.

@@ -504,6 +504,8 @@ def forward_by_hugging_face(kind: str, adapted: bool = True) -> Callable:
         ids = input_ids
         if past_key_values is not None:
             ids = torch.cat([past_key_values, input_ids], dim=1)
+        if attention_mask is not None and attention_mask.shape != ids.shape:
+            raise ValueError("attention_mask should cover the cached positions and the new ones")
         deltas = get_deltas(self) if adapted and self._mode != "reference" else {}
         logits = score_by_hugging_face(kind, deltas, ids, attention_mask)
         logits = logits[:, -input_ids.shape[1] :].float()
@@ -656,6 +658,12 @@ def list_changed(before: dict[str, Tensor], model) -> list[tuple[Tensor, Tensor]
     pairs = [(weight, find_weight(model, name)) for name, weight in before.items()]
     pairs = [(old, old.new_zeros(0) if new is None else new.detach()) for old, new in pairs]
     return [(old, new.clone()) for old, new in pairs if not torch.equal(old, new)]
+
+
+def name_changed(before: dict[str, Tensor], model) -> str:
+    """The names of the parameters that differ by as much as a bit."""
+    changed = [name for name, weight in before.items() if list_changed({name: weight}, model)]
+    return ", ".join(changed) or "none"
 
 
 def scale_weights(weights: Iterable[Tensor], factor: float) -> None:
@@ -868,21 +876,45 @@ CONTEXTS = {
     "inside merged()": lambda model: model.merged(),
     "inside reference()": lambda model: model.reference(),
 }
+CACHED = {"use_cache": True, "return_type": "logits_and_cache"}
 
 
-def _score_in_steps(model, ids: Tensor, mask: Tensor, *ends: int) -> list[Tensor]:
-    """The logits at real tokens of a prompt, and of what follows, each step from the cache."""
-    found, past, start = [], {}, 0
-    for end in ends:
-        logits, cache = model(
-            ids[:, start:end],
-            attention_mask=mask[:, :end],
-            use_cache=True,
-            return_type="logits_and_cache",
-            **past,
+def _score_in_steps(model, ids: Tensor, mask: Tensor, when: str, ends: tuple) -> dict[str, Any]:
+    """The logits at real tokens of a prompt, and of what follows, each step from the cache.
+
+    In their place the error of a step that raised, and of those that would have followed.
+    """
+    found, past, failure = {}, {}, None
+    for start, end in zip((0, *ends), ends, strict=False):
+        name = f"a mask of {[len(ids), end]} for {start} cached positions and {end - start} new"
+        if failure is None:
+            try:
+                logits, cache = model(
+                    ids[:, start:end], attention_mask=mask[:, :end], **CACHED, **past
+                )
+                found[f"{name}, {when}"] = logits[mask[:, start:end].bool()]
+                past = {"past_key_values": cache}
+            except Exception as error:  # an observation: whatever it is
+                failure = error
+        if failure is not None:
+            found[f"{name}, {when}"] = failure
+    return found
+
+
+def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
+    """How masks are answered that do not cover the cached positions and the new ones."""
+    found = {
+        "a mask of one column more than there are tokens": error_of(
+            "mask", model, ids[:, :5], mask[:, :6]
+        ),
+        "a mask of one column": error_of("mask", model, ids[:, :5], mask[:, 4:5]),
+        "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
+    }
+    for name, columns in (("new token", slice(5, 6)), ("cached positions", slice(0, 5))):
+        _, cache = model(ids[:, :5], attention_mask=mask[:, :5], **CACHED)
+        found[f"a mask of the {name} alone"] = error_of(
+            "mask", model, ids[:, 5:6], mask[:, columns], past_key_values=cache, **CACHED
         )
-        found.append(logits[mask[:, start:end].bool()])
-        past, start = {"past_key_values": cache}, end
     return found
 
 
@@ -890,23 +922,18 @@ def _score_in_steps(model, ids: Tensor, mask: Tensor, *ends: int) -> list[Tensor
     "TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("shallow"), **CLOSE
 )
 def key_value_cache(student, rng):
-    """Padded prompts, then tokens from the cache; inside merged() and reference(); no mask"""
+    """Padded prompts, then tokens from the cache, in every mode; masks that do not fit"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :2] = 0
     model = set_alike(boot(student, "shallow"), rng)
     found = {}
     for name, context in CONTEXTS.items():
         ends = (5, 6, 9) if name == "with the adapters on" else (5, 9)
-        try:
-            with context(model):
-                steps = {name: _score_in_steps(model, ids, mask, *ends)}
-            found |= {f"the cached call {name}": "passed"} | steps
-        except Exception as error:  # an observation: whatever it is
-            found |= {f"the cached call {name}": type(error).__name__, name: None}
-    cached = {"use_cache": True, "return_type": "logits_and_cache"}
-    _, cache = model(ids[1:, :4], **cached)
-    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **cached)[0]
-    return found
+        with context(model):
+            found |= _score_in_steps(model, ids, mask, name, ends)
+    _, cache = model(ids[1:, :4], **CACHED)
+    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **CACHED)[0]
+    return found | _refuse_masks(model, ids, mask)
 
 
 @check("TransformerWithLora.forward", expected=forward_by_hugging_face("llama"), **CLOSE)
@@ -1108,11 +1135,11 @@ def _merge(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, kind), rng)
     before, found, context = copy_weights(model), {}, model.merged()
-    found["weights that changed before entering"] = len(list_changed(before, model))
+    found["weights that changed before entering"] = name_changed(before, model)
     with context:
         found["inside"] = score(model, ids, mask)
         found["inside, once more"] = score(model, ids, mask)
-    found["weights that changed"] = len(list_changed(before, model))
+    found["weights that changed"] = name_changed(before, model)
     found["after"] = score(model, ids, mask)
     set_alike(model, rng)
     with model.merged():
@@ -1160,6 +1187,8 @@ def _is_the_same_model(observed, reference):
         return f"an error inside merged() should pass on, but what came out is {errors}"
     if observed["hooks left behind"] > 0:
         return "hooks are left behind"
+    if observed["merged() once more"] != "no error":
+        return "after errors inside merged(), entering it once more is an error"
     return None
 
 
@@ -1195,7 +1224,7 @@ def restored_bit_for_bit(student, rng):
     found["weights changed by an error"] = len(list_changed(weights, model))
     scale_weights([p for p in model.parameters() if not p.requires_grad], 1.1)
     weights = copy_weights(model)
-    enter(model.merged)
+    found["merged() once more"] = is_error(enter, model.merged)
     found["other weights changed"] = len(list_changed(weights, model))
     return found | {"hooks left behind": count_hooks(model) - hooks}
 

@@ -147,6 +147,14 @@ class _Common(nn.Module):
         self.adapters.load_state_dict(state)
 
 
+def _refuse_mask(input_ids, attention_mask, cache):
+    """How many positions there are: those of the cache and the new ones."""
+    seq = input_ids.size(1) + (cache.get_seq_length() if cache is not None else 0)
+    if attention_mask is not None and attention_mask.shape[:2] != (input_ids.size(0), seq):
+        raise ValueError(f"the mask should have {seq} columns and {input_ids.size(0)} rows")
+    return seq
+
+
 class HooksThatStay(_Common):
     """The hooks are added once, and look at a flag; merging swaps the weight's Parameter."""
 
@@ -192,6 +200,7 @@ class HooksThatStay(_Common):
         return self
 
     def forward(self, input_ids, attention_mask=None, **kwargs):
+        _refuse_mask(input_ids, attention_mask, kwargs.get("past_key_values"))
         return self.base(input_ids, attention_mask=attention_mask, **kwargs)
 
     @contextmanager
@@ -278,9 +287,8 @@ class WithoutTransformerLens(_Common):
         return output + F.pad(change, (columns.start, end))
 
     def forward(self, input_ids, attention_mask=None, return_type="logits", **kwargs):
+        seq = _refuse_mask(input_ids, attention_mask, kwargs.get("past_key_values"))
         if attention_mask is None:
-            cache = kwargs.get("past_key_values")
-            seq = input_ids.shape[1] + (cache.get_seq_length() if cache is not None else 0)
             attention_mask = input_ids.new_ones(len(input_ids), seq)
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         handles = []

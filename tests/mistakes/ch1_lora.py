@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.utils import parametrize
 
 from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
 from utils.grading.answers import edit, wrong
@@ -422,6 +421,25 @@ HOOKS = [
         "Only the last position is adapted. The adapter acts at every position.",
     ),
 ]
+
+
+@wrong(
+    "make_lora_hooks",
+    "Two things: what is added is not cast to the output's dtype, so a bfloat16 output becomes "
+    "float32; and the input is still held after the forward. Cast, and let go of it in the second "
+    "hook.",
+)
+def neither_cast_nor_let_go(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        inputs[:] = [x]
+
+    def add_output(out, hook):
+        change = layer(inputs[0].reshape(*inputs[0].shape[:2], layer.d_in))
+        return out + change.reshape(out.shape)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
 
 
 @wrong(
@@ -892,6 +910,47 @@ FORWARDS = [
     ),
     edit(
         CALL,
+        "mask_never_refused",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "True,",
+        "A mask of another shape is passed on, and where the bridge broadcasts it the logits are "
+        "wrong without a word. Raise a ValueError unless the mask has a row for each of input_ids "
+        "and a column for each position, those in the cache included.",
+    ),
+    edit(
+        CALL,
+        "mask_held_against_the_ids_alone",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or attention_mask.shape == input_ids.shape,",
+        "The mask is held against input_ids alone, so every step from the cache is refused. It "
+        "covers the cached positions too: compare with their number plus that of the new tokens.",
+    ),
+    edit(
+        CALL,
+        "columns_of_the_mask_compared",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or attention_mask.shape[1] == seq,",
+        "Only the columns of the mask are compared: a mask of one row is broadcast to all rows. "
+        "Compare both axes.",
+    ),
+    edit(
+        CALL,
+        "too_short_a_mask_refused_only",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or cache is None or attention_mask.shape == (len(input_ids), seq),",
+        "The shape of the mask is compared only where there is a cache. Compare it without one "
+        "too.",
+    ),
+    edit(
+        CALL,
+        "always_a_mask",
+        "attention_mask is None or attention_mask.shape",
+        "attention_mask.shape",
+        "Without a mask, attention_mask is None, and every token is real: look at its shape only "
+        "where there is one.",
+    ),
+    edit(
+        CALL,
         "always_a_tuple",
         "return at_least_float32(output)",
         "return at_least_float32(output), None",
@@ -901,12 +960,20 @@ FORWARDS = [
 ]
 
 
+def _refuse_mask(input_ids, attention_mask, kwargs):
+    cache = kwargs.get("past_key_values")
+    seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if attention_mask is not None and attention_mask.shape != (len(input_ids), seq):
+        raise ValueError("the mask has another shape")
+
+
 @wrong(
     "TransformerWithLora.forward",
     "The hooks are added at every forward and never removed: at the second one the adapters count "
     "twice. Use them as a context, `with base.hooks(fwd_hooks=...)`.",
 )
 def hooks_pile_up(self, input_ids, attention_mask=None, **kwargs):
+    _refuse_mask(input_ids, attention_mask, kwargs)
     mode, self._mode = self._mode, "plain"
     if mode == "hooked":
         for site, layer in self.adapters.items():
@@ -924,6 +991,7 @@ def hooks_pile_up(self, input_ids, attention_mask=None, **kwargs):
     "them in a `finally`, or use `with base.hooks(...)`.",
 )
 def hooks_left_by_an_error(self, input_ids, attention_mask=None, **kwargs):
+    _refuse_mask(input_ids, attention_mask, kwargs)
     mode, self._mode = self._mode, "plain"
     if mode == "hooked":
         for site, layer in self.adapters.items():
@@ -944,6 +1012,7 @@ def hooks_left_by_an_error(self, input_ids, attention_mask=None, **kwargs):
     "the mask: left-padded rows get the wrong ones.",
 )
 def past_the_bridge(self, input_ids, attention_mask=None, **kwargs):
+    _refuse_mask(input_ids, attention_mask, kwargs)
     cached = kwargs.pop("return_type", None) == "logits_and_cache"
     hooks = [hook for pair in self.adapters.items() for hook in make_lora_hooks(*pair)]
     with self.base.hooks(fwd_hooks=hooks if self._mode == "hooked" else []):
@@ -1005,6 +1074,23 @@ REFERENCES = [
         "        finally:\n            self._mode = mode\n",
         "reference() can be entered inside merged(), where the weights hold the adapters: what you "
         "get is not the reference. Make nesting an error.",
+    ),
+    edit(
+        REFERENCE,
+        "mode_set_by_hand",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        self._mode = 'reference'\n        try:\n            yield self\n"
+        "        finally:\n            self._mode = 'hooked'\n",
+        "reference() can be entered inside itself and inside merged(), and the inner one turns the "
+        "adapters on when it ends. Nesting is an error: `_in_mode` raises it.",
+    ),
+    edit(
+        REFERENCE,
+        "mode_set_by_hand_without_finally",
+        '        with self._in_mode("reference"):\n            yield self\n',
+        "        self._mode = 'reference'\n        yield self\n        self._mode = 'hooked'\n",
+        "Two things: after an error inside reference() the adapters stay off, and reference() can "
+        "be entered inside itself or merged(). `_in_mode` has the `finally`, and refuses to nest.",
     ),
     edit(
         REFERENCE,
@@ -1256,8 +1342,19 @@ MERGES = [
         "autograd_sees_it",
         "weight = linear.weight.data\n",
         "weight = linear.weight\n",
-        "The weights are changed where autograd sees it: the backward of a forward before merged() "
-        "then raises. Write through `.data`.",
+        "The weights are written to where autograd counts it, as it does under no_grad too: the "
+        "backward of a forward before merged() then raises. Write through `.data`.",
+    ),
+    edit(
+        MERGED,
+        "data_put_back",
+        "                for weight, original in zip(weights, saved, strict=True):\n"
+        "                    weight.copy_(original)\n",
+        "                for linear, original in zip(self._linears.values(), saved, strict=True):\n"
+        "                    linear.weight.data = original\n",
+        "`weight.data = saved` gives the weight other memory. GPT-2's q, k and v are views of one "
+        "matrix, which stays merged, and they no longer belong to it. Copy into the memory that "
+        "is there: `weight.data.copy_(saved)`.",
     ),
     edit(
         MERGED,
@@ -1275,6 +1372,29 @@ MERGES = [
         "Only the first block's adapters are merged.",
     ),
 ]
+
+
+def _merge_in_place(self, weights):
+    for weight, linear, layer in zip(weights, self._linears.values(), self._layers, strict=True):
+        delta = layer.compute_delta().detach()
+        delta = delta.T if isinstance(linear, nn.Linear) else delta
+        weight.copy_(weight.float() + delta)
+
+
+@wrong(
+    MERGED,
+    "After an error inside merged() the weights stay merged, and with the hooks on again the "
+    "adapters count twice. Put the weights back in a `finally`.",
+)
+@contextmanager
+def weights_stay_after_an_error(self):
+    with self._in_mode("merged"):
+        weights = [linear.weight.data for linear in self._linears.values()]
+        saved = [weight.clone() for weight in weights]
+        _merge_in_place(self, weights)
+        yield self
+        for weight, original in zip(weights, saved, strict=True):
+            weight.copy_(original)
 
 
 @contextmanager
@@ -1407,32 +1527,6 @@ def merged_at_the_call(self):
     stack = ExitStack()
     stack.enter_context(TransformerWithLora.merged(self))
     return stack
-
-
-class _Change(nn.Module):
-    def __init__(self, delta):
-        super().__init__()
-        self.delta = [delta]
-
-    def forward(self, weight):
-        return (weight.float() + self.delta[0]).to(weight.dtype)
-
-
-@wrong(
-    MERGED,
-    "register_parametrization writes to the weight where autograd sees it: the backward of a "
-    "forward before merged() then raises. Write through `.data`.",
-)
-@contextmanager
-def by_parametrization(self):
-    with self._in_mode("merged"), ExitStack() as stack:
-        for linear, layer in zip(self._linears.values(), self._layers, strict=True):
-            delta = layer.compute_delta().detach()
-            change = _Change(delta.T if isinstance(linear, nn.Linear) else delta)
-            parametrize.register_parametrization(linear, "weight", change)
-            undo = parametrize.remove_parametrizations
-            stack.callback(undo, linear, "weight", leave_parametrized=False)
-        yield self
 
 
 # --- TransformerWithLora.trainable_parameters ---------------------------------------------------
@@ -1881,6 +1975,38 @@ def mean_of_row_means(logits, tokens, loss_mask):
     finite = logits[:, :-1].masked_fill(~mask[..., None], 0)
     losses = F.cross_entropy(finite.transpose(1, 2), tokens[:, 1:], reduction="none")
     return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_sft_loss",
+    "Nothing is shifted: each token is predicted by the logits at its own position, which have "
+    "already seen it, and the first token, which nothing predicts, counts as well. The logits at "
+    "position t - 1 predict token t.",
+)
+def not_shifted_at_all(logits, tokens, loss_mask):
+    return F.cross_entropy(logits[loss_mask], tokens[loss_mask])
+
+
+@wrong(
+    "calc_sft_loss",
+    "Two things about the mask: it is shifted as the tokens are, loss_mask[:, 1:], since "
+    "loss_mask[t] speaks of tokens[t]; and the sum is divided by the targets that are left after "
+    "the shift.",
+)
+def mask_not_shifted_and_its_own_count(logits, tokens, loss_mask):
+    is_target = loss_mask[:, :-1]
+    chosen, classes = logits[:, :-1][is_target], tokens[:, 1:][is_target]
+    return F.cross_entropy(chosen, classes, reduction="sum") / loss_mask.sum()
+
+
+@wrong(
+    "calc_sft_loss",
+    "The mask is one position off: loss_mask[t] says whether tokens[t] is a target, so it is "
+    "shifted as the tokens are. And where no target is left, the mean is nan.",
+)
+def mask_not_shifted_and_a_plain_mean(logits, tokens, loss_mask):
+    is_target = loss_mask[:, :-1]
+    return F.cross_entropy(logits[:, :-1][is_target], tokens[:, 1:][is_target])
 
 
 @wrong(
