@@ -61,6 +61,7 @@ def make_gradescope(report: Report) -> dict[str, Any]:
         "output_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",
+        "extra_data": {"protections": report["protections"]},  # for the instructor
         "tests": tests,
     }
 
@@ -68,16 +69,15 @@ def make_gradescope(report: Report) -> dict[str, Any]:
 def format_exercise(exercise: Report) -> str:
     """One line a check, what is wrong below, and the mistake's sentence."""
     messages = {check["message"] for check in exercise["checks"]}
+    sentence = [f"→ {exercise['sentence']}"] if exercise["sentence"] else []
     if len(messages) == 1 and len(exercise["checks"]) > 1 and any(messages):
-        return messages.pop()
+        return "\n".join([messages.pop(), *sentence])
     lines = []
     for check in exercise["checks"]:
         mark = "✓" if check["passed"] else "✗"
         lines.append(f"{mark} {check['points']:g}/{check['max_points']:g}  {check['title']}")
         lines += [f"    {line}" for line in check["message"].splitlines()]
-    if exercise["sentence"]:
-        lines.append(f"→ {exercise['sentence']}")
-    return "\n".join(lines)
+    return "\n".join(lines + sentence)
 
 
 def write_class(out: Path, reports: list[Report]) -> None:
@@ -87,11 +87,13 @@ def write_class(out: Path, reports: list[Report]) -> None:
     partial = out / "class.csv.partial"
     with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
-        writer.writerow(["submission", "score", "max_score", *(f"{s} {n}" for s, n in names)])
+        columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names), "problems"]
+        writer.writerow(columns)
         for report in reports:
             scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
             row = [_shield(report["submission"]), report["score"], report["max_score"]]
-            writer.writerow(row + [scores.get(name, "") for name in names])
+            row += [scores.get(name, "") for name in names]
+            writer.writerow([*row, _shield("; ".join(report["problems"]))])
     os.replace(partial, out / "class.csv")
     _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
 
