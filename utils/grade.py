@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more hang in a forked child
 
 from tqdm import tqdm
 
-from utils.grading import sandbox
+from utils.grading import batch, reporting, sandbox
 from utils.grading.intake import name_submissions, read_submission
 
 ROOT = Path(__file__).parents[1]
@@ -61,13 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     version = _digest_grader(args.points)
     reports = {name: _load_report(args.out / name, path, version) for name, path in named.items()}
     todo = {name: path for name, path in named.items() if reports[name] is None}
-    # After the arguments are known to be right: these take seconds to import.
-    from utils.grading import batch, reporting
-
-    if args.require_isolation and (lacking := batch.find_missing_protections()):
+    options = batch.Options(secret, args.points, args.seconds)
+    if args.require_isolation and (lacking := batch.find_missing_protections(options)):
         print(f"these protections are missing here: {', '.join(lacking)}", file=sys.stderr)
         return 3
-    options = batch.Options(secret, args.points, args.seconds)
     done = batch.grade_all(todo, args.jobs, options) if todo else []
     for name, report in _show_progress(done, len(named), len(todo)):
         report = report | {"grader": version}

@@ -90,6 +90,12 @@ def strange_name(path: Path) -> Path:
     return path
 
 
+def named_as_the_page_of_the_class(path: Path) -> Path:
+    path = path.with_name("class.html.ipynb")
+    path.write_text(make_notebook(WRONG))
+    return path
+
+
 def zip_slip(path: Path) -> Path:
     path = path.with_suffix(".zip")
     with zipfile.ZipFile(path, "w") as archive:
@@ -154,7 +160,8 @@ def folder_named_as_a_notebook(path: Path) -> Path:
 
 MAKERS = [
     deep_nesting, deep_code, a_huge_cell, many_cells, no_json, no_notebook, sources_of_other_types,
-    another_version, bad_encoding, lone_surrogates, strange_name, zip_slip, zip_with_links,
+    another_version, bad_encoding, lone_surrogates, strange_name,
+    named_as_the_page_of_the_class, zip_slip, zip_with_links,
     zip_bomb, no_zip, folder_of_links, folder_of_pipes, modules_that_shadow,
     folder_named_as_a_notebook,
 ]  # fmt: skip

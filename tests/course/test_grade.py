@@ -17,6 +17,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 
 from tests.attacks.containers import make_containers, make_notebook
 from utils.grading import sandbox
@@ -26,6 +27,7 @@ from utils.grading.intake import name_submissions, read_submission
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, format_points, load_points
 from utils.grading.probes import collect_sources
+from utils.grading.submission import load_submission
 from utils.grading.wire import pack, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +46,10 @@ def run_grade(*arguments, **options) -> subprocess.CompletedProcess:
 
 def load_reports(out: Path) -> dict[str, dict]:
     return {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/report.json")}
+
+
+def look_at(path: Path) -> tuple[int, int]:
+    return path.stat().st_mtime_ns, path.stat().st_mode
 
 
 def get_exercise(report: dict, name: str) -> dict:
@@ -89,6 +95,10 @@ def write_honest(folder: Path) -> dict[str, Path]:
     header = "from jaxtyping import Bool, Float\nimport torch\nfrom torch import Tensor\n"
     header += "from utils.validation import *\n"
     (paths["split"] / "b.py").write_text(header + "def calc_reinforce_objective" + second)
+    paths["twice"] = folder / "twice"  # the notebook as it was given lies beside the work
+    paths["twice"].mkdir()
+    (paths["twice"] / "a.py").write_text(reference)
+    shutil.copy(ROOT / "chapters" / "ch0_sampling.ipynb", paths["twice"] / "ch0_sampling.ipynb")
     empty = nbformat.read(ROOT / "chapters" / "ch0_sampling.ipynb", as_version=4)
     paths["empty.ipynb"] = folder / "empty.ipynb"
     nbformat.write(empty, paths["empty.ipynb"])
@@ -105,11 +115,9 @@ def batch(tmp_path_factory):
     ]
     (folder / "containers").mkdir()
     containers = make_containers(folder / "containers")
-    before = {
-        path: path.stat().st_mtime_ns for path in (ROOT / "utils").rglob("*") if path.is_file()
-    }
+    before = {path: look_at(path) for path in (ROOT / "utils").rglob("*") if path.is_file()}
     result = run_grade(*honest.values(), *hostile, *containers, "--seconds", SECONDS, "--out", out)
-    changed = [str(path) for path, at in before.items() if path.stat().st_mtime_ns != at]
+    changed = [str(path) for path, seen in before.items() if look_at(path) != seen]
     return {
         "result": result,
         "out": out,
@@ -124,7 +132,7 @@ def batch(tmp_path_factory):
 def test_honest_work_gets_its_marks(batch):
     reports = batch["reports"]
     full = sum(check.points for checks in get_checks("ch0_sampling").values() for check in checks)
-    for name in ("full", "zipped (1)", "split"):
+    for name in ("full", "zipped (1)", "split", "twice"):
         report = reports[name]
         lost = [e for e in report["exercises"] if e["score"] < e["max_score"]]
         assert (report["score"], report["max_score"]) == (full, full), lost
@@ -147,7 +155,7 @@ def test_a_broken_cell_costs_what_it_defines(batch):
 
 @linux
 def test_attacks_score_nothing(batch):
-    honest = {"full", "half", "zipped (1)", "split"}
+    honest = {"full", "half", "zipped (1)", "split", "twice"}
     reports = [report for name, report in batch["reports"].items() if name not in honest]
     assert len(batch["reports"]) == len(batch["paths"])
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}
@@ -179,8 +187,21 @@ def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
         for exercise in report["exercises"]:
             for check in exercise["checks"]:
                 if not check["public"]:
-                    for word in ("Chameleon", "Anything", "Number", "expected  ", "of:\n"):
+                    for word in ("Chameleon", "Anything", "Number", "31337", "expected  ", "of:\n"):
                         assert word not in check["message"], (report["submission"], check)
+
+
+@linux
+def test_a_child_knows_nothing_of_the_batch(batch):
+    """Neither the secret nor the other submissions, the environment or the other solutions."""
+    mean = get_exercise(batch["reports"]["what_the_batch_knows"], "masked_mean")
+    said = mean["checks"][0]["message"]
+    assert "printed:" in said
+    secret = (batch["out"] / ".secret").read_text()
+    for word in (secret, "PYTEST", "full.py", "secret", "named", "todo"):
+        assert word not in said
+    mean = get_exercise(batch["reports"]["solutions_that_stand_in"], "masked_mean")
+    assert "calc_entropy" not in "".join(check["message"] for check in mean["checks"])
 
 
 @linux
@@ -258,7 +279,8 @@ def test_plain_data_comes_back(value):
 
 def test_bytes_that_are_no_observation_are_refused():
     good = pack({"a": [1.0, 2.0]})
-    for bad in (b"", b"\0" * 8, good[:-1], good[:5], b"\xff" * 40, b"[" * 10**6):
+    twice = pack([torch.zeros(2), torch.zeros(2)]).replace(b'["tensor", "1"]', b'["tensor", "0"]')
+    for bad in (twice, b"", b"\0" * 8, good[:-1], good[:5], b"\xff" * 40, b"[" * 10**6):
         with pytest.raises(ValueError, match="no observation"):
             unpack(bad)
 
@@ -268,9 +290,55 @@ def test_names_are_safe_and_differ(tmp_path):
     (tmp_path / "b").mkdir()
     paths = [tmp_path / "a" / "ch0.ipynb", tmp_path / "b" / "ch0.ipynb", tmp_path / ".."]
     paths.append(tmp_path / "x\n<y>.py")
+    paths += [tmp_path / "class.html.zip", tmp_path / "class.csv", tmp_path / ("語" * 80 + ".py")]
     names = name_submissions(paths)
     assert len(names) == len(paths)
+    assert not {"class.html", "class.csv"} & names.keys()
+    assert max(len(name.encode()) for name in names) <= 110
     assert not any("/" in name or "\n" in name or name.startswith(".") for name in names)
+
+
+MEAN = """def masked_mean(values, mask, dim=None):
+    total = values.masked_fill(~mask, 0)
+    total = total.sum() if dim is None else total.sum(dim)
+    return total / (mask.sum() if dim is None else mask.sum(dim)).clamp(min=LEAST)
+"""
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["%%time\nLEAST = 1\n" + MEAN],
+        ["files = !ls\nLEAST = 1\n" + MEAN],
+        ["torch.mean?\nLEAST = 1\n" + MEAN],
+        ["!pip install x \\\n  -q\nr = %timeit -o 1 + 1\nLEAST = 1\n" + MEAN],
+        ["if True:\n    %matplotlib inline\nLEAST = 1\n" + MEAN],
+        ["import math\nif math.pi > 3:\n    LEAST = 1\nelse:\n    LEAST = 2\n" + MEAN],
+        ["try:\n    from math import pi as LEAST\nfinally:\n    pass\nLEAST /= LEAST\n" + MEAN],
+        ["import torch\nwith torch.no_grad():\n    LEAST = 1\n" + MEAN],
+        ["LEAST = 0\nfor LEAST in range(2):\n    pass\n" + MEAN],
+        ["if True:\n" + "".join(f"    {line}" for line in MEAN.splitlines(True)), "LEAST = 1"],
+        ["from __future__ import annotations", MEAN.replace("None)", "None) -> A"), "LEAST = 1"],
+        ["await something()\nLEAST: int = 1\n" + MEAN.replace("masked_mean", "f"),
+         "masked_mean, rest = f, 3"],
+    ],
+)  # fmt: skip
+def test_notebooks_are_read_as_they_run(cells, tmp_path):
+    path = tmp_path / "work.ipynb"
+    path.write_text(make_notebook(*cells))
+    submission = load_submission(path)
+    assert submission.stems == ("ch0_sampling",)
+    values = torch.tensor([1.0, 3.0, float("nan")])
+    assert submission.namespace["masked_mean"](values, ~values.isnan()) == 2
+
+
+def test_what_is_imported_under_try_is_not_handed_in(tmp_path):
+    path = tmp_path / "work.py"
+    path.write_text(
+        "try:\n    from solutions.ch0_sampling import masked_mean\nfinally:\n    pass\n"
+    )
+    with pytest.raises(ValueError, match="defines none"):
+        load_submission(path)
 
 
 def test_what_is_no_submission_is_a_problem_and_no_error(tmp_path):

@@ -16,7 +16,13 @@ import transformer_lens  # noqa: F401  before transformers
 import transformers
 
 from utils.grading import wire
-from utils.grading.extraction import get_bound_names, parse, select_statements
+from utils.grading.extraction import (
+    count_stubs,
+    get_bound_names,
+    get_future_flags,
+    parse,
+    select_statements,
+)
 from utils.grading.observation import Answers, Raised, observe
 from utils.grading.stand_in import Chapter, alone, answer_with, build_module, find_answer
 from utils.models.loading import load_base_model
@@ -36,10 +42,11 @@ def run(action: str, arguments: dict[str, Any]) -> bytes:
 def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
     """What files define of the chapters' names. Only parses.
 
-    Gives, by chapter, the defined names, and what was wrong with each file.
+    Gives, by chapter, the defined names, what was wrong with each file, and how many definitions
+    are stubs.
     """
     defined: set[str] = set()
-    problems = {}
+    problems, stubs = {}, 0
     for name, data in files:
         try:
             statements = select_statements(parse(data, name), set().union(*names.values()))
@@ -47,7 +54,9 @@ def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[
             problems[name] = f"{type(error).__name__}: {error}"[:300]
         else:
             defined |= set().union(*map(get_bound_names, statements))
+            stubs += count_stubs(statements)
     return {
+        "stubs": stubs,
         "defined": {stem: sorted(defined & mine) for stem, mine in names.items() if defined & mine},
         "problems": problems,
     }
@@ -110,13 +119,14 @@ def load(files: list[tuple[str, bytes]], names: set[str], stem: str) -> tuple[di
     said = []
     for name, data in files:
         try:
-            statements = select_statements(parse(data, name), names)
+            parsed = parse(data, name)
+            statements, flags = select_statements(parsed, names), get_future_flags(parsed)
         except Exception as error:
             said.append(f"{name}: {type(error).__name__}: {error}"[:300])
             continue
         for statement in statements:
             try:
-                code = compile(ast.Module([statement], type_ignores=[]), name, "exec")
+                code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
                 exec(code, module.__dict__)
             except BaseException as error:  # costs what it defines
                 where = f"{name}, line {statement.lineno}"

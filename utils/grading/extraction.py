@@ -4,15 +4,20 @@ Imports, and the functions, classes and assignments that the exercises need are 
 order; nothing else of a notebook runs. Reading runs none of the code: it is only parsed.
 """
 
+import __future__
+
 import ast
 import re
 import symtable
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
 
-_BINDING = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+_ASSIGNMENT = ast.Assign | ast.AnnAssign | ast.AugAssign
+_COMPOUND = ast.If | ast.Try | ast.With | ast.For | ast.While
+_BINDING = ast.FunctionDef | ast.ClassDef | _ASSIGNMENT | _COMPOUND
 
 
 def parse(data: bytes, name: str) -> list[ast.stmt]:
@@ -45,14 +50,22 @@ def _parse_script(text: str, name: str) -> list[ast.stmt]:
 
 
 def _parse_cell(source: str) -> list[ast.stmt]:
-    """Without the lines of magics and of the shell, if it does not parse with them."""
+    """If it does not parse: with magics as calls; without the lines of magics and of the shell."""
     kept = ["" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()]
-    for text in (source, "\n".join(kept)):
+    for make_text in (lambda: source, lambda: _replace_magics(source), lambda: "\n".join(kept)):
         try:
-            return ast.parse(text).body
+            return ast.parse(make_text()).body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     return []
+
+
+def _replace_magics(source: str) -> str:
+    """`files = !ls`, `%timeit f()` and `f?` as the calls that they stand for; not `%%time`."""
+    lines = source.lstrip().splitlines(keepends=True)
+    while lines and lines[0].startswith("%%"):
+        lines.pop(0)
+    return TransformerManager().transform_cell("".join(lines))
 
 
 def select_statements(statements: list[ast.stmt], exercises: Iterable[str]) -> list[ast.stmt]:
@@ -61,7 +74,7 @@ def select_statements(statements: list[ast.stmt], exercises: Iterable[str]) -> l
     taken = [s for s in taken if not _is_future(s)]
     left = [s for s in statements if isinstance(s, _BINDING)]
     needed = set(exercises)
-    while more := [s for s in left if get_bound_names(s) & needed]:
+    while more := [s for s in left if (get_bound_names(s) | _get_imported_names(s)) & needed]:
         taken += more
         left = [s for s in left if s not in more]
         needed = needed.union(*map(get_used_names, more))
@@ -72,15 +85,53 @@ def _is_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
+def get_future_flags(statements: Iterable[ast.stmt]) -> int:
+    """For `compile`: what `from __future__ import` asks for."""
+    names = {alias.name for s in statements if _is_future(s) for alias in s.names}
+    return sum(
+        getattr(__future__, n).compiler_flag for n in names & {*__future__.all_feature_names}
+    )
+
+
 def get_bound_names(statement: ast.stmt) -> set[str]:
-    """The top-level names that a statement defines or, as `T.method = f`, changes."""
-    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-        return {statement.name}
-    if isinstance(statement, ast.Assign | ast.AnnAssign):
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    """The top-level names that a statement defines or, as `T.method = f`, changes: no imports."""
+    names = set()
+    for inner in _iterate_inner(statement):
+        targets = []
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+            names.add(inner.name)
+        elif isinstance(inner, ast.Assign):
+            targets = inner.targets
+        elif isinstance(inner, ast.AnnAssign | ast.AugAssign | ast.For):
+            targets = [inner.target]
+        elif isinstance(inner, ast.With):
+            targets = [item.optional_vars for item in inner.items if item.optional_vars]
         nodes = [node for target in targets for node in ast.walk(target)]
-        return {node.id for node in nodes if isinstance(node, ast.Name)}
-    return set()
+        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return names
+
+
+def _get_imported_names(statement: ast.stmt) -> set[str]:
+    """What is imported under `if` or `try`."""
+    imports = [s for s in _iterate_inner(statement) if isinstance(s, ast.Import | ast.ImportFrom)]
+    aliases = [alias for s in imports for alias in s.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+
+
+def _iterate_inner(statement: ast.AST) -> Iterator[ast.AST]:
+    """A statement and those in its blocks, but for the bodies of functions and classes."""
+    yield statement
+    if isinstance(statement, _COMPOUND | ast.ExceptHandler):
+        for inner in ast.iter_child_nodes(statement):
+            yield from _iterate_inner(inner)
+
+
+def count_stubs(statements: Iterable[ast.stmt]) -> int:
+    """How many functions and methods do nothing but raise NotImplementedError."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
+    raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
+    return sum(text.startswith("NotImplementedError") for text in raised)
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:

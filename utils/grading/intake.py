@@ -52,7 +52,9 @@ def name_submissions(paths: list[Path]) -> dict[str, Path]:
 
 
 def _clean(name: str) -> str:
-    return re.sub(r"[^\w.() +-]", "_", name).strip(". ")[:100] or "submission"
+    """At most 100 bytes, and none of the names beside which it will stand, such as class.html."""
+    clean = re.sub(r"[^\w.() +-]", "_", name).strip(". ").encode()[:100].decode(errors="ignore")
+    return f"{clean}_" if clean.startswith("class.") else clean or "submission"
 
 
 def read_submission(name: str, path: Path) -> Intake:

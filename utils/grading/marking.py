@@ -9,8 +9,11 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections import Counter
 from multiprocessing.connection import Connection
 from typing import Any
+
+from torch import Tensor
 
 from utils.grading import zygote
 from utils.grading.answers import get_chapter, get_source
@@ -21,6 +24,7 @@ from utils.grading.intake import Intake
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import Points
 from utils.grading.probes import collect_sources
+from utils.grading.stand_in import Chapter
 from utils.grading.submission import get_top_names
 from utils.grading.wire import unpack
 from utils.grading.zygote import Job
@@ -30,6 +34,7 @@ MOST_SECONDS = 900  # of all checks of a submission together
 VARIANTS = 4  # of the seeds, among the submissions: the reference runs once for each
 MOST_STOPPED = 2  # checks of one exercise that took too long: the others are not run
 LONGEST = 2000  # of a message
+MOST_EMPTY, MOST_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
 OUTCOMES = {
     "time": "was stopped after {seconds} s",
     "length": "gave more data than any answer has",
@@ -86,8 +91,11 @@ class Marker:
         return reply
 
     def _sort_files(self, intake: Intake, problems: list[str]) -> dict[str, tuple[list, set[str]]]:
-        """For each chapter that is there: the files that define something of it, and what."""
-        found: dict[str, tuple[list, set[str]]] = {}
+        """For each chapter that is there: the files that define something of it, and what.
+
+        Where two define the same, the one with fewer stubs comes last, and counts.
+        """
+        found: dict[str, list[tuple[int, tuple, set[str]]]] = {}
         for file in intake.files:
             arguments = {"files": [file], "names": self.names}
             reply = self.ask(Job("inspect", self.seconds, arguments))
@@ -101,10 +109,20 @@ class Marker:
                 continue
             problems += seen["problems"].values()
             for stem, names in seen["defined"].items():
-                files, defined = found.setdefault(stem, ([], set()))
-                files.append(file)
-                defined |= set(names)
-        return {stem: found[stem] for stem in get_stems() if stem in found}
+                found.setdefault(stem, []).append((seen["stubs"], file, set(names)))
+        for stem, entries in found.items():
+            defined = Counter(name for _, _, names in entries for name in names)
+            if twice := sorted(name for name, count in defined.items() if count > 1):
+                entries.sort(key=lambda entry: -entry[0])
+                names = ", ".join(file[0] for _, file, mine in entries if mine & {*twice})
+                problems.append(
+                    f"{stem}: {names} define the same, such as {twice[0]}: the last counts"
+                )
+        return {
+            stem: ([file for _, file, _ in found[stem]], set().union(*(n for *_, n in found[stem])))
+            for stem in get_stems()
+            if stem in found
+        }
 
     def _describe(
         self, stem: str, exercise: str, verdicts: list[Verdict], sentence: str | None
@@ -187,7 +205,7 @@ class _Exercise:
             "earlier": {
                 f"solutions.{stem}": get_source(stem) for stem in stems[: stems.index(self.stem)]
             },
-            "chapter": get_chapter(self.stem).without(self.exercise),
+            "chapter": self._get_stand_in(is_alone),
             "exercise": self.exercise,
             "modules": collect_sources(check),
             "probe": (check.probe.__module__, check.name),
@@ -199,11 +217,27 @@ class _Exercise:
             return Verdict(check, (), Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds)))
         try:
             seen = unpack(reply.data)
-            observations = [self._clean(check, o) for o in seen["observations"]][: check.seeds]
-            printed = f"{seen['log']}\n{seen['printed']}".strip()
+            observations, printed = (
+                seen["observations"],
+                f"{seen['log']}\n{seen['printed']}".strip(),
+            )
+            if is_alone or not check.public:
+                observations = [self._clean(o) for o in observations]
+            observations = observations[: check.seeds]
         except (ValueError, KeyError, TypeError):
             return Verdict(check, (), Mismatch("what it gave cannot be read"))
-        return self._judge_all(check, observations, printed)
+        verdict = self._judge_all(check, observations, printed)
+        return _without_values(verdict) if is_alone else verdict
+
+    def _get_stand_in(self, is_alone: bool) -> Chapter:
+        """Of the chapter without the exercise; on the whole work, without any.
+
+        What student code could read of the other exercises' solutions, it could put into words.
+        """
+        chapter = get_chapter(self.stem)
+        if is_alone:
+            return chapter.without(self.exercise)
+        return chapter.without(*{name.partition(".")[0] for name in chapter.exercises})
 
     def _judge_all(self, check: Check, observations: list[Any], printed: str) -> Verdict:
         for index, observed in enumerate(observations):
@@ -217,18 +251,22 @@ class _Exercise:
             return Verdict(check, tuple(observations), Mismatch("some runs are missing"), printed)
         return Verdict(check, tuple(observations), None, printed)
 
-    def _clean(self, check: Check, observed: Any) -> Any:
-        """Words that a hidden check's message would pass on are the student's own: not those."""
-        if check.public:
-            return observed
+    def _clean(self, observed: Any) -> Any:
+        """What a message would pass on of a hidden check, or of solutions: not the student's words.
+
+        The shape of an empty tensor is as good as words.
+        """
+        if isinstance(observed, Tensor):
+            said = observed.numel() == 0 and max(observed.shape) > MOST_EMPTY
+            return Unsupported("object") if said or observed.ndim > MOST_DIMENSIONS else observed
         if isinstance(observed, Raised):
             return self._clean_raised(observed)
         if isinstance(observed, Unsupported):
             return observed if _is_builtin(observed.kind, type) else Unsupported("object")
         if isinstance(observed, dict):
-            return {key: self._clean(check, value) for key, value in observed.items()}
+            return {key: self._clean(value) for key, value in observed.items()}
         if isinstance(observed, list):
-            return [self._clean(check, value) for value in observed]
+            return [self._clean(value) for value in observed]
         return observed
 
     def _clean_raised(self, raised: Raised) -> Raised:
@@ -241,6 +279,12 @@ class _Exercise:
         elif kind != "NotDefined" and not _is_builtin(kind, BaseException):
             kind = "an exception"
         return Raised(kind, message, "", place)
+
+
+def _without_values(verdict: Verdict) -> Verdict:
+    if verdict.mismatch is None:
+        return verdict
+    return dataclasses.replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
 
 
 def _is_builtin(name: str, base: type) -> bool:

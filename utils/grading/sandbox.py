@@ -1,8 +1,9 @@
 """What shuts a process that runs a student's code off from the rest: `enter` in the child itself.
 
 On Linux: Landlock (files), namespaces (network, processes, mounts), a seccomp filter (sockets, new
-processes, signals), capabilities dropped; everywhere limits of memory, time, files. Each is tested
-in the child before student code is loaded: what is named in a report was active there.
+processes, signals, shared memory, modes of files), capabilities dropped; everywhere limits of
+memory, time, files. Each is tested in the child before student code is loaded: what is named in a
+report was active there.
 
 Sources: landlock(7), seccomp(2), namespaces(7), capabilities(7); numbers from the kernel's headers.
 """
@@ -184,14 +185,30 @@ _REFUSED = {
         "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
         "bpf": 321, "execveat": 322, "userfaultfd": 323, "io_uring_setup": 425,
         "pidfd_open": 434, "chroot": 161, "setsid": 112, "memfd_create": 319,
+        "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
+        # Memory that no limit counts, and what outlives the child.
+        "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_secret": 447,
+        "add_key": 248, "request_key": 249,
+        # Landlock lets whoever owns a file change these.
+        "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452,
+        "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
+        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
+        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463,
+        "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466,
     },
     "aarch64": {
         "socket": 198, "socketpair": 199, "execve": 221, "kill": 129, "ptrace": 117,
         "mount": 40, "umount2": 39, "tkill": 130,
-        "tgkill": 131, "keyctl": 219, "unshare": 97, "perf_event_open": 241, 
+        "tgkill": 131, "keyctl": 219, "unshare": 97, "perf_event_open": 241,
         "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280,
         "execveat": 281, "userfaultfd": 282, "io_uring_setup": 425, "pidfd_open": 434,
         "chroot": 51, "setsid": 157, "memfd_create": 279,
+        "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "pidfd_send_signal": 424,
+        "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_secret": 447,
+        "add_key": 217, "request_key": 218,
+        "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54,
+        "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463,
+        "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,
     },
 }  # fmt: skip
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -200,7 +217,8 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def _filter_calls() -> None:
-    """seccomp: EPERM for new processes, sockets, signals, mounts, other processes' memory."""
+    """seccomp: EPERM for new processes, sockets, signals, mounts, other processes' memory, shared
+    memory, keys, and the modes, owners, times and attributes of files."""
     machine = platform.machine()
     if machine not in _REFUSED:
         return
@@ -259,6 +277,11 @@ def _write_outside(limits):
         pass
 
 
+@_fails(PermissionError)
+def _change_a_mode(limits):
+    os.chmod(limits.forbidden, os.stat(limits.forbidden).st_mode)
+
+
 @_fails(OSError)
 def _write_much(limits):
     path = os.path.join(limits.folder, "large")
@@ -307,6 +330,7 @@ def _open_many(limits):
 _TESTS = {
     "reading files": _read_outside,
     "writing files": _write_outside,
+    "modes of files": _change_a_mode,
     "file size": _write_much,
     "network": _reach_the_network,
     "new processes": _start_a_process,

@@ -85,8 +85,11 @@ def find_answer(names: dict[str, Any], exercise: str) -> Any:
 def answer_with(chapter: Chapter, exercise: str, names: dict[str, Any]) -> Answers:
     """A student's names; what is missing is the chapter's, but not the exercise itself."""
     name = exercise.partition(".")[0]
-    rest = chapter.without(exercise).build(**{name: names[name]} if name in names else {})
-    return Answers(names, {key: value for key, value in rest.items() if key != name})
+    tops = {other.partition(".")[0] for other in chapter.exercises}
+    given = {top: names.get(top) for top in tops}  # None where both lack it
+    rest = chapter.without(exercise).build(**given)
+    missing = {name, *(top for top in tops if rest[top] is None)}
+    return Answers(names, {key: value for key, value in rest.items() if key not in missing})
 
 
 @contextlib.contextmanager

@@ -10,7 +10,12 @@ from typing import Any
 
 from utils.grading.answers import get_chapter
 from utils.grading.checks import get_checks, get_stems
-from utils.grading.extraction import get_bound_names, parse, select_statements
+from utils.grading.extraction import (
+    get_bound_names,
+    get_future_flags,
+    parse,
+    select_statements,
+)
 from utils.grading.observation import Answers
 from utils.grading.stand_in import answer_with, build_module
 
@@ -35,16 +40,16 @@ def load_submission(path: Path) -> Submission:
     if not path.is_file():
         raise ValueError(f"the submission should be a file, but {path} is not there")
     names = get_top_names()
-    statements = select_statements(
-        parse(path.read_bytes(), path.name), set().union(*names.values())
-    )
+    parsed = parse(path.read_bytes(), path.name)
+    statements = select_statements(parsed, set().union(*names.values()))
     defined = set().union(*map(get_bound_names, statements))
     stems = tuple(stem for stem in get_stems() if defined & names[stem])
     if not stems:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
     module = build_module(stems[-1], "from __future__ import annotations")
     for statement in statements:
-        code = compile(ast.Module([statement], type_ignores=[]), str(path), "exec")
+        module_of_one = ast.Module([statement], type_ignores=[])
+        code = compile(module_of_one, str(path), "exec", get_future_flags(parsed))
         try:
             exec(code, module.__dict__)
         except Exception as error:  # costs what it defines

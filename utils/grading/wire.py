@@ -17,6 +17,7 @@ from utils.grading.observation import Raised, Unsupported
 MOST_BYTES = 2**26  # of one reply
 MOST_CHARACTERS = 10_000  # of one string
 MOST_NODES = 100_000  # of the tree
+NODE_BYTES = 200  # of its text, on average: an empty list of 2 bytes takes 64 in memory
 _LENGTH = struct.Struct("<Q")
 
 
@@ -33,6 +34,8 @@ def unpack(data: bytes, most_nodes: int = MOST_NODES) -> Any:
         raise ValueError(f"data should be at most {MOST_BYTES} bytes, but is {len(data)}")
     try:
         (length,) = _LENGTH.unpack_from(data)
+        if length > most_nodes * NODE_BYTES:
+            raise ValueError("too long a tree")
         tree = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         tensors = safetensors.torch.load(data[_LENGTH.size + length :])
         return _from_tree(tree, tensors, [most_nodes])
@@ -70,7 +73,7 @@ def _from_tree(tree: Any, tensors: dict[str, Tensor], left: list[int]) -> Any:
             return math.inf  # no exercise asks for such a number
         return content
     if kind == "tensor":
-        return torch.Tensor.clone(tensors[content])
+        return torch.Tensor.clone(tensors.pop(content))  # one named often would fill the memory
     if kind == "list":
         return [_from_tree(item, tensors, left) for item in content]
     if kind == "dict":

@@ -1,0 +1,156 @@
+"""The process that forks all others: started afresh, it knows of no secret and no submission.
+
+What a process holds when it forks is in reach of the child: of `python -m utils.grade`, the secret,
+the reports of before, the command line with the names of all and the environment. So this one is a
+program of its own, with little of the environment, and forks on demand a zygote and the trusted
+worker it serves, which gets the rest over a connection.
+
+    python -m utils.grading.nursery DESCRIPTOR
+"""
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from utils.grading import child, zygote
+from utils.grading.intake import read_submission
+
+ROOT = Path(__file__).parents[2]
+# What chapters and probes import, some of it only when it is used: a child cannot.
+PRELOADED = (
+    "transformer_lens", "torch", "torch._dynamo", "torch.distributions", "torch.func",
+    "torch.multiprocessing.reductions", "numpy", "einops", "jaxtyping", "tabulate", "tqdm.auto",
+    "matplotlib.pyplot", "safetensors.torch", "transformers", "wandb", "IPython.display",
+    "utils.course", "utils.evaluation", "utils.plotting", "utils.rewards", "utils.tracking",
+    "utils.validation", "utils.models.corpus", "utils.models.loading",
+)  # fmt: skip
+
+
+def main(descriptor: int) -> None:
+    """For each connection that comes: fork a pair of processes, and say their ids."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side says when it is over
+    connection = Connection(descriptor)
+    folder = tempfile.mkdtemp(prefix="grading-models-")
+    try:
+        prepare(Path(folder))
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                theirs = Connection(reduction.recv_handle(connection))
+                connection.send(_start(theirs))
+                theirs.close()
+                _reap()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare(folder: Path) -> None:
+    """Import and run once what every child will, and make the models of the checks."""
+    child.prepare()
+    child.import_all(PRELOADED)
+    maker = os.fork()
+    if maker == 0:  # this process never imports `tests`
+        _become(lambda: _save_checkpoints(folder))
+    os.waitpid(maker, 0)
+    os.environ["COURSE_CHECKPOINTS"] = str(folder)
+    child.warm_up(f"{folder}/shallow")
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+
+
+def _save_checkpoints(folder: Path) -> None:
+    from tests import models
+
+    for kind in models.N_LAYERS:
+        models.save_checkpoint(kind, folder / kind)
+
+
+def _start(theirs: Connection) -> tuple[int, int]:
+    """Fork a zygote, then the worker that it serves."""
+    to_zygote, of_zygote = Pipe()
+    first = os.fork()
+    if first == 0:
+        _become(lambda own: zygote.serve(own, _get_place()), of_zygote)
+    of_zygote.close()
+    second = os.fork()
+    if second == 0:
+        _become(_work, theirs, to_zygote)
+    to_zygote.close()
+    return first, second
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become(task: Any, *connections: Connection) -> None:
+    """Run `task` with these connections and nothing else open, then end."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        copies = [os.dup(connection.fileno()) for connection in connections]
+        for place, descriptor in enumerate(copies, 100):
+            os.dup2(descriptor, place)
+        os.closerange(3, 100)
+        os.closerange(100 + len(copies), 1024)
+        task(*(Connection(place) for place in range(100, 100 + len(copies))))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _get_place() -> zygote.Place:
+    """A child may read the installed packages and the embedded model."""
+    folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+    folders |= {
+        "/usr/lib",
+        "/lib",
+        "/lib64",
+        "/usr/share/zoneinfo",
+        "/etc/ld.so.cache",
+        "/proc/cpuinfo",
+        "/sys/devices/system/cpu",
+    }
+    folders |= {str(ROOT / "utils" / "models" / "embedded"), os.environ["COURSE_CHECKPOINTS"]}
+    inside = {f for f in folders if not ROOT.is_relative_to(f)}
+    return zygote.Place(tuple(sorted(inside)), str(Path(__file__)))
+
+
+def _work(connection: Connection, to_zygote: Connection) -> None:
+    """The trusted worker: gets the options, then grades what comes until the other side closes.
+
+    For None instead of a submission it gives the protections that a child has.
+    """
+    from utils.grading.marking import Marker
+    from utils.grading.points import load_points
+
+    with contextlib.suppress(EOFError):
+        options = connection.recv()
+        points = load_points(options.points)
+        marker = Marker(to_zygote, options.secret, points, options.seconds)
+        while True:
+            task = connection.recv()
+            if task is None:
+                nothing = {"files": [], "names": {"": set()}}
+                job = zygote.Job("inspect", options.seconds, nothing)
+                connection.send(zygote.ask(to_zygote, job).protections)
+                continue
+            name, path = task
+            intake = read_submission(name, path)
+            report = marker.mark(intake, options.only.get(name))
+            connection.send(report | {"digest": intake.digest})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
