@@ -33,11 +33,15 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Options:
-    """secret: what the seeds derive from. points: the TOML file. seconds: of one check."""
+    """secret: what the seeds derive from. points: the TOML file. seconds: of one check.
+
+    chapters: which are graded; those that are found in a submission if there are none here.
+    """
 
     secret: str
     points: Path
     seconds: int
+    chapters: tuple[str, ...] = ()
     only: dict[str, str] = field(default_factory=dict)  # of a submission one exercise alone
 
 
@@ -53,7 +57,10 @@ class Pair:
 def grade_all(
     todo: dict[str, Path], jobs: int, options: Options
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and report of each submission, as they are done."""
+    """Name and report of each submission, as they are done.
+
+    Raises ValueError for a file of points that is wrong.
+    """
     waiting = deque(todo)
     tries: dict[str, int] = {}
     pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
@@ -71,18 +78,27 @@ def grade_all(
                 pair = busy[connection]
                 name, pair.name = pair.name, None
                 try:
-                    yield name, connection.recv()
+                    report = _receive(connection)
                 except (EOFError, OSError):
                     _stop(pair)
                     pairs[pairs.index(pair)] = _start(options)
                     tries[name] = tries.get(name, 0) + 1
                     if tries[name] < TRIES:
                         waiting.appendleft(name)
-                    else:
-                        yield name, make_empty_report(name, "grading it ended the grader's process")
+                        continue
+                    report = make_empty_report(name, "grading it ended the grader's process")
+                yield name, report
     finally:
         for pair in pairs:
             _stop(pair)
+
+
+def _receive(connection: Connection) -> Any:
+    """What a worker says; words are of an error."""
+    said = connection.recv()
+    if isinstance(said, str):
+        raise ValueError(said)
+    return said
 
 
 def make_empty_report(name: str, problem: str) -> dict[str, Any]:
@@ -98,7 +114,7 @@ def find_missing_protections(options: Options) -> list[str]:
     pair = _start(options)
     try:
         pair.connection.send(None)
-        active = pair.connection.recv()
+        active = _receive(pair.connection)
     finally:
         _stop(pair)
     return [name for name in sandbox.PROTECTIONS if name not in active]
@@ -112,7 +128,7 @@ def _start_nursery() -> Connection:
     nursery = subprocess.Popen(
         [sys.executable, "-m", "utils.grading.nursery", str(theirs.fileno())],
         cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1"} | kept,
+        env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | kept,  # both hang a forked child
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
     )

@@ -45,9 +45,16 @@ OUTCOMES = {
 class Marker:
     """Grades submissions through one zygote."""
 
-    def __init__(self, connection: Connection, secret: str, points: Points, seconds: int = SECONDS):
+    def __init__(
+        self,
+        connection: Connection,
+        secret: str,
+        points: Points,
+        seconds: int = SECONDS,
+        chapters: tuple[str, ...] = (),
+    ):
         self.connection, self.secret, self.points = connection, secret, points
-        self.seconds = seconds
+        self.seconds, self.chapters = seconds, chapters
         self.names = get_top_names()
 
     def mark(self, intake: Intake, only: str | None = None) -> dict[str, Any]:
@@ -57,7 +64,8 @@ class Marker:
         problems, chapters, exercises = list(intake.problems), [], []
         self.protections, self.started = None, time.monotonic()
         by_stem = self._sort_files(intake, problems) if intake.files else {}
-        for stem, (files, defined) in by_stem.items():
+        for stem in (self.chapters or by_stem) if by_stem else ():
+            files, defined = by_stem.get(stem, ([], set()))
             chapters.append(stem)
             for exercise in get_checks(stem):
                 if only not in (None, exercise):

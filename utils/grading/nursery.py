@@ -40,7 +40,8 @@ def main(descriptor: int) -> None:
     """For each connection that comes: fork a pair of processes, and say their ids."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side says when it is over
     connection = Connection(descriptor)
-    folder = tempfile.mkdtemp(prefix="grading-models-")
+    folder = tempfile.mkdtemp(prefix="grading-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder  # removed with all that is in it
     try:
         prepare(Path(folder))
         with contextlib.suppress(EOFError, ConnectionResetError):
@@ -135,10 +136,15 @@ def _work(connection: Connection, to_zygote: Connection) -> None:
     from utils.grading.marking import Marker
     from utils.grading.points import load_points
 
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):
         options = connection.recv()
-        points = load_points(options.points)
-        marker = Marker(to_zygote, options.secret, points, options.seconds)
+        try:
+            points = load_points(options.points)
+        except ValueError as error:
+            connection.recv()
+            connection.send(str(error))
+            return
+        marker = Marker(to_zygote, options.secret, points, options.seconds, options.chapters)
         while True:
             task = connection.recv()
             if task is None:

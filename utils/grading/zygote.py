@@ -95,6 +95,7 @@ def _run(job: Job, place: Place) -> bytes:
 def _keep(job: Job, place: Place, folder: str, out: int) -> None:
     """The keeper: start the child, wait for its reply, end it. Does not return."""
     try:
+        sandbox.end_with_parent()
         entered = sandbox.separate()
         keeper = os.getpid()
         reader, writer = os.pipe()
@@ -123,6 +124,7 @@ def _be_child(
 ) -> None:
     """The child: nothing open but the way back, sandboxed, then the job. Does not return."""
     try:
+        sandbox.end_with_parent()
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
