@@ -93,7 +93,13 @@ def write_honest(folder: Path) -> dict[str, Path]:
     first, second = reference.split("def calc_reinforce_objective")
     (paths["split"] / "a.py").write_text(first)
     header = "from jaxtyping import Bool, Float\nimport torch\nfrom torch import Tensor\n"
-    header += "from utils.validation import *\n"
+    header += "from utils.validation import *\nfrom my_helpers import twice\n"
+    (paths["split"] / "my_helpers.py").write_text("def twice(x):\n    return 2 * x\n")
+    (paths["split"] / "torch.py").write_text(
+        "raise RuntimeError('not the one that is installed')\n"
+    )
+    second += "\n\nright = calc_reinforce_objective\n"
+    second += "calc_reinforce_objective = lambda *a, **k: right(*a, **k) * twice(0.5)\n"
     (paths["split"] / "b.py").write_text(header + "def calc_reinforce_objective" + second)
     paths["twice"] = folder / "twice"  # the notebook as it was given lies beside the work
     paths["twice"].mkdir()
@@ -275,6 +281,7 @@ def test_the_answer_to_a_check_cannot_be_prepared(stem):
 def test_plain_data_comes_back(value):
     back = unpack(pack(value))
     assert back == value or back == float("inf")
+    assert unpack(pack(10**5000)) == float("inf")
 
 
 def test_bytes_that_are_no_observation_are_refused():

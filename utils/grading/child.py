@@ -5,9 +5,11 @@ the fork, and never with a solution, an oracle or the checks' modules as they ar
 """
 
 import ast
+import contextlib
 import importlib
 import os
 import sys
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,7 @@ from utils.grading.extraction import (
     count_stubs,
     get_bound_names,
     get_future_flags,
+    join,
     parse,
     select_statements,
 )
@@ -40,32 +43,35 @@ def run(action: str, arguments: dict[str, Any]) -> bytes:
 
 
 def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
-    """What files define of the chapters' names. Only parses.
+    """What a file defines of the chapters' names. Only parses.
 
-    Gives, by chapter, the defined names, what was wrong with each file, and how many definitions
-    are stubs.
+    Gives, by chapter, the defined names; the selected source and what to compile it with; what is
+    wrong with the file; and how many definitions are stubs.
     """
     defined: set[str] = set()
-    problems, stubs = {}, 0
+    problems, stubs, flags, selected = {}, 0, 0, ""
     for name, data in files:
         try:
-            statements = select_statements(parse(data, name), set().union(*names.values()))
+            parsed = parse(data, name)
+            statements = select_statements(parsed, set().union(*names.values()))
         except Exception as error:
             problems[name] = f"{type(error).__name__}: {error}"[:300]
         else:
             defined |= set().union(*map(get_bound_names, statements))
             stubs += count_stubs(statements)
+            flags, selected = get_future_flags(parsed), join(statements)
     return {
         "stubs": stubs,
         "defined": {stem: sorted(defined & mine) for stem, mine in names.items() if defined & mine},
         "problems": problems,
+        "flags": flags,
+        "selected": torch.tensor([*selected.encode(errors="replace")], dtype=torch.uint8),
     }
 
 
 def check(
-    files: list[tuple[str, bytes]],
-    names: set[str],
-    earlier: dict[str, str],
+    files: list[tuple[str, str, int]],
+    helpers: list[tuple[str, bytes]],
     chapter: Chapter,
     exercise: str,
     modules: dict[str, str],
@@ -75,13 +81,15 @@ def check(
 ) -> dict[str, Any]:
     """Run a probe with every seed on what the files define.
 
-    earlier: the source of the solutions of earlier chapters, by name of the module.
+    files: of each its name, the selected source, and flags for `compile`.
+    helpers: scripts of the submission that hold no exercise, for it to import.
     chapter: this chapter's, without the exercise. modules: the probe's (`probes.collect_sources`).
     """
-    for name, source in (earlier | modules).items():
+    for name, source in modules.items():
         install(name, source)
     found = getattr(sys.modules[probe[0]], probe[1])
-    namespace, log = load(files, names, chapter.stem)
+    offer(helpers)
+    namespace, log = load(files, chapter.stem)
     answer = find_answer(namespace, exercise)
     if is_alone and answer is not None:
         with alone(chapter, exercise, answer, namespace) as student:
@@ -113,18 +121,20 @@ def install(name: str, source: str) -> None:
     exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
-def load(files: list[tuple[str, bytes]], names: set[str], stem: str) -> tuple[dict[str, Any], str]:
+def offer(helpers: list[tuple[str, bytes]]) -> None:
+    """Modules to import, after all that is installed: they stand in for none of it."""
+    for name, data in helpers:
+        with contextlib.suppress(OSError, ValueError):
+            Path(PurePosixPath(name).name).write_bytes(data)
+    sys.path.append(os.getcwd())
+
+
+def load(files: list[tuple[str, str, int]], stem: str) -> tuple[dict[str, Any], str]:
     """What the files define, and what went wrong while they did."""
     module = build_module(stem, "from __future__ import annotations")
     said = []
-    for name, data in files:
-        try:
-            parsed = parse(data, name)
-            statements, flags = select_statements(parsed, names), get_future_flags(parsed)
-        except Exception as error:
-            said.append(f"{name}: {type(error).__name__}: {error}"[:300])
-            continue
-        for statement in statements:
+    for name, source, flags in files:
+        for statement in ast.parse(source).body:
             try:
                 code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
                 exec(code, module.__dict__)

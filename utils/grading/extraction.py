@@ -7,6 +7,7 @@ order; nothing else of a notebook runs. Reading runs none of the code: it is onl
 import __future__
 
 import ast
+import itertools
 import re
 import symtable
 from collections.abc import Iterable, Iterator
@@ -43,7 +44,7 @@ def parse(data: bytes, name: str) -> list[ast.stmt]:
 def _parse_script(text: str, name: str) -> list[ast.stmt]:
     """With a syntax error somewhere: the paragraphs that are free of it."""
     try:
-        return ast.parse(text).body
+        return _parse_text(text)
     except (SyntaxError, ValueError):
         paragraphs = re.split(r"\n\s*\n(?=\S)", text.replace("\0", ""))
         return [statement for part in paragraphs for statement in _parse_cell(part)]
@@ -54,10 +55,36 @@ def _parse_cell(source: str) -> list[ast.stmt]:
     kept = ["" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()]
     for make_text in (lambda: source, lambda: _replace_magics(source), lambda: "\n".join(kept)):
         try:
-            return ast.parse(make_text()).body
+            return _parse_text(make_text())
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     return []
+
+
+def _parse_text(text: str) -> list[ast.stmt]:
+    """`ast.parse`; each statement keeps its own lines as they were written."""
+    statements, lines, end = ast.parse(text).body, text.splitlines(), 0
+    for statement in statements:
+        first = min(
+            [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))]
+        )
+        own = lines[first - 1 : statement.end_lineno]
+        statement.first_line = first
+        statement.text = "\n".join(own) if first > end else ast.unparse(statement)
+        end = statement.end_lineno
+    for one, other in itertools.pairwise(statements):  # several in a line
+        if other.first_line <= one.end_lineno:
+            one.text = ast.unparse(one)
+    return statements
+
+
+def join(statements: Iterable[ast.stmt]) -> str:
+    """Their source, on the lines where they stood if those go up."""
+    lines: list[str] = []
+    for statement in statements:
+        lines += [""] * (statement.first_line - 1 - len(lines))
+        lines += statement.text.splitlines()
+    return "\n".join(lines) + "\n"
 
 
 def _replace_magics(source: str) -> str:

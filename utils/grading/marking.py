@@ -64,6 +64,8 @@ class Marker:
         problems, chapters, exercises = list(intake.problems), [], []
         self.protections, self.started = None, time.monotonic()
         by_stem = self._sort_files(intake, problems) if intake.files else {}
+        taken = {file for files, _ in by_stem.values() for file, *_ in files}
+        self.helpers = [f for f in intake.files if f[0].endswith(".py") and f[0] not in taken]
         for stem in (self.chapters or by_stem) if by_stem else ():
             files, defined = by_stem.get(stem, ([], set()))
             chapters.append(stem)
@@ -116,13 +118,14 @@ class Marker:
                 problems.append(f"{file[0]}: reading it {said}")
                 continue
             problems += seen["problems"].values()
+            selected = (file[0], bytes(seen["selected"].tolist()).decode(), seen["flags"])
             for stem, names in seen["defined"].items():
-                found.setdefault(stem, []).append((seen["stubs"], file, set(names)))
+                found.setdefault(stem, []).append((seen["stubs"], selected, set(names)))
         for stem, entries in found.items():
             defined = Counter(name for _, _, names in entries for name in names)
             if twice := sorted(name for name, count in defined.items() if count > 1):
                 entries.sort(key=lambda entry: -entry[0])
-                names = ", ".join(file[0] for _, file, mine in entries if mine & {*twice})
+                names = ", ".join([file[0] for _, file, mine in entries if mine & {*twice}][-5:])
                 problems.append(
                     f"{stem}: {names} define the same, such as {twice[0]}: the last counts"
                 )
@@ -168,7 +171,7 @@ class _Exercise:
     marker: Marker
     stem: str
     exercise: str
-    files: list[tuple[str, bytes]]
+    files: list[tuple[str, str, int]]  # name, selected source, flags of the compiler
     secret: str
 
     def grade(self) -> tuple[list[Verdict], str | None]:
@@ -209,10 +212,7 @@ class _Exercise:
         seconds = self.marker.seconds * (SLOWER if check.slow else 1)
         arguments = {
             "files": self.files,
-            "names": set().union(*self.marker.names.values()),
-            "earlier": {
-                f"solutions.{stem}": get_source(stem) for stem in stems[: stems.index(self.stem)]
-            },
+            "helpers": self.marker.helpers,
             "chapter": self._get_stand_in(is_alone),
             "exercise": self.exercise,
             "modules": collect_sources(check),
@@ -220,7 +220,8 @@ class _Exercise:
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
         }
-        reply = self.marker.ask(Job("check", seconds, arguments))
+        earlier = {f"solutions.{s}": get_source(s) for s in stems[: stems.index(self.stem)]}
+        reply = self.marker.ask(Job("check", seconds, arguments, earlier))
         if reply.outcome != "done":
             return Verdict(check, (), Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds)))
         try:

@@ -46,6 +46,8 @@ def unpack(data: bytes, most_nodes: int = MOST_NODES) -> Any:
 def _to_tree(value: Any, tensors: dict[str, Tensor]) -> list:
     if value is None or type(value) in (bool, int, float, str):
         value = value[:MOST_CHARACTERS] if type(value) is str else value
+        if type(value) is int and value.bit_length() > 64:
+            value = math.inf  # as it is read; JSON has no numbers of thousands of digits
         return ["plain", value]
     if isinstance(value, Tensor):
         name = str(len(tensors))

@@ -7,6 +7,7 @@ it is executed or unpickled.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -16,7 +17,7 @@ import struct
 import tempfile
 import time
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from utils.grading import child, sandbox
@@ -53,15 +54,44 @@ class Job:
     action: str
     seconds: int
     arguments: dict = field(default_factory=dict)
+    earlier: dict = field(default_factory=dict)  # source of the solutions of earlier chapters
 
 
 def serve(connection: Connection, place: Place) -> None:
-    """Take jobs until the other side closes."""
+    """Take jobs until the other side closes.
+
+    Those with the same earlier solutions go to a zygote of their own, which has these imported.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
+    others: dict[tuple[str, ...], Connection] = {}
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             job = connection.recv()
-            connection.send_bytes(_run(job, place))
+            if not job.earlier:
+                connection.send_bytes(_run(job, place))
+                continue
+            key = tuple(job.earlier)
+            if key not in others:
+                others[key] = _fork_with(job.earlier, place, [connection, *others.values()])
+            others[key].send(dataclasses.replace(job, earlier={}))
+            connection.send_bytes(others[key].recv_bytes())
+
+
+def _fork_with(earlier: dict[str, str], place: Place, used: list[Connection]) -> Connection:
+    """A zygote that holds the solutions of earlier chapters."""
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        try:
+            for connection in [ours, *used]:
+                connection.close()
+            sandbox.end_with_parent()
+            for name, source in earlier.items():
+                child.install(name, source)
+            serve(theirs, place)
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
 
 
 def ask(connection: Connection, job: Job) -> Reply:
