@@ -449,7 +449,7 @@ folder = Path(sys.argv[1])
 only = json.loads((folder / "only.json").read_text())
 todo = {name: folder / f"{name}.py" for name in only}
 if __name__ == "__main__":
-    for name, report in batch.grade_all(todo, 2, batch.Options("secret", FILE, 15, only)):
+    for name, report in batch.grade_all(todo, 2, batch.Options("secret", FILE, 15, only=only)):
         [exercise] = report["exercises"]
         print(json.dumps([name, exercise["score"] < exercise["max_score"]]))
 """

@@ -1193,6 +1193,12 @@ TWO_THINGS = (
     "and the KL's gradient is nan where the mask is false. Replace the masked log-probs of policy "
     "and reference before calc_per_token_kl."
 )
+TWO_THINGS_HALF = (
+    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
+    "and the KL's gradient is nan where the mask is false: you mask the reference's log-probs, but "
+    "the gradient flows through the policy's."
+)
+AT_0 = " And leave the KL out where beta is 0: there its nan does harm, too."
 WITH_BETA, WITH_A_REFERENCE = "beta != 0", "ref_logprobs is not None"
 BARE, MASKED = "ref_logprobs", "ref_logprobs.masked_fill(~mask, 0.0)"
 BY_COMPLETION, OVER_TOKENS = "_mean_over_completions", "masked_mean"
@@ -1203,11 +1209,17 @@ UNMASKED_KL = [
     for name, sentence, condition, reference, mean in [
         ("kl_not_masked", NEITHER_MASKED, WITH_A_REFERENCE, BARE, BY_COMPLETION),
         ("kl_half_masked", REFERENCE_MASKED_ALONE, WITH_BETA, MASKED, BY_COMPLETION),
-        ("kl_half_masked_at_0", REFERENCE_MASKED_ALONE, WITH_A_REFERENCE, MASKED, BY_COMPLETION),
+        (
+            "kl_half_masked_at_0",
+            REFERENCE_MASKED_ALONE + AT_0,
+            WITH_A_REFERENCE,
+            MASKED,
+            BY_COMPLETION,
+        ),
         ("kl_bare_over_tokens", TWO_THINGS, WITH_BETA, BARE, OVER_TOKENS),
-        ("kl_bare_over_tokens_at_0", TWO_THINGS, WITH_A_REFERENCE, BARE, OVER_TOKENS),
-        ("kl_half_over_tokens", TWO_THINGS, WITH_BETA, MASKED, OVER_TOKENS),
-        ("kl_half_over_tokens_at_0", TWO_THINGS, WITH_A_REFERENCE, MASKED, OVER_TOKENS),
+        ("kl_bare_over_tokens_at_0", TWO_THINGS + AT_0, WITH_A_REFERENCE, BARE, OVER_TOKENS),
+        ("kl_half_over_tokens", TWO_THINGS_HALF, WITH_BETA, MASKED, OVER_TOKENS),
+        ("kl_half_over_tokens_at_0", TWO_THINGS_HALF + AT_0, WITH_A_REFERENCE, MASKED, OVER_TOKENS),
     ]
 ]
 
