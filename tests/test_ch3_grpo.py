@@ -1273,7 +1273,13 @@ def _make_grpo_trainer(student, rng, **options):
     return student.GrpoTrainer(args, make_model(TransformerWithLora, rng, "ending"))
 
 
-@check("measure_loss_and_gradient_at_start", public=True, points=2, holds=_zero_and_not_zero)
+@check(
+    "measure_loss_and_gradient_at_start",
+    public=True,
+    points=2,
+    holds=_zero_and_not_zero,
+    beside=True,
+)
 def objective_at_the_start(student, rng):
     """On fresh rollouts, uneven in length: objective 0 up to 1e-6, gradient not 0"""
     trainer = _make_grpo_trainer(student, rng)

@@ -77,6 +77,8 @@ class Check:
     holds: a predicate `(observed, reference) -> None or what is wrong` on the observation, given
         the reference's for the inputs that it carries. Nothing else is then compared but structure.
     rtol, atol: |difference| <= atol + rtol |expected| + 10 |reference in float32 - in float64|.
+    beside: earns its points only beside another check of the exercise that passes, as numbers
+        worked by hand do: an answer could meet it without the work.
     float64: whether the reference and the oracle run in float64 too. Without, where a model makes
         that costly, rtol and atol alone are the tolerance and the oracle replaces the reference.
     """
@@ -91,6 +93,7 @@ class Check:
     holds: Callable[[Any, Any], str | None] | None = None
     rtol: float = 1e-4
     atol: float = 1e-6
+    beside: bool = False
     float64: bool = True
 
     @property
@@ -113,6 +116,10 @@ class Check:
     def is_worked(self) -> bool:
         """Whether inputs and result are the same at every run: numbers worked by hand."""
         return self.expected is not None and not callable(self.expected)
+
+    @property
+    def earns_alone(self) -> bool:
+        return not (self.is_worked or self.beside)
 
     @property
     def stem(self) -> str:

@@ -241,7 +241,7 @@ def get_points(verdicts: list[Verdict]) -> list[float]:
     What a worked example expects can be copied from it: those count beside another check that
     passes, not alone.
     """
-    others = [v.passed for v in verdicts if not v.check.is_worked]
+    others = [v.passed for v in verdicts if v.check.earns_alone]
     is_earned = any(others) or not others
     return [v.check.points if v.passed and is_earned else 0 for v in verdicts]
 
