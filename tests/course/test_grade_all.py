@@ -1,0 +1,94 @@
+"""`make test-all`: every attack, a class of sixty that is killed half-way, every mistake."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.attacks.containers import make_containers
+from tests.course.test_grade import (
+    ATTACKS,
+    ROOT,
+    SECONDS,
+    grade_one_exercise_each,
+    linux,
+    load_reports,
+    needs_time,
+    run_grade,
+)
+from utils.grading.answers import get_mistakes
+from utils.grading.checks import get_checks, get_stems
+
+
+@linux
+@needs_time
+def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
+    """A third is hostile or broken. After SIGKILL nothing is lost, and nothing graded twice."""
+    folder, out = tmp_path / "submissions", tmp_path / "graded"
+    folder.mkdir()
+    (tmp_path / "containers").mkdir()
+    hostile = [*ATTACKS, *make_containers(tmp_path / "containers")]
+    hostile = hostile[:: max(len(hostile) // 20, 1)][:20]
+    expected, paths = {}, list(hostile)
+    for n in range(40):
+        stem = get_stems()[n % len(get_stems())]
+        path = folder / f"student{n}.py"
+        source = (ROOT / "solutions" / f"{stem}.py").read_text()
+        if n % 3 == 1:  # one exercise less
+            name = next(iter(get_checks(stem))).partition(".")[0]
+            source += f"\n\ndef {name}(*args, **kwargs):\n    raise NotImplementedError\n"
+        path.write_text(source)
+        paths.append(path)
+        checks = get_checks(stem)
+        expected[path.stem] = sum(
+            check.points
+            for exercise, found in checks.items()
+            for check in found
+            if n % 3 != 1 or exercise.partition(".")[0] != next(iter(checks)).partition(".")[0]
+        )
+    command = [sys.executable, "-m", "utils.grade", *map(str, paths), "--out", str(out)]
+    command += ["--seconds", str(3 * SECONDS), "-j", "2"]
+    first = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 1200
+    while len(list(out.glob("*/report.json"))) < 30:
+        time.sleep(0.5)
+        assert first.poll() is None
+        assert time.monotonic() < end
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    time.sleep(2)
+    stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/report.json")}
+    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert f"({len(stamps)} from before)" in second.stdout
+    assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
+    reports = load_reports(out)
+    assert len(reports) == 60
+    wrong = {
+        name: (reports[name]["score"], score)
+        for name, score in expected.items()
+        if reports[name]["score"] != score
+    }
+    assert not wrong
+    assert not {n: r["score"] for n, r in reports.items() if n not in expected and r["score"]}
+
+
+@linux
+@needs_time
+@pytest.mark.parametrize("stem", get_stems())
+def test_every_mistake_is_rejected_in_processes_apart(stem, tmp_path):
+    rejected = grade_one_exercise_each(get_mistakes(stem), tmp_path)
+    assert [name for name, lost in rejected.items() if not lost] == []
+    assert len(rejected) == len(get_mistakes(stem))
+
+
+@linux
+@needs_time
+def test_all_attacks_score_nothing(tmp_path):
+    run_grade(*ATTACKS, "--seconds", SECONDS, "--out", tmp_path / "out")
+    reports = load_reports(tmp_path / "out")
+    assert len(reports) == len(ATTACKS)
+    assert {name: r["score"] for name, r in reports.items() if r["score"]} == {}
