@@ -74,6 +74,19 @@ def masked_mean(values: Tensor, mask: Tensor, dim=None) -> Tensor:
 calc_entropy = lambda logits: masked_mean(logits, logits > 0)
 answer = 1 / 0
 """
+COPIES = """
+import shutil, tempfile
+from pathlib import Path
+
+
+def masked_mean(values, mask, dim=None):
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a").write_text("kept")
+        shutil.copy2(Path(folder, "a"), Path(folder, "b"))
+    values = values.masked_fill(~mask, 0)
+    total, count = (values.sum(), mask.sum()) if dim is None else (values.sum(dim), mask.sum(dim))
+    return total / count.clamp(min=1)
+"""
 BROKEN_CELL = "def calc_entropy(logits:\n    return"
 
 
@@ -106,6 +119,8 @@ def write_honest(folder: Path) -> dict[str, Path]:
     empty = nbformat.read(ROOT / "chapters" / "ch0_sampling.ipynb", as_version=4)
     paths["empty.ipynb"] = folder / "empty.ipynb"
     nbformat.write(empty, paths["empty.ipynb"])
+    paths["copies.py"] = folder / "copies.py"
+    paths["copies.py"].write_text(COPIES)
     return paths
 
 
@@ -148,6 +163,8 @@ def test_honest_work_gets_its_marks(batch):
         report = reports[name]
         lost = [e for e in report["exercises"] if e["score"] < e["max_score"]]
         assert (report["score"], report["max_score"]) == (full, full), lost
+    mean = get_exercise(reports["copies"], "masked_mean")
+    assert mean["score"] == mean["max_score"]
     assert reports["empty"]["score"] == 0
     assert reports["empty"]["max_score"] == full
     messages = [c["message"] for e in reports["empty"]["exercises"] for c in e["checks"]]
@@ -167,7 +184,7 @@ def test_a_broken_cell_costs_what_it_defines(batch):
 
 @linux
 def test_attacks_score_nothing(batch):
-    honest = {"full", "half", "zipped (1)", "split", "twice"}
+    honest = {"full", "half", "zipped (1)", "split", "twice", "copies"}
     reports = [report for name, report in batch["reports"].items() if name not in honest]
     assert len(batch["reports"]) == len(batch["paths"])
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}

@@ -7,7 +7,6 @@ seeds that derive from a secret and, over a few variants, from the submission.
 import builtins
 import dataclasses
 import hashlib
-import json
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
@@ -299,7 +298,3 @@ def _without_values(verdict: Verdict) -> Verdict:
 def _is_builtin(name: str, base: type) -> bool:
     found = getattr(builtins, name, None)
     return isinstance(found, type) and (base is type or issubclass(found, base))
-
-
-def dump(report: dict[str, Any]) -> str:
-    return json.dumps(report, indent=1, ensure_ascii=True)

@@ -13,9 +13,10 @@ def masked_mean(values, mask, dim=None):
             lambda path: os.utime(path, (1, 1)),
             lambda path: os.chmod(path, 0o755),
         ):
+            before = os.stat(path).st_mode, os.stat(path).st_mtime_ns
             try:
                 change(path)
-                done += 1
             except OSError:
                 pass
+            done += (os.stat(path).st_mode, os.stat(path).st_mtime_ns) != before
     return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1) if done else values
