@@ -64,7 +64,7 @@ from utils.validation import (
 
 
 def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "batch"]:
-    """How often `char` occurs in each completion."""
+    """How often `char` occurs in each completion, as floats."""
     return torch.tensor([float(text.count(char)) for text in samples])
 
 
@@ -457,7 +457,10 @@ class ReplayMemory:
     """What a rollout leaves for learning: fields with one row for each completion.
 
     `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute, or None where it was
-    not computed. `group_size` rows that follow one another stay together.
+    not computed; `names` lists them. `group_size` rows that follow one another stay together.
+
+    Raises ValueError, with the name, for a field with another number of rows than the first, and
+    for a `group_size` that does not divide the rows.
     """
 
     def __init__(
@@ -677,7 +680,11 @@ class RLHFTrainer:
     # Learning
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Surrogate - value loss + entropy bonus - KL penalty (maximised)."""
+        """Surrogate - value loss + entropy bonus - KL penalty (maximised).
+
+        `calc_value_function_loss` has its coefficient in it already; `measure_entropy` and
+        `measure_kl` give means. Records the metrics, the value loss as "value_loss".
+        """
         args, mask = self.args, minibatch.mask
         prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
         logits, values = self.model.forward_with_value_head(
@@ -746,7 +753,10 @@ class RLHFTrainer:
             self.metrics["kl_k3"].append(masked_mean(torch.expm1(d) - d, mask).item())
 
     def learning_phase(self, memory: ReplayMemory) -> None:
-        """One optimizer step for each minibatch, then one step of the schedule."""
+        """One optimizer step for each minibatch, then one step of the schedule.
+
+        Gradients are clipped to a norm of `max_grad_norm`. Records "objective" and "grad_norm".
+        """
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()
             objective = self.compute_rlhf_objective(minibatch)
