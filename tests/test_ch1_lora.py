@@ -1635,13 +1635,15 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def small_and_large_batches(student, rng):
-    """One row, two tokens, one target; every token; 500 targets; the arguments stay as they were"""
+    """One row, two tokens, one target; every token; 321 targets; the arguments stay as they were"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
-    large = sft_batch(rng, rows=40, seq=30)
+    *large, large_mask = sft_batch(rng, rows=40, seq=30)
+    order = large_mask[:, 1:].flatten().cumsum(0).reshape(40, 29)
+    large_mask[:, 1:] &= order <= 321  # one more than five chunks of 64
     two = torch.tensor([[False, True]])
     return {
         "two tokens": with_inputs_after(student.calc_sft_loss, logits[:1, :2], tokens[:1, :2], two),
         "all": student.calc_sft_loss(logits, tokens, torch.ones_like(loss_mask)),
         "ragged": with_inputs_after(student.calc_sft_loss, logits, tokens, loss_mask),
-        "about 500 targets": student.calc_sft_loss(*large),
+        "321 targets": student.calc_sft_loss(*large, large_mask),
     }
