@@ -972,6 +972,7 @@ def every_way_of_calling(student, rng):
     found |= {"after train()": model(ids), "after train(), again": model(ids)}
     model.eval()
     found["after eval()"] = model(ids)
+    found |= measure_gradients(model, found["after eval()"].square().mean())
     with other.reference():
         found["beside another's reference()"] = model(ids)
     found["the other"] = other(ids)
@@ -1270,6 +1271,8 @@ def _is_rounded_once(observed, reference):
     for kind, found in observed.items():
         if found["weights that changed inside"] != reference[kind]["weights that changed inside"]:
             return f"{kind}: the number of weights that change inside merged() is wrong"
+        if found["dtypes inside"] != reference[kind]["dtypes inside"]:
+            return f"{kind}: the merged weights should keep their dtype: round the sum to it"
         if found["the largest error in ulps"] > 0.51:
             return f"{kind}: a weight is further from W + A B alpha/rank than by rounding it once"
         if found["weights that changed afterwards"]:
@@ -1280,12 +1283,17 @@ def _is_rounded_once(observed, reference):
 @check("TransformerWithLora.merged", holds=_is_rounded_once)
 def rounded_once(student, rng):
     """A base in bfloat16, of either kind of weight: the sum is made in float32 and rounded once"""
+    models_built = {
+        kind: set_alike(boot(student, kind, sites=sites, dtype=torch.bfloat16), rng)
+        for kind, sites in (("llama", ATTENTION), ("shallow", ("mlp.in", "mlp.out")))
+    }
     found = {}
-    for kind, sites in (("llama", ATTENTION), ("shallow", ("mlp.in", "mlp.out"))):
-        model = set_alike(boot(student, kind, sites=sites, dtype=torch.bfloat16), rng)
+    for (kind, model), other in zip(
+        models_built.items(), reversed(models_built.values()), strict=True
+    ):
         by_shape = {tuple(p.shape): p.detach().double() for p in model.trainable_parameters()}
-        before, errors = copy_weights(model), []
-        with model.merged():
+        before, errors, dtypes = copy_weights(model), [], set()
+        with other.merged(), model.merged():
             for old, new in list_changed(before, model):
                 # nn.Linear keeps [d_out d_in], GPT-2's Conv1D [d_in d_out].
                 d_in, d_out = new.T.shape if kind == "llama" else new.shape
@@ -1296,8 +1304,10 @@ def rounded_once(student, rng):
                 # What float32 itself rounds off may be many ulps of a sum that is nearly 0.
                 excess = ((new.double() - exact).abs() - 1e-6).clamp(min=0)
                 errors.append((excess / ulp).max())
+                dtypes.add(str(new.dtype))
         found[kind] = {
             "weights that changed inside": len(errors),
+            "dtypes inside": sorted(dtypes),
             "the largest error in ulps": max(errors, default=torch.zeros(()).double()),
             "weights that changed afterwards": len(list_changed(before, model)),
         }
@@ -1365,6 +1375,8 @@ def the_same_at_each_call(student, rng):
     """Each call gives the same parameters, of every site, also after merged() and reference()"""
     model = set_alike(boot(student, "llama"), rng)
     calls = [list(model.trainable_parameters())]
+    for parameter in calls[0][:1]:  # as after a backward that reaches one site
+        parameter.grad = torch.zeros_like(parameter)
     for context in (model.merged, model.reference, contextlib.nullcontext):
         with context():
             calls.append(list(model.trainable_parameters()))
@@ -1459,6 +1471,7 @@ def _save_and_load(
         found["logits saved, B = 0"] = score(first, ids, mask)
         found["logits loaded, B = 0"] = score(second, ids, mask)
         found["logits saved"] = score(set_apart(first, rng), ids, mask)
+        first.requires_grad_(False)  # an adapter, though it is not trained for now
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))

@@ -1439,3 +1439,39 @@ def compared_with_is(completion_ids, eos_token_id):
             if token is eos_token_id:
                 break
     return mask
+
+
+class _KeepsALogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, tokens):
+        ctx.logprobs, ctx.tokens = z.log_softmax(-1), tokens[..., None]
+        return ctx.logprobs.gather(-1, ctx.tokens).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = -ctx.logprobs.exp()
+        ones = torch.ones_like(gradient[..., :1])
+        return gradient.scatter_add_(-1, ctx.tokens, ones) * grad[..., None], None
+
+
+@wrong(
+    "get_logprobs",
+    "The backward pass is your own, and its context keeps the whole log-softmax, as large as the "
+    "logits once more. A gather and a logsumexp keep neither it nor the probabilities.",
+)
+def keeps_a_log_softmax_in_its_context(logits, tokens, prefix_len=1, temperature=1.0):
+    scaled = logits[:, prefix_len - 1 : -1] / temperature
+    return _KeepsALogSoftmax.apply(scaled, tokens[:, prefix_len:])
+
+
+@wrong(
+    "masked_mean",
+    "squeeze() drops every axis of size 1: along dim 1 of a single row the result has no axis "
+    "left, where it should have one. Squeeze the averaged axis alone, or sum without keepdim.",
+)
+def every_axis_squeezed(values, mask, dim=None):
+    kept = torch.where(mask, values, 0.0)
+    if dim is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    count = mask.sum(dim, keepdim=True).clamp(min=1)
+    return (kept.sum(dim, keepdim=True) / count).squeeze()

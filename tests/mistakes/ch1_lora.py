@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
-from utils.grading.answers import edit, wrong
+from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
 # --- LoraLayer ----------------------------------------------------------------------------------
 
@@ -2239,4 +2239,85 @@ FROM_A_SECOND_LOOK = [
         "What is made in inference_mode cannot enter a later backward, as samples and log-probs "
         "do. Use no_grad, or nothing.",
     ),
+    Answer(
+        IN_ITS_MODULE,
+        CALL,
+        "gradient_in_training_mode_only",
+        "In eval() the logits carry no gradient. That is for no_grad: eval() says how layers "
+        "behave, and here they behave alike in either mode.",
+        edits=(
+            Edit(CONSTRUCT, "self.train(False)", "self.train(True)"),
+            Edit(
+                RUN,
+                "with self.base.hooks(fwd_hooks=hooks):",
+                "with self.base.hooks(fwd_hooks=hooks), "
+                "torch.set_grad_enabled(torch.is_grad_enabled() and self.training):",
+            ),
+        ),
+    ),
+    edit(
+        MERGED,
+        "one_lock_for_all_models",
+        '        if self._mode != "hooked":\n'
+        '            raise RuntimeError(f"{mode}() cannot be entered inside {self._mode}()")\n'
+        "        self._mode = mode\n"
+        "        try:\n"
+        "            yield\n"
+        "        finally:\n",
+        "        if vars(TransformerWithLora).get('_inside'):\n"
+        '            raise RuntimeError(f"{mode}() cannot be entered inside another context")\n'
+        "        self._mode, TransformerWithLora._inside = mode, True\n"
+        "        try:\n"
+        "            yield\n"
+        "        finally:\n"
+        "            TransformerWithLora._inside = False\n",
+        "The lock belongs to the class, so that no two models can be in a context at once, such as "
+        "a policy and a reward model. Keep the mode on the model.",
+        within=IN_MODE,
+    ),
 ]
+
+
+@wrong(
+    MERGED,
+    "The merged weights of a 16-bit base stay in float32, and a forward inside mixes the two. Make "
+    "the sum in float32, then round it once to the dtype of the weights.",
+)
+@contextmanager
+def merged_weights_stay_in_float32(self):
+    with self._in_mode("merged"):
+        saved = [(linear, linear.weight.data) for linear in self._linears.values()]
+        try:
+            for (linear, weight), layer in zip(saved, self._layers, strict=True):
+                delta = layer.compute_delta().detach()
+                delta = delta.T if isinstance(linear, nn.Linear) else delta
+                linear.weight.data = weight.float() + delta
+            yield self
+        finally:
+            for linear, weight in saved:
+                linear.weight.data = weight
+
+
+@wrong(
+    TRAINABLE,
+    "After a backward that reaches some of the adapters, the others are left out. What is trained "
+    "does not depend on which gradients there are at the moment.",
+)
+def those_that_have_a_gradient(self):
+    trained = list(self._layers.parameters())
+    return [p for p in trained if p.grad is not None] or trained
+
+
+@wrong(
+    SAVE,
+    "Adapters that require no gradient at the moment are not in the file. Frozen or trained, they "
+    "belong to the model: save them all.",
+)
+def saves_what_requires_a_gradient(self, path):
+    names = [
+        f"{site}.{name}"
+        for site, layer in self.adapters.items()
+        for name, parameter in layer.named_parameters()
+        if parameter.requires_grad
+    ]
+    _save(self, path, {name: self.trainable_state()[name] for name in names})
