@@ -31,7 +31,7 @@ def make_args(kind: str, beta: float, updates: int, seed: int, phases: int, fold
         seed=seed,
         reward_fn=reward_fn_sentiment,
         prompts=review_prompts()[0],
-        gen_len=20,
+        gen_len=16,
         batch_size=64,
         num_minibatches=1,
         batches_per_learning_phase=updates,
@@ -50,14 +50,14 @@ def make_args(kind: str, beta: float, updates: int, seed: int, phases: int, fold
 
 
 def run(label: str, kind: str, beta: float, updates: int, seed: int, phases: int) -> dict:
-    """Train once; reward and exact KL, in nats per token, on 15 held-out prompts, 16 samples each.
+    """Train once; reward and exact KL, in nats per token, on 15 held-out prompts, 8 samples each.
 
     Also the reward and the logged estimate of each phase.
     """
     with tempfile.TemporaryDirectory() as folder:
         trainer = KlTrainer(make_args(kind, beta, updates, seed, phases, folder))
         trainer.train()
-    after = evaluate_reviews(trainer.model, review_prompts()[1], reward_fn_sentiment, 16, 20, seed)
+    after = evaluate_reviews(trainer.model, review_prompts()[1], reward_fn_sentiment, 8, 16, seed)
     by_phase = {
         key: [round(row[key], 5) for row in trainer.history if key in row]
         for key in ("reward", "kl_term")
@@ -87,7 +87,7 @@ def get_jobs(lost_flag: bool, seeds: int) -> list[tuple[str, str, float, int, in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--phases", type=int, default=20)
+    parser.add_argument("--phases", type=int, default=16)
     parser.add_argument("--lost-flag", action="store_true", help="the debugging story's scan")
     parser.add_argument("--out", type=Path, help="default: in chapters/results")
     args = parser.parse_args()

@@ -1,0 +1,176 @@
+"""Right answers to chapter 4, written differently."""
+
+import torch
+import torch.nn.functional as F
+from torch.distributions import Categorical
+
+from utils.grading.answers import edit, right
+
+KINDS = ("k1", "k2", "k3", "k4")
+
+
+def _check_kind(kind):
+    if kind not in KINDS:
+        raise ValueError(f"kind should be one of {KINDS}, but is {kind!r}")
+
+
+# --- calc_kl_estimate ---------------------------------------------------------------------------
+
+
+@right("calc_kl_estimate")
+def by_match(logprobs, ref_logprobs, kind, old_logprobs=None):
+    d = ref_logprobs.detach() - logprobs
+    match kind:
+        case "k1":
+            return -d
+        case "k2":
+            return 0.5 * d**2
+        case "k3":
+            return torch.expm1(d) - d
+        case "k4":
+            old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
+            return -d * (logprobs - old).exp()
+        case _:
+            raise ValueError(f"kind is {kind!r}")
+
+
+@right("calc_kl_estimate")
+def in_float64(logprobs, ref_logprobs, kind, old_logprobs=None):
+    _check_kind(kind)
+    exact = (logprobs.double() - ref_logprobs.double().detach()).clone()
+    if kind == "k1":
+        found = exact
+    elif kind == "k2":
+        found = exact * exact * 0.5
+    elif kind == "k3":
+        found = torch.special.expm1(-exact) + exact
+    else:
+        reference_point = logprobs if old_logprobs is None else old_logprobs
+        found = (logprobs.double() - reference_point.detach().double()).exp() * exact
+    return found.to(logprobs.dtype)
+
+
+@right("calc_kl_estimate")
+def all_at_once(logprobs, ref_logprobs, kind, old_logprobs=None):
+    _check_kind(kind)
+    x = logprobs - ref_logprobs.clone().detach()
+    on_policy = old_logprobs is None
+    ratio = torch.exp(logprobs - (logprobs if on_policy else old_logprobs).detach())
+    table = {"k1": lambda: x, "k2": lambda: x.pow(2).div(2), "k4": lambda: ratio * x}
+    table["k3"] = lambda: x + torch.expm1(x.neg())
+    return table[kind]()
+
+
+# --- calc_exact_kl ------------------------------------------------------------------------------
+
+
+@right("calc_exact_kl")
+def by_kl_div(logits, ref_logits):
+    logprobs = F.log_softmax(logits, dim=-1)
+    ref_logprobs = F.log_softmax(ref_logits.detach(), dim=-1)
+    possible = logits > -torch.inf
+    logprobs = torch.where(possible, logprobs, torch.zeros_like(logprobs))
+    ref_logprobs = torch.where(possible, ref_logprobs, torch.zeros_like(ref_logprobs))
+    per_token = F.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
+    return torch.where(possible, per_token, torch.zeros_like(per_token)).sum(-1)
+
+
+@right("calc_exact_kl")
+def cross_entropy_less_entropy(logits, ref_logits):
+    logprobs = logits.double().log_softmax(-1)
+    ref_logprobs = ref_logits.detach().double().log_softmax(-1)
+    gone = logits == -torch.inf
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs.masked_fill(gone, 0.0)).sum(-1)
+    cross_entropy = -(probs * ref_logprobs.masked_fill(gone, 0.0)).sum(-1)
+    return (cross_entropy - entropy).to(logits.dtype)
+
+
+@right("calc_exact_kl")
+def by_logsumexp(logits, ref_logits):
+    possible = logits != -torch.inf
+    ref_logits = ref_logits.detach()
+    shift = ref_logits.logsumexp(-1) - logits.logsumexp(-1)
+    difference = torch.where(possible, logits - ref_logits, 0.0)
+    return (logits.softmax(-1) * difference).sum(-1) + shift
+
+
+# The gradient of the log-ratio averages to sum_v grad p_v = 0.
+ONLY_THE_WEIGHTS_DIFFERENTIATED = [
+    edit(
+        "calc_exact_kl",
+        "log_ratio_detached",
+        "logprobs.exp() * logratio",
+        "logprobs.exp() * logratio.detach()",
+    )
+]
+
+
+# --- calc_estimator_stats -----------------------------------------------------------------------
+
+
+@right("calc_estimator_stats")
+@torch.no_grad()
+def by_moments(logits, ref_logits, kind):
+    _check_kind(kind)
+    p, q = logits.double().softmax(-1), ref_logits.double().softmax(-1)
+    x = p.log() - q.log()
+    values = {"k1": x, "k2": x**2 / 2, "k3": q / p - 1 + x, "k4": x}[kind]
+    mean, square = (p * values).sum(), (p * values**2).sum()
+    std = (square - mean**2).clamp(min=0).sqrt()
+    return (mean - (p * x).sum()).to(logits.dtype), std.to(logits.dtype)
+
+
+@right("calc_estimator_stats")
+def by_weighted_covariance(logits, ref_logits, kind):
+    _check_kind(kind)
+    policy, reference = Categorical(logits=logits), Categorical(logits=ref_logits)
+    tokens = torch.arange(len(logits))
+    x = policy.log_prob(tokens) - reference.log_prob(tokens)
+    values = {"k1": x, "k2": 0.5 * x * x, "k3": torch.expm1(-x) + x, "k4": x}[kind]
+    bias = torch.dot(policy.probs, values - x)
+    return bias, torch.cov(values, correction=0, aweights=policy.probs.detach()).sqrt()
+
+
+# --- calc_expected_gradient ---------------------------------------------------------------------
+
+
+@right("calc_expected_gradient")
+@torch.no_grad()
+def by_hand(logits, ref_logits, kind, place, sampler_logits=None):
+    _check_kind(kind)
+    if place not in ("loss", "reward"):
+        raise ValueError(f"place is {place!r}")
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    p, x = logprobs.exp(), logprobs - ref_logprobs
+    sampler = p if sampler_logits is None else sampler_logits.softmax(-1)
+    ratio = p / sampler
+    if place == "loss":
+        factor = {"k1": torch.ones_like(x), "k2": x, "k3": -torch.expm1(-x), "k4": ratio * (x + 1)}
+    else:
+        factor = {"k1": x, "k2": x**2 / 2, "k3": torch.expm1(-x) + x, "k4": ratio * x}
+    weights = sampler * factor[kind]
+    return weights - weights.sum() * p
+
+
+@right("calc_expected_gradient")
+def token_by_token(logits, ref_logits, kind, place, sampler_logits=None):
+    _check_kind(kind)
+    if place not in {"loss", "reward"}:
+        raise ValueError(f"the place should be loss or reward: {place}")
+    total = torch.zeros_like(logits.detach())
+    old = (logits if sampler_logits is None else sampler_logits).detach().log_softmax(-1)
+    for v in range(len(logits)):
+        with torch.enable_grad():
+            copy = logits.detach().clone().requires_grad_()
+            logprob = copy.log_softmax(-1)[v]
+            x = logprob - ref_logits.detach().log_softmax(-1)[v]
+            k = {
+                "k1": x,
+                "k2": x**2 / 2,
+                "k3": torch.expm1(-x) + x,
+                "k4": (logprob - old[v]).exp() * x,
+            }[kind]
+            (k if place == "loss" else k.detach() * logprob).backward()
+        total += old[v].exp() * copy.grad
+    return total
