@@ -213,7 +213,7 @@ def large_logits_and_shifts(student, rng):
             logits=rounded[0] + shift,
         ),
         "wide": value_and_gradients(
-            lambda logits: student.calc_exact_kl(logits, wide.flip(0)), logits=wide
+            lambda logits: student.calc_exact_kl(logits, wide.roll(1, -1)), logits=wide
         ),
     }
 

@@ -413,13 +413,6 @@ CALC_EXACT_KL = [
     ),
     edit(
         "calc_exact_kl",
-        "log_with_an_epsilon",
-        "at_least_float32(logits).log_softmax(-1)",
-        "(at_least_float32(logits).softmax(-1) + 1e-8).log()",
-        "A small number inside the log changes every rare token. log_softmax needs none.",
-    ),
-    edit(
-        "calc_exact_kl",
         "reference_log_with_an_epsilon",
         "at_least_float32(ref_logits.detach()).log_softmax(-1)",
         "(at_least_float32(ref_logits.detach()).softmax(-1) + 1e-8).log()",

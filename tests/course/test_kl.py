@@ -1,0 +1,270 @@
+"""Chapter 4's solutions against autograd, finite differences, sampling, and chapter 3."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch4_kl import (
+    KINDS,
+    KlArgs,
+    KlTrainer,
+    calc_estimator_stats,
+    calc_exact_kl,
+    calc_expected_gradient,
+    calc_kl_estimate,
+)
+from tests.course.helpers import randomize
+
+EXACT = {"rtol": 0, "atol": 1e-9}
+
+
+@pytest.fixture
+def bandit():
+    """Logits of a policy, a reference and a sampler, over seven tokens, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def get_gradient(kl, logits):
+    """Of a divergence as a function of the policy's distribution, by autograd."""
+    logits = logits.clone().requires_grad_()
+    return torch.autograd.grad(kl(Categorical(logits=logits)), logits)[0]
+
+
+def get_true_gradients(policy, ref, old):
+    """Of KL(policy ‖ reference), KL(reference ‖ policy) and KL(old ‖ policy)."""
+    ref, old = Categorical(logits=ref), Categorical(logits=old)
+    return (
+        get_gradient(lambda p: kl_divergence(p, ref), policy),
+        get_gradient(lambda p: kl_divergence(ref, p), policy),
+        get_gradient(lambda p: kl_divergence(old, p), policy),
+    )
+
+
+def test_on_policy_gradients_are_those_of_the_divergences(bandit):
+    policy, ref, old = bandit
+    forward, backward, _ = get_true_gradients(policy, ref, old)
+    expected = {
+        ("k1", "loss"): torch.zeros_like(forward),
+        ("k2", "loss"): forward,
+        ("k3", "loss"): backward,
+        ("k4", "loss"): forward,
+        ("k1", "reward"): forward,
+        ("k3", "reward"): forward - backward,
+        ("k4", "reward"): forward,
+    }
+    for (kind, place), gradient in expected.items():
+        found = calc_expected_gradient(policy, ref, kind, place)
+        torch.testing.assert_close(found, gradient, **EXACT, msg=f"{kind} in the {place}")
+
+
+def test_off_policy_gradients_are_those_of_the_divergences(bandit):
+    policy, ref, old = bandit
+    forward, _, from_old = get_true_gradients(policy, ref, old)
+    k1 = calc_expected_gradient(policy, ref, "k1", "loss", old)
+    torch.testing.assert_close(k1, -from_old, **EXACT)
+    for place in ("loss", "reward"):
+        k4 = calc_expected_gradient(policy, ref, "k4", place, old)
+        torch.testing.assert_close(k4, forward, **EXACT)
+    for kind in ("k2", "k3"):
+        assert not torch.allclose(calc_expected_gradient(policy, ref, kind, "loss", old), forward)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_loss_by_finite_differences(bandit, kind, off_policy):
+    """The surrogate sum_v s_v k(v), whose s does not move with the logits, moved by hand."""
+    policy, ref, old = bandit
+    sampler = old if off_policy else policy.clone()
+    weights, old_logprobs = sampler.softmax(-1), sampler.log_softmax(-1)
+
+    def loss(logits):
+        estimates = calc_kl_estimate(
+            logits.log_softmax(-1), ref.log_softmax(-1), kind, old_logprobs
+        )
+        return weights @ estimates
+
+    step = 1e-5
+    moves = torch.eye(len(policy), dtype=policy.dtype) * step
+    slopes = torch.stack([(loss(policy + m) - loss(policy - m)) / (2 * step) for m in moves])
+    found = calc_expected_gradient(policy, ref, kind, "loss", old if off_policy else None)
+    torch.testing.assert_close(found, slopes, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_expectation_is_the_mean_of_sampled_gradients(bandit, kind, place):
+    policy, ref, old = bandit
+    n = 40_000
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = Categorical(logits=old).sample((n,))
+    logits = policy.expand(n, -1).clone().requires_grad_()  # one row, and gradient, a sample
+    logprobs = Categorical(logits=logits).log_prob(tokens)
+    ref_logprobs, old_logprobs = (Categorical(logits=x).log_prob(tokens) for x in (ref, old))
+    k = calc_kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)
+    total = (k if place == "loss" else k.detach() * logprobs).sum()
+    samples = torch.autograd.grad(total, logits)[0]
+    error = samples.std(0) / n**0.5
+    found = calc_expected_gradient(policy, ref, kind, place, old)
+    assert ((samples.mean(0) - found).abs() < 5 * error).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_and_spread_are_those_of_samples(bandit, kind):
+    policy, ref, _ = bandit
+    bias, std = calc_estimator_stats(policy, ref, kind)
+    n = 200_000
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = Categorical(logits=policy).sample((n,))
+    k = calc_kl_estimate(policy.log_softmax(-1)[tokens], ref.log_softmax(-1)[tokens], kind)
+    truth = kl_divergence(Categorical(logits=policy), Categorical(logits=ref))
+    assert abs(k.mean() - truth - bias) < 5 * std / n**0.5
+    assert abs(k.std() / std - 1) < 0.03
+    if kind != "k2":
+        assert abs(bias) < 1e-12
+
+
+def test_the_exact_kl_is_that_of_distributions(bandit):
+    policy, ref, _ = bandit
+    logits = torch.stack([policy, ref]).requires_grad_()
+    ref_logits = torch.stack([ref, policy]).requires_grad_()
+    kl = calc_exact_kl(logits, ref_logits)
+    truth = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits.detach()))
+    torch.testing.assert_close(kl, truth, **EXACT)
+    gradient, expected = (torch.autograd.grad(x.sum(), logits)[0] for x in (kl, truth))
+    torch.testing.assert_close(gradient, expected, **EXACT)
+    assert not torch.autograd.grad(
+        calc_exact_kl(logits, ref_logits).sum(), ref_logits, allow_unused=True
+    )[0]
+
+
+def test_a_token_that_cannot_be_counts_nothing():
+    logits = torch.tensor([0.0, 1.0, -torch.inf], requires_grad=True)
+    kl = calc_exact_kl(logits, torch.tensor([0.5, -1.0, 2.0]))
+    policy, ref = Categorical(logits=logits[:2]), torch.tensor([0.5, -1.0, 2.0]).log_softmax(-1)
+    expected = (policy.probs * (policy.logits - ref[:2])).sum()
+    torch.testing.assert_close(kl, expected)
+    assert torch.autograd.grad(kl, logits)[0].isfinite().all()
+
+
+def test_weighted_k3_and_k2_have_one_gradient_sample_by_sample(bandit):
+    """ratio * k3, TRL's bias-corrected penalty, on-policy: l grad log p, as k2."""
+    policy, ref, _ = bandit
+    logprobs = policy.log_softmax(-1).requires_grad_()
+    ref_logprobs = ref.log_softmax(-1)
+    weighted = torch.exp(logprobs - logprobs.detach()) * calc_kl_estimate(
+        logprobs, ref_logprobs, "k3"
+    )
+    k2 = calc_kl_estimate(logprobs, ref_logprobs, "k2")
+    gradients = [torch.autograd.grad(k.sum(), logprobs)[0] for k in (weighted, k2)]
+    torch.testing.assert_close(*gradients, **EXACT)
+
+
+def test_two_steps_by_enumeration():
+    """k1 in the reward with return-to-go, and k2 of the summed log-ratio: the sequence's KL.
+
+    Per-token k2 is something else: it ignores how the first token chooses the second state.
+    """
+    generator = torch.Generator().manual_seed(1)
+    vocab = 4
+    ref = torch.randn(1 + vocab, vocab, generator=generator, dtype=torch.float64)
+    logits = torch.randn(1 + vocab, vocab, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()  # row 0: the first token; row 1 + a: the second, after token a
+    pairs = torch.tensor(list(itertools.product(range(vocab), range(vocab))))
+    first, second = pairs.T
+
+    def get_logprobs(x):
+        logprobs = x.log_softmax(-1)
+        return torch.stack([logprobs[0, first], logprobs[1 + first, second]], -1)  # [pair step]
+
+    logprobs, ref_logprobs = get_logprobs(logits), get_logprobs(ref)
+    probs = logprobs.sum(-1).exp().detach()
+    logratio = logprobs - ref_logprobs
+    whole = logratio.sum(-1)
+
+    def gradient(per_pair):
+        return torch.autograd.grad(per_pair @ probs, logits, retain_graph=True)[0]
+
+    true = torch.autograd.grad((logprobs.sum(-1).exp() * whole).sum(), logits, retain_graph=True)[0]
+    to_go = logratio.detach().flip(-1).cumsum(-1).flip(-1)
+    torch.testing.assert_close(gradient((to_go * logprobs).sum(-1)), true, **EXACT)
+    torch.testing.assert_close(gradient(whole.square() / 2), true, **EXACT)
+    by_token = gradient((logratio.square() / 2).sum(-1))
+    torch.testing.assert_close(by_token[1:], true[1:], **EXACT)  # the last step is its own future
+    assert (by_token[0] - true[0]).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return randomize(TransformerWithLora.from_pretrained(GrpoArgs().base_model))
+
+
+def make_setup(tmp_path, **overrides):
+    return {
+        "reward_fn": lambda samples: torch.arange(len(samples)).float(),
+        "gen_len": 6,
+        "batch_size": 8,
+        "group_size": 4,
+        "num_minibatches": 1,
+        "batches_per_learning_phase": 1,
+        "warmup_steps": 0,
+        "kl_coef": 0.3,
+        "runs_dir": tmp_path,
+        "device": "cpu",
+        **overrides,
+    }
+
+
+def test_k3_is_chapter_3s_trainer(tmp_path, model):
+    setup = make_setup(tmp_path)
+    ours = KlTrainer(KlArgs(kl_estimator="k3", **setup), model)
+    theirs = GrpoTrainer(GrpoArgs(**setup), model)
+    minibatch = next(iter(ours.rollout_phase().get_minibatches(ours.generator)))
+    minibatch.logprobs += 0.1 * torch.randn_like(minibatch.logprobs)  # an older policy
+    adapters = model.trainable_parts()["adapters"]
+    found = []
+    for trainer in (ours, theirs):
+        objective = trainer.compute_rlhf_objective(minibatch)
+        found.append((objective.detach(), torch.autograd.grad(objective, adapters)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_penalty_is_the_mean_over_completions(tmp_path, model, kind):
+    trainer = KlTrainer(KlArgs(kl_estimator=kind, ent_coef=0.0, **make_setup(tmp_path)), model)
+    minibatch = next(iter(trainer.rollout_phase().get_minibatches(trainer.generator)))
+    minibatch.mask[1] = False  # an empty completion counts 0
+    minibatch.ref_logprobs[~minibatch.mask] = torch.nan
+    minibatch.advantages.zero_()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    rows = []
+    for logprobs, ref_logprobs, kept in zip(
+        minibatch.logprobs, minibatch.ref_logprobs, minibatch.mask, strict=True
+    ):
+        k = calc_kl_estimate(logprobs[kept], ref_logprobs[kept], kind)
+        rows.append(k.mean() if kept.any() else torch.zeros(()))
+    torch.testing.assert_close(objective, -0.3 * torch.stack(rows).mean())
+    torch.testing.assert_close(trainer.metrics["kl_term"][-1], torch.stack(rows).mean().item())
+
+
+def test_without_a_penalty_the_reference_does_not_run(tmp_path, model):
+    trainer = KlTrainer(KlArgs(**make_setup(tmp_path, kl_coef=0.0)), model)
+    memory = trainer.rollout_phase()
+    assert memory.ref_logprobs is None
+    trainer.learning_phase(memory)
+    assert "kl_term" not in trainer.metrics
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="kl_estimator"):
+        KlArgs(kl_estimator="k5")
+    with pytest.raises(ValueError, match="kl_kind"):
+        KlArgs(kl_kind="exact")
