@@ -268,3 +268,11 @@ def test_bad_arguments_are_named():
         KlArgs(kl_estimator="k5")
     with pytest.raises(ValueError, match="kl_kind"):
         KlArgs(kl_kind="exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_exact_kl_of_short_dtypes_is_computed_in_float32(dtype):
+    logits, ref_logits = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    kl = calc_exact_kl(logits, ref_logits)
+    assert kl.dtype == torch.float32
+    torch.testing.assert_close(kl, calc_exact_kl(logits.float(), ref_logits.float()))
