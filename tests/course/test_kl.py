@@ -1,6 +1,8 @@
 """Chapter 4's solutions against autograd, finite differences, sampling, and chapter 3."""
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from solutions.ch4_kl import (
 )
 from tests.course.helpers import randomize
 
+RESULTS = Path(__file__).parents[2] / "chapters" / "results"
 EXACT = {"rtol": 0, "atol": 1e-9}
 
 
@@ -276,3 +279,42 @@ def test_the_exact_kl_of_short_dtypes_is_computed_in_float32(dtype):
     kl = calc_exact_kl(logits, ref_logits)
     assert kl.dtype == torch.float32
     torch.testing.assert_close(kl, calc_exact_kl(logits.float(), ref_logits.float()))
+
+
+def load_scan() -> dict[tuple, dict[int, float]]:
+    """(label, beta, updates): the exact KL at the end, by seed; of the committed result."""
+    found = {}
+    for run in json.loads((RESULTS / "ch4_kl_scan.json").read_text()):
+        by_seed = found.setdefault((run["label"], run["beta"], run["updates"]), {})
+        by_seed[run["seed"]] = run["after"]["kl"]
+    return found
+
+
+def test_the_scan_shows_what_the_chapter_declared():
+    scan = load_scan()
+    betas = sorted({beta for _, beta, _ in scan} - {0.0})
+    for updates in (1, 4):
+        free = scan["none", 0.0, updates]
+        assert len(free) == 3
+        for beta in betas:
+            for kind in ("k2", "k3", "k4"):
+                penalised = scan[kind, beta, updates]
+                assert all(penalised[seed] < free[seed] for seed in free), (kind, beta, updates)
+            assert max(scan["k1", beta, updates].values()) > min(free.values()), (beta, updates)
+
+
+def test_k1_raises_the_kl_where_the_chapter_says_so():
+    scan = load_scan()
+    for updates, beta in [(1, 1.0), (4, 0.1), (4, 0.3), (4, 1.0)]:
+        free, penalised = scan["none", 0.0, updates], scan["k1", beta, updates]
+        assert all(penalised[seed] > free[seed] for seed in free), (updates, beta)
+
+
+def test_the_story_can_be_solved_from_its_logs():
+    """All of its runs are k1: in each with a penalty the logged term falls below 0, as only k1 and
+    k4 can, and each has the KL that k1 leads to."""
+    runs = json.loads((RESULTS / "ch4_kl_lost_flag.json").read_text())
+    scan = json.loads((RESULTS / "ch4_kl_scan.json").read_text())
+    assert {run["label"] for run in runs} == set(KINDS)
+    assert all(min(run["kl_term"]) < 0 for run in runs if run["beta"] > 0)
+    assert all(min(r["kl_term"]) >= 0 for r in scan if r["label"] in ("k2", "k3"))
