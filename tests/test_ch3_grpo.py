@@ -896,6 +896,7 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
     return found | {
         "fields with a gradient": [name for name, x in tensors.items() if x.requires_grad],
         "minibatches": len(memory.get_minibatches()),
+        "whether there are ref_logprobs": getattr(memory, "ref_logprobs", None) is not None,
         "scores afterwards": scores,
         "logprobs afterwards": inside(logprobs, mask),
     }
@@ -967,7 +968,7 @@ GRPO_ROLLOUT = {
 }
 
 
-def _roll_out_groups(student, rng, **options):
+def _roll_out_groups(student, rng, twice=False, **options):
     reward_fn = trainers.RecordingReward()
     args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.GrpoTrainer.model_class, rng, "ending")
@@ -976,10 +977,11 @@ def _roll_out_groups(student, rng, **options):
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
-    reward_fn.start()
-    trainer.rollout_phase()
-    found["texts of a second rollout"] = reward_fn.samples
-    found["prompts of a second rollout"] = reward_fn.prompts
+    if twice:
+        reward_fn.start()
+        trainer.rollout_phase()
+        found["texts of a second rollout"] = reward_fn.samples
+        found["prompts of a second rollout"] = reward_fn.prompts
     found["the memory"] = _find_rows(memory, memory)
     found["the list of minibatches"] = [_find_rows(memory, m) for m in memory.get_minibatches()]
     return found | trainers.describe_rollout(fields, args.gen_len)
@@ -1028,9 +1030,9 @@ def _find_wrong_groups(observed) -> str | None:
             "there should be 12 groups of 3 completions, each with a prompt drawn for it alone; "
             "here there are 3 prompts with 12 completions each"
         )
-    if observed["prompts of a second rollout"] == observed["prompts"]:
+    if observed.get("prompts of a second rollout") == observed["prompts"]:
         return "a second rollout should draw its prompts anew"
-    texts = observed["texts"] + observed["texts of a second rollout"]
+    texts = observed["texts"] + observed.get("texts of a second rollout", [])
     if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
         return "each completion of a group should be sampled for itself; here all of them are alike"
     return None
@@ -1050,7 +1052,7 @@ def _find_torn_groups(observed) -> str | None:
 @check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
 def rollout_of_groups(student, rng):
     """Groups of the adapted policy at temperature 0.5, completions scored, the memory's fields"""
-    return _roll_out_groups(student, rng)
+    return _roll_out_groups(student, rng, twice=True)
 
 
 OTHER_GRPO_ROLLOUT = {
@@ -1071,11 +1073,12 @@ def rollout_without_a_reference(student, rng):
 @check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    options = {"batch_size": 12, "group_size": 3}  # four prompts: args.seed decides them, too
+    # Four prompts: args.seed decides them, too.
+    options = {"batch_size": 12, "group_size": 3, "gen_len": 3}
     make_args = functools.partial(_make_grpo_args, student, **options)
     model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.GrpoTrainer, make_args, model)
-    return trainers.describe_first_ratio(sampled, model, gen_len=5)
+    return trainers.describe_first_ratio(sampled, model, gen_len=3)
 
 
 def _counts(observed, reference):
@@ -1188,19 +1191,23 @@ def grpo_objective_by_definition(self, minibatch):
     return objective
 
 
-def _grpo_objective(student, rng, advantages_are_zero=False, **options):
-    args = _make_grpo_args(student, **(GRPO_OBJECTIVE | options))
-    model = make_model(TransformerWithLora, rng, alpha=8)
-    fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
-    if args.kl_coef == 0:
-        fields["ref_logprobs"] = model.reference = None  # no reference runs
-    if advantages_are_zero:
-        fields["advantages"] = torch.zeros_like(fields["advantages"])
-    trainer = student.GrpoTrainer(args, model)
-    model.train()
-    (minibatch,) = ReplayMemory(**fields).get_minibatches()
-    objective = trainer.compute_rlhf_objective(minibatch)
-    return {"the objective": objective} | trainers.adapter_gradients(objective, model)
+def _grpo_objective(student, rng, advantages_are_zero=False, kl_kinds=("k3",), **options):
+    """The objective and its gradient; with two kl_kinds those of both, one after the other."""
+    model, found = make_model(TransformerWithLora, rng, alpha=8), []
+    for kl_kind in kl_kinds:
+        args = _make_grpo_args(student, kl_kind=kl_kind, **(GRPO_OBJECTIVE | options))
+        fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
+        if args.kl_coef == 0:
+            fields["ref_logprobs"] = model.reference = None  # no reference runs
+        if advantages_are_zero:
+            fields["advantages"] = torch.zeros_like(fields["advantages"])
+        trainer = student.GrpoTrainer(args, model)
+        model.train()
+        (minibatch,) = ReplayMemory(**fields).get_minibatches()
+        objective = trainer.compute_rlhf_objective(minibatch)
+        gradients = trainers.adapter_gradients(objective, model)
+        found.append({"the objective": objective} | gradients)
+    return found if len(found) > 1 else found[0]
 
 
 GRPO_CHECK = {
@@ -1220,20 +1227,19 @@ def grpo_objective_and_gradient(student, rng):
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_with_the_exact_kl(student, rng):
     """kl_kind "exact": the KL over the vocabulary in place of k3, not both"""
-    return _grpo_objective(student, rng, kl_kind="exact", batches_per_learning_phase=1)
+    return _grpo_objective(student, rng, kl_kinds=("exact",), batches_per_learning_phase=1)
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_of_constant_groups(student, rng):
     """Advantages of 0 throughout: KL and entropy bonus are left, of either kl_kind"""
-    kinds = ("k3", "exact")
-    return [_grpo_objective(student, rng, advantages_are_zero=True, kl_kind=k) for k in kinds]
+    return _grpo_objective(student, rng, advantages_are_zero=True, kl_kinds=("k3", "exact"))
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_without_kl(student, rng):
     """kl_coef 0: no ref_logprobs, whichever the kl_kind"""
-    return [_grpo_objective(student, rng, kl_coef=0.0, kl_kind=kind) for kind in ("k3", "exact")]
+    return _grpo_objective(student, rng, kl_coef=0.0, kl_kinds=("k3", "exact"))
 
 
 @check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
@@ -1326,8 +1332,12 @@ def gradient_at_the_start(student, rng):
     memory = student.make_grpo_memory(trainer.args, samples, scores, old, ref)
     trainer.rollout_phase = lambda: memory
     trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
-    objective, norm = student.measure_loss_and_gradient_at_start(trainer)
-    return {"the objective": float(objective), "the norm of the gradient": float(norm)}
+    found = {}
+    for call in ("", ", measured again"):
+        objective, norm = student.measure_loss_and_gradient_at_start(trainer)
+        found[f"the objective{call}"] = float(objective)
+        found[f"the norm of the gradient{call}"] = float(norm)
+    return found
 
 
 # --- GrpoTrainer: all of it ---------------------------------------------------------------------

@@ -4,6 +4,8 @@ The order of `trainable_parameters()` is free, so parameters of one shape get th
 what is observed of them is sorted.
 """
 
+import copy
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformer_lens.model_bridge import TransformerBridge
 
 from solutions.ch0_sampling import Samples
 from tests import models
 from tests.inputs import NAN, poison, ragged_mask
+from utils.models.loading import load_base_model
 
 RANK = 3  # no other size of the small models: it tells adapters from the value head
 PROMPTS = ["This movie is", "A.", "The plot was dull, and", "So", "It", "Not bad", "Yes,", "In all"]
@@ -43,9 +47,22 @@ def set_gradients(parameters: list[Tensor], rng) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
-def make_model(model_class: type, rng, kind: str = "shallow", **options: Any) -> nn.Module:
-    options = {"rank": RANK, "device": "cpu", "dtype": rng.dtype} | options
-    return fill(model_class.from_pretrained(models.get_checkpoint(kind), **options), rng)
+@functools.cache
+def _boot(kind: str, dtype: torch.dtype) -> TransformerBridge:
+    """Only ever copied: booting takes three times as long."""
+    return load_base_model(models.get_checkpoint(kind), "cpu", dtype)
+
+
+def make_model(
+    model_class: type,
+    rng,
+    kind: str = "shallow",
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> nn.Module:
+    """What `model_class.from_pretrained` gives, on a base of its own, filled by `rng`."""
+    base = copy.deepcopy(_boot(kind, dtype or rng.dtype))
+    return fill(model_class(base, RANK, **options), rng)
 
 
 def canonical(tensors: list[Tensor]) -> dict[str, Tensor]:
@@ -290,7 +307,7 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
     prompts = observed["prompts"]
     if len(set(prompts)) < 2:
         return "prompts should be drawn anew for each rollout; here all are one"
-    if observed["texts of a second rollout"][-len(mask) :] == observed["texts"]:
+    if observed.get("texts of a second rollout", [])[-len(mask) :] == observed["texts"]:
         return "a second rollout should sample anew"
     if not torch.equal(mask, get_mask_by_loops(ids[:, n_prompt:])):
         return "the mask should be true up to and including the first eos"

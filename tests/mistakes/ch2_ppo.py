@@ -2961,6 +2961,14 @@ FROM_A_SECOND_LOOK = [
     ),
     edit(
         "make_replay_memory",
+        "log_probs_of_no_reference",
+        "None if ref_logprobs is None else ref_logprobs.detach()",
+        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
+        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
+        "reference that is sure of every token. The field should be None.",
+    ),
+    edit(
+        "make_replay_memory",
         "raw_scores_clipped",
         "else scores\n",
         "else scores.clamp(-10, 10)\n",

@@ -2180,6 +2180,14 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
     ),
     edit(
         "measure_loss_and_gradient_at_start",
+        "added_to_the_call_before",
+        "gradients = torch.autograd.grad(objective, adapters)",
+        "objective.backward(); gradients = [p.grad for p in adapters]",
+        "backward() adds to what is in .grad, so a second call gives the norm of both gradients "
+        "together. Set them to None first, or use torch.autograd.grad.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
         "sum_of_norms",
         "nn.utils.get_total_norm(gradients).item()",
         "sum(g.norm() for g in gradients).item()",
@@ -2435,6 +2443,14 @@ FROM_A_THIRD_LOOK = [
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized.clamp(-3, 3))",
         "The normalised rewards are clipped. One hit among many steps is worth what it is worth.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "log_probs_of_no_reference",
+        "None if ref_logprobs is None else ref_logprobs.detach()",
+        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
+        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
+        "reference that is sure of every token. The field should be None.",
     ),
     edit(
         "make_grpo_memory",
