@@ -737,6 +737,13 @@ COMPUTE_ADVANTAGES = [
     ),
     edit(
         "compute_advantages",
+        "next_value_left_out",
+        DELTA,
+        "delta = token_rewards[:, t] - values[:, t]",
+        "The value of the next state is missing: delta is r + gamma V' - V.",
+    ),
+    edit(
+        "compute_advantages",
         "forwards_in_time",
         "for t in reversed(range(values.shape[1]))",
         "for t in range(values.shape[1])",
@@ -1051,6 +1058,16 @@ def padding_counted(advantages, mask, eps=1e-8):
 
 @wrong(
     "normalize_advantages",
+    "The zeros that stand for masked positions are counted in mean and std, and equal advantages "
+    "do not give zeros. Select the true positions first, and ask whether they differ at all.",
+)
+def padding_counted_without_a_case_for_equal_ones(advantages, mask, eps=1e-8):
+    kept = advantages.detach().masked_fill(~mask, 0.0)
+    return ((kept - kept.mean()) / (kept.std() + eps)).masked_fill(~mask, 0.0)
+
+
+@wrong(
+    "normalize_advantages",
     "Mean and std run over all positions, and what is masked out may be nan. Select the true ones.",
 )
 def mask_used_at_the_end_only(advantages, mask, eps=1e-8):
@@ -1340,6 +1357,22 @@ def masked_at_the_end_only(
 
 @wrong(
     "calc_clipped_surrogate_objective",
+    "The value is right, but nothing is masked before the products: where masked log-probs or "
+    "advantages are nan, the gradient is 0 times nan. Replace log-ratio and advantages there "
+    "first.",
+)
+def nothing_masked_first(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs - old_logprobs.detach()).clamp(max=80.0).exp()
+    advantages = advantages.detach()
+    clipped = ratio.clamp(1 - clip_coef, 1 + high)
+    return masked_mean(torch.minimum(ratio * advantages, clipped * advantages), mask)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
     "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
 )
 def terms_times_mask(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
@@ -1418,6 +1451,13 @@ CALC_VALUE_FUNCTION_LOSS = [
         "return vf_coef / 2 *",
         "return vf_coef *",
         "The 1/2 is missing: the loss is vf_coef / 2 times the mean squared error.",
+    ),
+    edit(
+        "calc_value_function_loss",
+        "vf_coef_twice",
+        "return vf_coef / 2 *",
+        "return vf_coef * vf_coef / 2 *",
+        "vf_coef is applied twice: the loss is vf_coef / 2 times the mean squared error.",
     ),
     edit(
         "calc_value_function_loss",
