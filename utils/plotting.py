@@ -1,14 +1,16 @@
-"""Plots of what trainers record, and of single tokens."""
+"""Plots of what trainers record, of spreads over seeds, and of single tokens."""
 
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.pyplot import get_cmap
 from matplotlib.ticker import MaxNLocator
+from torch import Tensor
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
@@ -46,7 +48,27 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     return figure
 
 
+def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
+    """The mean of some runs by phase, and the range between the lowest and the highest."""
+    phases, values = range(1, len(curves[0]) + 1), np.asarray(curves)  # [run phase]
+    axes.plot(phases, values.mean(0), label=label)
+    axes.fill_between(phases, values.min(0), values.max(0), alpha=0.25)
+    axes.set_xlabel("phase")
+    axes.grid(alpha=0.3)
+
+
+def format_spread(values: list[float], digits: int = 3) -> str:
+    """The mean and, in brackets, the lowest and the highest."""
+    low, mean, high = min(values), sum(values) / len(values), max(values)
+    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 COLUMNS = 76  # characters a line of a picture of tokens
+
+
+def decode_tokens(tokenizer, ids: Tensor) -> list[str]:
+    """Each token on its own, as text."""
+    return [tokenizer.decode([token]) for token in ids.tolist()]
 
 
 def plot_tokens(
