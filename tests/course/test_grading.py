@@ -53,6 +53,16 @@ def test_mismatches_are_found_and_named(yours, expected, said):
     assert re.search(said, mismatch.message)
 
 
+def test_a_mismatch_is_named_with_all_that_it_is_a_part_of():
+    expected = {"k2, shape (2,)": {"gradients": {"the result": 1.0, "the gradient for x": 2.0}}}
+    yours = {"k2, shape (2,)": {"gradients": {"the result": 1.0, "the gradient for x": 3.0}}}
+    said = find_mismatch(yours, expected).message
+    assert said.startswith("the gradient for x (k2, shape (2,), gradients) is wrong")
+    assert find_mismatch({"a": [{"b": 1}]}, {"a": [{"b": 2}]}).message.startswith(
+        "the result (a)[0] (b) is wrong"
+    )
+
+
 @pytest.mark.parametrize(
     "value",
     [torch.tensor([1.0, torch.nan, torch.inf]), [torch.ones(2), {"a": 2.0, "b": None}], 3, "x"],

@@ -42,7 +42,9 @@ def find_mismatch(
             return Mismatch(f"{where} lacks {missing[0]}")
         if unexpected := sorted(yours.keys() - expected.keys()):
             return Mismatch(f"{where} has more parts than are expected", f"such as {unexpected[0]}")
-        pairs = [(_say(key), yours[key], expected[key], _enter(gap, key)) for key in expected]
+        pairs = [
+            (_say(key, where), yours[key], expected[key], _enter(gap, key)) for key in expected
+        ]
     elif isinstance(expected, list):
         if len(yours) != len(expected):
             return Mismatch(f"{where} has {len(yours)} entries, where {len(expected)} are expected")
@@ -75,9 +77,13 @@ def measure_gap(a: Any, b: Any) -> Any:
     return None
 
 
-def _say(key: str) -> str:
-    """A probe's label as the subject of a sentence: one that is none is put after it."""
-    return key if key.startswith("the ") else f"the result ({key})"
+def _say(key: str, where: str) -> str:
+    """A probe's label as the subject of a sentence: one that is none is put after it, and so are
+    those of what it is a part of."""
+    subject, bracket, labels = where.partition(" (")
+    if key.startswith("the "):
+        return f"{key}{bracket}{labels}"
+    return f"{subject} ({labels[:-1]}, {key})" if where.endswith(")") else f"{where} ({key})"
 
 
 def _enter(gap: Any, key: Any) -> Any:
