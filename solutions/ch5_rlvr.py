@@ -49,8 +49,9 @@ from utils.validation import (
 def extract_answer(text: str) -> str | None:
     """The integer of the `A: <integer>` that ends the text; None where none does.
 
-    One space after the colon, perhaps a minus sign, then digits up to the very end: nothing may
-    follow, not even a full stop or a newline. An earlier `A: ` does not count.
+    One space after the colon, perhaps a minus sign, then digits (0 to 9) up to the very end:
+    nothing may follow, not even a full stop or a newline. An earlier `A: ` does not count. The
+    integer is returned as it is written.
     """
     match = re.search(r"A: (-?[0-9]+)\Z", text)
     return match and match[1]
@@ -83,7 +84,7 @@ def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
 def combine_rewards(
     rewards: Float[Tensor, "functions batch"], weights: list[float]
 ) -> Float[Tensor, "batch"]:
-    """sum_f weights[f] * rewards[f]: one reward for each completion. Detached.
+    """sum_f weights[f] * rewards[f], a new tensor: one reward for each completion. Detached.
 
     The weights are not normalised. Raises ValueError unless there is one for each function.
     """

@@ -42,9 +42,9 @@ LIMIT_S = 20  # of processor time, for all checks: a mutant that loops is killed
 # What is recorded and shown, unusual tokenizers, and the checking of arguments beyond the contract
 # are tested in tests/course instead.
 SKIPPED_FUNCTIONS = {
-    *("RLHFTrainer._record_samples", "RLHFTrainer.record_ratios"),
+    *("RLHFTrainer._record_samples", "RLHFTrainer.record_ratios", "RlvrTrainer.record_ratios"),
     *("encode_prompts", "get_pad_token_id"),
-    *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__"),
+    *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__", "RlvrArgs.__post_init__"),
 }
 # Methods that run without being named.
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}

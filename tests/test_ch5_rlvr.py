@@ -1,0 +1,1510 @@
+"""Checks of chapter 5: verifiable rewards, and what was changed in GRPO."""
+
+import contextlib
+import functools
+import itertools
+import math
+from fractions import Fraction
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
+
+from solutions.ch0_sampling import Samples, get_samples
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import ReplayMemory
+from solutions.ch3_grpo import calc_grpo_objective
+from tests import models, trainers
+from tests.inputs import (
+    NAN,
+    error_of,
+    leaf,
+    poison,
+    ragged_mask,
+    value_and_gradients,
+    with_inputs_after,
+)
+from tests.trainers import beyond, inside, make_model, make_samples
+from utils.grading.checks import check
+from utils.models.corpus import worked_answer
+
+# --- extract_answer -----------------------------------------------------------------------------
+
+
+def answer_by_characters(text):
+    """What follows the last "A: ", if all of it is an integer."""
+    _, found, tail = text.rpartition("A: ")
+    digits = tail[1:] if tail.startswith("-") else tail
+    is_integer = len(digits) > 0 and all(c in "0123456789" for c in digits)
+    return tail if found and is_integer else None
+
+
+def work_out(rng, slip: int = 0) -> tuple[str, int]:
+    """A worked completion, and its answer, which is off by `slip`."""
+    a, b = rng.integer(10, 100), rng.integer(10, 100)
+    answer = a + b + slip
+    return worked_answer(a, b, a % 10 + b % 10, a // 10 + b // 10, answer), answer
+
+
+def draw_number(rng) -> int:
+    """Of one to five digits."""
+    return rng.integer(0, 10 ** rng.integer(1, 6))
+
+
+@check(
+    "extract_answer",
+    public=True,
+    expected=["42", "-7", "121", None, None, "12"],
+)
+def worked_texts(student, rng):
+    """A direct, a negative, a worked answer; a full stop; words that follow; two answers"""
+    worked = "ones 5+6=11 tens 6+4=10 sum 100+11=111\nA: 121"
+    texts = ["A: 42", "A: -7", worked, "A: 12.", "A: 12 and more", "A: 11\nA: 12"]
+    return [student.extract_answer(text) for text in texts]
+
+
+@check("extract_answer", points=2, seeds=2, expected=answer_by_characters)
+def completions_of_the_corpus(student, rng):
+    """Direct and worked answers of one to five digits, negative ones, and ones cut off"""
+    texts = [f"A: {draw_number(rng)}" for _ in range(4)]
+    texts += [f"A: -{draw_number(rng)}" for _ in range(4)]
+    texts += [work_out(rng, slip)[0] for slip in (0, -10, 1)]
+    text, _ = work_out(rng)
+    texts += [text[:-n] for n in range(1, len(text), 5)]
+    return [student.extract_answer(text) for text in texts]
+
+
+@check("extract_answer", points=2, expected=answer_by_characters)
+def what_follows_the_integer(student, rng):
+    """A full stop, a blank, a newline, a word, a decimal part: then there is no answer"""
+    ends = [".", " ", "\n", "\n\n", " \n", "\t", " and more", ".0", ",000", "%", "A: ", "\nA: x"]
+    ends += ["A", "\nones", "-", " 5", "\r", "\x1c", "e3", "\nQ: 1+1"]
+    return {
+        f"followed by {end!r}": student.extract_answer(f"A: {draw_number(rng)}{end}")
+        for end in ends
+    }
+
+
+@check("extract_answer", points=2, expected=answer_by_characters)
+def several_answers(student, rng):
+    """The last one counts, on one line, on several, side by side; not one before the end"""
+    x, y, z = (f"A: {draw_number(rng)}" for _ in range(3))
+    joined = [f"{x} {y}", f"{x}\n{y}", f"{x}{y}", f"{x} {y}\n{z}", f"{x}\nA: -{draw_number(rng)}"]
+    broken = [f"{x}\nA: none", f"{x}\nA:", f"{x}\n{y}\n", f"{x} or {draw_number(rng)}"]
+    return [student.extract_answer(text) for text in joined + broken]
+
+
+@check("extract_answer", points=2, expected=answer_by_characters)
+def spellings(student, rng):
+    """What is not written `A: <integer>`: other cases, blanks, signs and digits"""
+    n = draw_number(rng)
+    none = ["a: {}", "A:{}", "A:  {}", "A: +{}", "A: - {}", "A: --{}", "{}", "B: {}", "A : {}"]
+    none += ["A:\n{}", "A:\t{}", "A: {}²", "A: ٣{}", "A: 0x{}", "A: 1_{}", "A: -", "A: ", "A:", ""]
+    none += ["A: {0},{0}", "A: {0}.{0}", "A: {0}-{0}", "Q: {}", "answer {}", "A: (-{})", "A: ${}"]
+    right = ["A: 007{}", "QA: {}", "A: 1{0}{0}{0}{0}{0}", "A: x\n\nA: {}", "A: A: {}", "A: -0{}"]
+    return {f"{text!r}": student.extract_answer(text.format(n)) for text in none + right}
+
+
+# --- reward_fn_correct --------------------------------------------------------------------------
+
+
+def correct_by_characters(samples, answers):
+    pairs = zip(samples, answers, strict=True)
+    return torch.tensor([float(answer_by_characters(s) == f"{a}") for s, a in pairs])
+
+
+@check("reward_fn_correct", public=True, expected=[1.0, 0.0, 1.0, 0.0, 0.0])
+def worked_corrections(student, rng):
+    """12 for 12, 13 for 12, the last of two, one that goes on, none"""
+    samples = ["A: 12", "A: 13", "A: 13\nA: 12", "A: 12.", "twelve"]
+    return student.reward_fn_correct(samples, ["12"] * 5)
+
+
+@check("reward_fn_correct", points=2, seeds=2, expected=correct_by_characters)
+def each_its_own_answer(student, rng):
+    """Direct and worked completions, some right, each with an answer of its own"""
+    pairs = [work_out(rng) for _ in range(8)]
+    texts = [text if i % 2 else f"A: {answer}" for i, (text, answer) in enumerate(pairs)]
+    slips = rng.tensor([0, 0, 0, 0, 1, -1, 10, -10])[rng.permutation(8)].long().tolist()
+    answers = [str(answer + slip) for (_, answer), slip in zip(pairs, slips, strict=True)]
+    texts, answers = [*texts, "", "A: none"], [*answers, "7", "8"]
+    found = {"the rewards": student.reward_fn_correct(texts, answers)}
+    found["of one"] = student.reward_fn_correct(texts[3:4], answers[3:4])
+    found["by keyword"] = student.reward_fn_correct(samples=texts[:5], answers=answers[:5])
+    return found | {"the texts afterwards": texts, "the answers afterwards": answers}
+
+
+@check("reward_fn_correct", points=2, seeds=2, expected=correct_by_characters)
+def answers_that_look_alike(student, rng):
+    """A digit more or less, another sign, the answer elsewhere in the text, or followed by more"""
+    n = rng.integer(10, 1000)
+    texts = [f"A: 1{n}", f"A: {n}1", f"A: -{n}", f"A: {n // 10}", f"A: {n} ", f"A: {n}\n", f"A:{n}"]
+    texts += [f"sum {n}\nA: 1", f"A: {n}\nA: 1", f"A: 1\nA: {n}", f"{n}", f"A: {n}.", f"A: {n}0"]
+    return {
+        "for n": student.reward_fn_correct(texts, [str(n)] * len(texts)),
+        "for -n": student.reward_fn_correct(texts, [f"-{n}"] * len(texts)),
+        "no answer for none": student.reward_fn_correct(["A: x", "A: None", ""], ["x", "None", ""]),
+    }
+
+
+@check("reward_fn_correct", expected=correct_by_characters)
+def integers_for_answers(student, rng):
+    """Answers that are integers; no samples at all"""
+    pairs = [work_out(rng) for _ in range(4)]
+    texts = [text for text, _ in pairs]
+    answers = [answer + (i % 2) for i, (_, answer) in enumerate(pairs)]
+    found = student.reward_fn_correct(texts, answers)
+    return {"integers": found, "none": student.reward_fn_correct([], [])}
+
+
+@check("reward_fn_correct")
+def answers_that_do_not_fit(student, rng):
+    """Not one answer for each sample: a ValueError names them"""
+    texts = [work_out(rng)[0] for _ in range(3)]
+    f, answers = student.reward_fn_correct, [f"{draw_number(rng)}" for _ in range(4)]
+    bad = {f"{n} answers": error_of("answers", f, texts, answers[:n]) for n in (0, 2, 4)}
+    return bad | {"3 answers": f(texts, answers[:3])}
+
+
+# --- reward_fn_format ---------------------------------------------------------------------------
+
+
+def format_by_characters(samples):
+    steps = ("ones ", "tens ", "sum ")
+    return torch.tensor(
+        [
+            float(all(text.find(step) >= 0 for step in steps) and bool(answer_by_characters(text)))
+            for text in samples
+        ]
+    )
+
+
+@check("reward_fn_format", public=True, expected=[1.0, 0.0, 0.0, 1.0])
+def worked_formats(student, rng):
+    """Worked with an answer; direct; worked but cut off; worked with a wrong answer"""
+    steps = "ones 5+6=11 tens 6+4=10 sum 100+11=111\n"
+    return student.reward_fn_format([f"{steps}A: 111", "A: 111", f"{steps}A:", f"{steps}A: 5"])
+
+
+@check("reward_fn_format", points=2, seeds=2, expected=format_by_characters)
+def formats_of_completions(student, rng):
+    """Worked and direct, right and wrong, cut off anywhere, gone on after the answer"""
+    texts = [work_out(rng, slip)[0] for slip in (0, 0, 1, -10)]
+    texts += [f"A: {draw_number(rng)}" for _ in range(3)]
+    texts += [text[: rng.integer(5, len(text) - 3)] for text in texts[:4]]
+    texts += [f"{texts[0]}{end}" for end in (".", " ", "\n", "\nA: ", "\nA: 3", "7")]
+    texts += ["", f"{texts[1]}\n{texts[2]}"]
+    order = rng.permutation(len(texts)).tolist()
+    texts = [texts[i] for i in order]
+    found = {"the rewards": student.reward_fn_format(texts)}
+    return found | {"one text": student.reward_fn_format(texts[:1]), "texts afterwards": texts}
+
+
+@check("reward_fn_format", points=2, expected=format_by_characters)
+def steps_that_are_missing(student, rng):
+    """One or two of the steps left out, another order, wrong sums, more than the steps"""
+    text, answer = work_out(rng)
+    steps = text.split("\n")[0]
+    parts = {word: steps.split(f"{word} ")[1].split()[0] for word in ("ones", "tens", "sum")}
+    found = {}
+    for n in (1, 2, 3):
+        for words in itertools.permutations(parts, n):
+            line = " ".join(f"{word} {parts[word]}" for word in words)
+            (found[" ".join(words)],) = student.reward_fn_format([f"{line}\nA: {answer}"])
+    wrong = f"ones {draw_number(rng)} tens {draw_number(rng)} sum {draw_number(rng)}\nA: {answer}"
+    long = f"Let me see.\n{steps}\nSo it is\nA: {answer}"
+    return found | {"more": student.reward_fn_format([wrong, long]), "none": _format_none(student)}
+
+
+def _format_none(student):
+    return student.reward_fn_format([])
+
+
+# --- combine_rewards ----------------------------------------------------------------------------
+
+
+def combine_by_loops(rewards, weights):
+    combined = []
+    for column in rewards.T.tolist():
+        combined.append(sum(w * r for w, r in zip(weights, column, strict=True)))
+    return torch.tensor(combined)
+
+
+@check("combine_rewards", public=True, expected=[2.0, 0.5, 2.5])
+def worked_weights(student, rng):
+    """Rewards 1, 0, 1 and 0, 1, 1 with weights 2 and 0.5"""
+    return student.combine_rewards(rng.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]]), [2.0, 0.5])
+
+
+@check("combine_rewards", points=2, seeds=2, expected=combine_by_loops)
+def rewards_of_many_functions(student, rng):
+    """Any number of functions and completions, as many of both; weights of either sign"""
+    found = {}
+    for functions, batch in ((3, 5), (4, 4), (1, 3), (2, 1), (5, 2)):
+        rewards = rng.normal(functions, batch, mean=1)
+        weights = rng.normal(functions, std=2).tolist()
+        found[f"{functions} functions, {batch} completions"] = student.combine_rewards(
+            rewards, weights
+        )
+        found[f"{functions} functions, {batch} completions: the weights"] = weights
+    return found
+
+
+@check("combine_rewards", points=2, expected=combine_by_loops)
+def weights_of_every_kind(student, rng):
+    """Weights that are 0, negative, large, integers, and do not add up to 1"""
+    rewards = rng.normal(3, 4, mean=2)
+    weights = {
+        "zeros": [0.0, 0.0, 0.0],
+        "opposites": [1.0, -1.0, 0.0],
+        "one of them": [0.0, 1.0, 0.0],
+        "integers": [3, 2, 1],
+        "large": [1e4, -5.0, 1e-4],
+        "negative": [-1.0, -0.5, -0.25],
+    }
+    return {name: student.combine_rewards(rewards, w) for name, w in weights.items()}
+
+
+@check("combine_rewards", expected=combine_by_loops)
+def rewards_afterwards(student, rng):
+    """The result carries no gradient and is new; rewards and weights stay as they were"""
+    f, found = student.combine_rewards, {}
+    for functions in (1, 3):
+        weights = [1.0, *rng.normal(2).tolist()][:functions]
+        rewards, scale = rng.normal(functions, 4), rng.normal(4)
+        found[f"{functions}: gradient"] = value_and_gradients(
+            lambda rewards: f(rewards, weights) * scale,  # noqa: B023
+            rewards=rewards,
+        )
+        found[f"{functions}: inputs"] = with_inputs_after(f, rewards.clone(), weights)
+        combined = f(rewards, weights)
+        combined += 1  # a view of the rewards would change them
+        found[f"{functions}: the rewards after the result is changed"] = rewards
+        found[f"{functions}: the weights afterwards"] = weights
+    return found
+
+
+@check("combine_rewards")
+def weights_that_do_not_fit(student, rng):
+    """Not one weight for each function: a ValueError names them"""
+    rewards, weights = rng.normal(3, 4), rng.normal(5).tolist()
+    f = student.combine_rewards
+    bad = {f"{n} weights": error_of("weights", f, rewards, weights[:n]) for n in (0, 1, 2, 4)}
+    return bad | {"3 weights": f(rewards, weights[:3])}
+
+
+# --- pass_at_k ----------------------------------------------------------------------------------
+
+
+def pass_by_enumeration(n, c, k):
+    """All ways to take k of n completions; the first c are right."""
+    taken = list(itertools.combinations(range(n), k))
+    return sum(min(rows) < c for rows in taken) / len(taken)
+
+
+def pass_one_by_one(n, c, k):
+    """Exact: all k are wrong, one after the other."""
+    missed = Fraction(1)
+    for i in range(k):
+        missed *= Fraction(max(n - c - i, 0), n - i)
+    return float(1 - missed)
+
+
+def _pass(student, cases):
+    found = [float(student.pass_at_k(*case)) for case in cases]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@check("pass_at_k", public=True, expected=[0.5, 1.0, 5 / 6, 0.0, 0.4])
+def worked_passes(student, rng):
+    """2 of 4, k 1, 3, 2: 1/2, 1, 1 - 1/6; none of 5; 1 of 5, k 2: 2/5"""
+    return _pass(student, [(4, 2, 1), (4, 2, 3), (4, 2, 2), (5, 0, 3), (5, 1, 2)])
+
+
+PASS_CHECK = {"rtol": 1e-6, "atol": 1e-9}
+
+
+@check("pass_at_k", points=2, seeds=3, expected=pass_by_enumeration, **PASS_CHECK)
+def every_way_to_take_k(student, rng):
+    """Random n up to 9, c and k, against all subsets of size k"""
+    cases = []
+    for _ in range(12):
+        n = rng.integer(1, 10)
+        cases.append((n, rng.integer(0, n + 1), rng.integer(1, n + 1)))
+    found = {"the cases": torch.tensor(cases), "pass@k": _pass(student, cases)}
+    n = rng.integer(4, 9)
+    edges = [(n, 0, n), (n, n, 1), (n, n, n), (n, 1, n), (n, 1, 1), (n, n - 1, 1), (n, n - 1, 2)]
+    return found | {"at the edges": _pass(student, edges), "n": n}
+
+
+@check("pass_at_k", points=2, seeds=2, expected=pass_one_by_one, **PASS_CHECK)
+def many_completions(student, rng):
+    """Up to 3000 completions, where factorials are beyond floats"""
+    cases = [(rng.integer(150, 400), rng.integer(1, 5), rng.integer(1, 100)) for _ in range(4)]
+    cases += [(rng.integer(2000, 3000), rng.integer(1, 50), k) for k in (1, 64, 1024)]
+    return {"the cases": torch.tensor(cases), "pass@k": _pass(student, cases)}
+
+
+@check("pass_at_k")
+def numbers_that_cannot_be(student, rng):
+    """k not in [1, n], c not in [0, n]: a ValueError names it"""
+    f, n = student.pass_at_k, rng.integer(3, 9)
+    bad = {
+        "k above n": error_of("k", f, n, 1, n + 1),
+        "k above n, all right": error_of("k", f, n, n, n + 2),
+        "k 0": error_of("k", f, n, 1, 0),
+        "k below 0": error_of("k", f, n, 1, -1),
+        "c above n": error_of("c", f, n, n + 1, 2),
+        "c below 0": error_of("c", f, n, -1, 2),
+    }
+    return bad | {"as it should be": float(f(n, 1, n)), "n": n}
+
+
+# --- select_informative_groups ------------------------------------------------------------------
+
+
+def informative_by_sets(rewards, group_size):
+    numbers = rewards.tolist()
+    groups = [numbers[i : i + group_size] for i in range(0, len(numbers), group_size)]
+    return torch.tensor([len(set(group)) > 1 for group in groups])
+
+
+@check("select_informative_groups", public=True, expected=[True, False, False, True])
+def worked_selection(student, rng):
+    """Rewards 0, 1, 0 | 1, 1, 1 | 0, 0, 0 | 1, 1, 0"""
+    rewards = rng.tensor([0.0, 1, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0])
+    return student.select_informative_groups(rewards, 3)
+
+
+@check("select_informative_groups", points=2, seeds=3, expected=informative_by_sets)
+def groups_of_every_size(student, rng):
+    """Rewards of 0 and 1 in groups of 2 to 5, one alone, all alike, one different anywhere"""
+    found = {}
+    for groups, size in ((6, 2), (4, 4), (3, 5), (1, 3), (5, 3)):
+        rewards = rng.integers(0, 2, groups * size).to(rng.dtype)
+        found[f"{groups} groups of {size}"] = student.select_informative_groups(rewards, size)
+    one = torch.cat([torch.eye(4), 1 - torch.eye(4)])[rng.permutation(8)].to(rng.dtype)
+    found["one that differs"] = student.select_informative_groups(one.flatten(), 4)
+    pairs = rng.tensor([[1.0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [1, 0, 0, 1]])
+    pairs = pairs[rng.permutation(4)]
+    return found | {"pairs": student.select_informative_groups(pairs.flatten(), 4)}
+
+
+@check("select_informative_groups", points=2, expected=informative_by_sets)
+def constants_and_near_constants(student, rng):
+    """Equal rewards of any size; rewards that differ by little, also of both signs"""
+    values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3, -0.5, -2]), rng.normal(3)])
+    constant = values.repeat_interleave(7)
+    near = constant.reshape(8, 7).clone()
+    near[:, rng.integer(0, 7)] *= 1 + 1e-6
+    signs = rng.tensor([-1.0, 1.0] * 4)
+    tiny = rng.tensor([0.0] * 7 + [1e-7])[rng.permutation(8)]
+    select = student.select_informative_groups
+    return {
+        "constant": select(constant, 7),
+        "nearly": select(near.flatten(), 7),
+        "both signs": select(signs * values[0], 2),
+        "tiny": select(tiny, 4),
+        "mean 0": select(rng.tensor([-1.0, 1, -1, 1, 0, 0, 0, 0]), 4),
+        "inputs": with_inputs_after(select, near.flatten(), 7),
+        "with a gradient": select(leaf(near.flatten()), 7),
+    }
+
+
+@check("select_informative_groups")
+def selections_that_do_not_fit(student, rng):
+    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
+    rewards, f = rng.normal(6), student.select_informative_groups
+    bad = {
+        f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
+        for n in (4, 5, 12, 1, 0, -3)
+    }
+    return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
+
+
+# --- leave_one_out_advantages -------------------------------------------------------------------
+
+
+def leave_one_out_by_loops(rewards, group_size):
+    """Each reward against the mean of the others, which are listed."""
+    numbers, advantages = rewards.tolist(), []
+    for i, reward in enumerate(numbers):
+        start = i // group_size * group_size
+        others = [numbers[j] for j in range(start, start + group_size) if j != i]
+        advantages.append(reward - math.fsum(others) / len(others))
+    return torch.tensor(advantages)
+
+
+def grouped_rewards(rng, groups: int, group_size: int) -> Tensor:
+    """Groups with means and spreads of their own."""
+    spreads, means = rng.uniform(groups, 1, low=0.3, high=3.0), rng.normal(groups, 1, std=3)
+    return (rng.normal(groups, group_size) * spreads + means).flatten()
+
+
+@check(
+    "leave_one_out_advantages",
+    public=True,
+    expected=[-1.5, 0, 1.5, -4.5, 0, 4.5, 0, 0, 0],
+)
+def worked_others(student, rng):
+    """Rewards 1, 2, 3 | 0, 3, 6 | 5, 5, 5: the first is 1 - (2 + 3)/2"""
+    rewards = rng.tensor([1.0, 2.0, 3.0, 0.0, 3.0, 6.0, 5.0, 5.0, 5.0])
+    return student.leave_one_out_advantages(rewards, 3)
+
+
+@check("leave_one_out_advantages", points=2, seeds=2, expected=leave_one_out_by_loops)
+def others_of_several_groups(student, rng):
+    """Several groups of different means and spreads; two rewards a group; 0 or 1; an outlier"""
+    f = student.leave_one_out_advantages
+    found = {
+        f"{groups} groups of {size}": f(grouped_rewards(rng, groups, size), size)
+        for groups, size in ((3, 2), (4, 3), (2, 5), (3, 3), (1, 4))
+    }
+    hits = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
+    found["0 or 1"] = f(rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
+    found["an outlier"] = f(rng.normal(50).index_fill(0, rng.integers(0, 50, 1), 600.0), 50)
+    level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)
+    return found | {"a level of 10000": f(level, 4), "close": f(rng.normal(12, std=1e-5), 4)}
+
+
+def _constant_groups_are_zeros(observed, reference):
+    for name, groups in observed.items():
+        if bool((groups.reshape(-1, 7)[-6:] != 0).any()):
+            return f"{name}: a group whose rewards are all equal should give exact zeros"
+        if not torch.allclose(groups, reference[name], rtol=1e-3, atol=1e-5):
+            return f"{name}: beside constant groups, the advantages of the other group are wrong"
+    return None
+
+
+@check("leave_one_out_advantages", points=2, seeds=2, holds=_constant_groups_are_zeros)
+def constant_groups_left_out(student, rng):
+    """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
+    values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
+    constant = values.repeat_interleave(7)
+    f = student.leave_one_out_advantages
+    return {
+        "beside": f(torch.cat([rng.normal(7, mean=2), constant]), 7),
+        "alone": f(constant, 7),
+    }
+
+
+@check("leave_one_out_advantages", expected=leave_one_out_by_loops)
+def others_that_require_gradient(student, rng):
+    """The advantages carry no gradient, and the rewards stay as they were"""
+    rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
+    f = student.leave_one_out_advantages
+    return {
+        "gradient": value_and_gradients(lambda rewards: f(rewards, 4) * weights, rewards=rewards),
+        "inputs": with_inputs_after(f, rewards.clone(), 4),
+    }
+
+
+@check("leave_one_out_advantages")
+def others_that_do_not_fit(student, rng):
+    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
+    rewards, f = rng.normal(6), student.leave_one_out_advantages
+    bad = {
+        f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
+        for n in (4, 5, 12, 1, 0, -3)
+    }
+    return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
+
+
+# --- mask_truncated and apply_missing_eos_penalty -----------------------------------------------
+
+
+def drop_by_loops(mask, finished):
+    rows = zip(mask.tolist(), finished.tolist(), strict=True)
+    return torch.tensor([[x and is_finished for x in row] for row, is_finished in rows])
+
+
+def draw_finished(rng, rows: int) -> Tensor:
+    """Some of each, where there are two."""
+    return (torch.arange(rows) % 2 == rng.integer(0, 2))[rng.permutation(rows)]
+
+
+@check(
+    "mask_truncated",
+    public=True,
+    expected=[[True, True, False], [False, False, False], [True, False, False]],
+)
+def worked_truncation(student, rng):
+    """Three completions of 2, 3 and 1 tokens; the second did not finish"""
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0]]).bool()
+    return student.mask_truncated(mask, torch.tensor([True, False, True]))
+
+
+@check("mask_truncated", points=2, seeds=2, expected=drop_by_loops)
+def truncated_rows(student, rng):
+    """Ragged masks with an empty row, as many rows as tokens, one row, one token"""
+    found = {}
+    for rows, completion in ((6, 7), (5, 5), (4, 9), (1, 4), (1, 1), (3, 1)):
+        mask, finished = ragged_mask(rng, rows, completion), draw_finished(rng, rows)
+        found[f"{rows} by {completion}"] = {
+            "some": student.mask_truncated(mask, finished),
+            "the others": student.mask_truncated(mask, ~finished),
+            "all": student.mask_truncated(mask, torch.ones_like(finished)),
+            "none": student.mask_truncated(mask, torch.zeros_like(finished)),
+        }
+    return found
+
+
+@check("mask_truncated", expected=drop_by_loops)
+def masks_afterwards(student, rng):
+    """The result is a new tensor, and the arguments stay as they were"""
+    mask, found = ragged_mask(rng), {}
+    for name, finished in (("some", draw_finished(rng, 6)), ("all", torch.ones(6).bool())):
+        given = mask.clone()
+        found[name] = with_inputs_after(student.mask_truncated, given, finished)
+        result = student.mask_truncated(given, finished)
+        result |= True  # a view would change the mask as well
+        found[f"{name}: the mask after the result is changed"] = given
+    return found
+
+
+def penalize_by_loops(scores, finished, penalty):
+    pairs = zip(scores.tolist(), finished.tolist(), strict=True)
+    return torch.tensor([score - (0 if ended else penalty) for score, ended in pairs])
+
+
+@check("apply_missing_eos_penalty", public=True, expected=[1.0, -0.5, 0.0, 0.5])
+def worked_penalties(student, rng):
+    """Scores 1, 0, 0, 1, of which the second and the fourth did not finish; penalty 0.5"""
+    finished = torch.tensor([True, False, True, False])
+    return student.apply_missing_eos_penalty(rng.tensor([1.0, 0, 0, 1]), finished, 0.5)
+
+
+@check("apply_missing_eos_penalty", points=2, seeds=2, expected=penalize_by_loops)
+def penalties_of_every_size(student, rng):
+    """Scores of both signs; penalties of 0, 2, 0.3 and 100; some, all and none finished"""
+    f, found = student.apply_missing_eos_penalty, {}
+    for rows in (6, 1):
+        scores, finished = rng.normal(rows, std=3), draw_finished(rng, rows)
+        for penalty in (0.0, 2, 0.3, 100.0):
+            found[f"{rows} rows, {penalty}"] = [
+                f(scores, finished, penalty),
+                f(scores, ~finished, penalty),
+                f(scores, torch.ones_like(finished), penalty),
+                f(scores, torch.zeros_like(finished), penalty),
+            ]
+    return found
+
+
+@check("apply_missing_eos_penalty", expected=penalize_by_loops)
+def scores_afterwards(student, rng):
+    """The result carries no gradient and is new; the arguments stay as they were"""
+    f, scores, weights = student.apply_missing_eos_penalty, rng.normal(6), rng.normal(6)
+    finished, found = draw_finished(rng, 6), {}
+    for name, ended in (("some", finished), ("all", torch.ones_like(finished))):
+        given = scores.clone()
+        found[name] = with_inputs_after(f, given, ended, 0.7)
+        found[f"{name}: gradient"] = value_and_gradients(
+            lambda scores: f(scores, ended, 0.7) * weights,  # noqa: B023
+            scores=scores,
+        )
+        result = f(given, ended, 0.7)
+        result += 1  # a view would change the scores as well
+        found[f"{name}: the scores after the result is changed"] = given
+    return found
+
+
+# --- aggregate_tokens ---------------------------------------------------------------------------
+
+MODES = ("sequence", "token", "constant")
+
+
+def aggregate_by_loops(per_token, mask, mode="sequence", max_len=None):
+    """A weight for each true position, token by token."""
+    total = per_token.new_zeros(())
+    for i, t in mask.nonzero().tolist():
+        weight = {
+            "sequence": len(mask) * int(mask[i].sum()),
+            "token": int(mask.sum()),
+            "constant": len(mask) * (max_len or 1),
+        }[mode]
+        total = total + per_token[i, t] / weight
+    return total
+
+
+def _every_mode(student, mask, max_len, per_token):
+    found = {}
+    for mode in MODES:
+        options = {"max_len": max_len} if mode == "constant" else {}
+        found[mode] = value_and_gradients(
+            lambda per_token: student.aggregate_tokens(per_token, mask, mode, **options),  # noqa: B023
+            per_token=per_token,
+        )
+    return found
+
+
+@check(
+    "aggregate_tokens",
+    public=True,
+    expected={"sequence": 2.0, "token": 3.0, "constant": 1.0, "default": 2.0},
+)
+def worked_aggregates(student, rng):
+    """Tokens 1, 5 | 3, 3, 3 | none, NaN masked: (3 + 3 + 0)/3, 15/5, 15/(3 * 5)"""
+    per_token = rng.tensor([[1.0, 5.0, NAN], [3.0, 3.0, 3.0], [NAN, NAN, NAN]])
+    f, mask = student.aggregate_tokens, ~per_token.isnan()
+    found = {mode: f(per_token, mask, mode) for mode in MODES[:2]}
+    return found | {"constant": f(per_token, mask, "constant", 5), "default": f(per_token, mask)}
+
+
+@check("aggregate_tokens", points=2, seeds=2, expected=aggregate_by_loops)
+def ragged_aggregates(student, rng):
+    """Ragged, with an empty row; NaN or inf beyond the mask: the values and the gradients"""
+    mask = ragged_mask(rng)
+    per_token, max_len = rng.normal(6, 7, mean=0.5), rng.integer(8, 20)
+    return {
+        f"{fill}": _every_mode(student, mask, max_len, poison(per_token, mask, fill))
+        for fill in (NAN, torch.inf, -torch.inf, 7.0)
+    }
+
+
+@check("aggregate_tokens", points=2, expected=aggregate_by_loops)
+def aggregates_of_many_shapes(student, rng):
+    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    masks = {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+        "gaps": rng.integers(0, 2, 4, 6).bool(),
+    }
+    return {
+        name: _every_mode(student, mask, 11, poison(rng.normal(*mask.shape, mean=1), mask))
+        for name, mask in masks.items()
+    }
+
+
+@check("aggregate_tokens", points=2, expected=aggregate_by_loops)
+def maximal_lengths(student, rng):
+    """max_len above, at and below the width, by position; without effect on the other modes"""
+    mask, f = ragged_mask(rng), student.aggregate_tokens
+    per_token = poison(rng.normal(6, 7, mean=2), mask)
+    found = {f"max_len {n}": f(per_token, mask, "constant", n) for n in (1, 5, 7, 8, 100)}
+    found |= {f"{mode} with max_len": f(per_token, mask, mode, 50) for mode in MODES[:2]}
+    found["by keyword"] = f(per_token=per_token, mask=mask, mode="constant", max_len=9)
+    return found | {"inputs": [with_inputs_after(f, per_token, mask, m, 9) for m in MODES]}
+
+
+@check("aggregate_tokens")
+def modes_that_there_are_not(student, rng):
+    """Another mode, or "constant" without a positive max_len: a ValueError names it"""
+    mask, f = ragged_mask(rng), student.aggregate_tokens
+    per_token = rng.normal(6, 7)
+    bad = {
+        f"mode {mode!r}": error_of("mode", f, per_token, mask, mode, 7)
+        for mode in ("grpo", "Token", "", "sequences", None)
+    }
+    for n in (None, 0, -5):
+        bad[f"max_len {n}"] = error_of("max_len", f, per_token, mask, "constant", n)
+    return bad | _every_mode(student, mask, 7, per_token)
+
+
+# --- calc_sequence_ratio ------------------------------------------------------------------------
+
+
+def geometric_mean_of_ratios(logprobs, old_logprobs, mask):
+    """Row by row, the product of the ratios to the power 1/n, by their logs."""
+    rows = []
+    for row, old, kept in zip(logprobs, old_logprobs.detach(), mask, strict=True):
+        n = int(kept.sum())
+        power = sum(row[t] / n - old[t] / n for t in range(len(kept)) if kept[t])
+        rows.append(torch.exp(power) if n else torch.ones(()))
+    return torch.stack(rows)
+
+
+def ragged_logprobs(rng, mask: Tensor, fill: float = NAN, std: float = 0.7) -> dict[str, Tensor]:
+    """Log-probs with ratios beyond both clips; `fill` beyond the mask."""
+    old = -rng.uniform(*mask.shape, low=0.1, high=3.0)
+    return {
+        "logprobs": poison(old + rng.normal(*mask.shape, std=std), mask, fill),
+        "old_logprobs": poison(old, mask, -fill),
+    }
+
+
+def _ratio(student, mask):
+    return lambda logprobs, old_logprobs: student.calc_sequence_ratio(logprobs, old_logprobs, mask)
+
+
+@check("calc_sequence_ratio", public=True, expected=[2.0, 0.5, 1.0])
+def worked_sequence_ratios(student, rng):
+    """Ratios 1 and 4: sqrt(4) = 2; 0.5 alone; an empty completion: 1"""
+    ratios = rng.tensor([[1.0, 4.0, NAN], [0.5, NAN, NAN], [NAN, NAN, NAN]])
+    old = rng.tensor([[-1.0, -3.0, -2.0]] * 3)
+    return student.calc_sequence_ratio(old + ratios.log(), old, ~ratios.isnan())
+
+
+@check("calc_sequence_ratio", points=2, seeds=2, expected=geometric_mean_of_ratios)
+def ragged_sequence_ratios(student, rng):
+    """Ragged, NaN or inf beyond the mask: the ratios, and a gradient for the log-probs alone"""
+    mask, weights = ragged_mask(rng), rng.normal(6)
+    return {
+        f"{fill}": value_and_gradients(
+            lambda logprobs, old_logprobs: _ratio(student, mask)(logprobs, old_logprobs) * weights,
+            **ragged_logprobs(rng, mask, fill),
+        )
+        for fill in (NAN, torch.inf, -torch.inf, -1.0)
+    }
+
+
+@check("calc_sequence_ratio", expected=geometric_mean_of_ratios)
+def sequence_ratios_of_many_shapes(student, rng):
+    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    masks = {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+    }
+    return {
+        name: value_and_gradients(_ratio(student, mask), **ragged_logprobs(rng, mask))
+        for name, mask in masks.items()
+    }
+
+
+@check("calc_sequence_ratio", points=2, expected=geometric_mean_of_ratios)
+def long_and_unlikely_sequences(student, rng):
+    """300 tokens whose ratios' product is beyond floats; log-probs of -1000 and 0; inputs stay"""
+    mask = torch.arange(300) < torch.tensor([300, 250, 3])[:, None]
+    old = -rng.uniform(3, 300, high=2.0)
+    shift = rng.tensor([[0.9], [-0.9], [30.0]]) + rng.normal(3, 300, std=0.1)
+    unlikely = -1000 * rng.uniform(3, 4, low=0.9, high=1.1)
+    unlikely[:, rng.integer(0, 4)] = 0.0
+    near = (unlikely.float() + rng.normal(3, 4).float()).to(rng.dtype)
+    short = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    return {
+        "long": value_and_gradients(_ratio(student, mask), logprobs=old + shift, old_logprobs=old),
+        "unlikely": value_and_gradients(
+            _ratio(student, short), logprobs=near, old_logprobs=unlikely
+        ),
+        "inputs": with_inputs_after(student.calc_sequence_ratio, near, unlikely, short),
+    }
+
+
+@check("calc_sequence_ratio", expected=geometric_mean_of_ratios)
+def extremes_behind_the_sequences_mask(student, rng):
+    """Log-ratios of +-1000 behind the mask: all is finite"""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
+    extremes = rng.tensor([[0, 0, 1e3, -1e3], [0, 0, 0, 1e3], [0] * 4, [-1e3, 1e3, 1e3, 0]])
+    old = -rng.uniform(4, 4)
+    return value_and_gradients(
+        _ratio(student, mask), logprobs=old + rng.normal(4, 4) + extremes, old_logprobs=old
+    )
+
+
+# --- calc_rlvr_objective ------------------------------------------------------------------------
+
+
+def rlvr_by_cases(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    ratio_level="token",
+    loss_mode="sequence",
+    max_len=None,
+    ref_logprobs=None,
+    beta=0.0,
+):
+    """Token by token: the cases of the minimum written out."""
+    high = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
+    total = torch.zeros(())
+    for i, t in mask.nonzero().tolist():
+        at = [t] if ratio_level == "token" else mask[i].nonzero().flatten().tolist()
+        logratio = sum(logprobs[i, s] - old_logprobs[i, s].detach() for s in at) / len(at)
+        ratio = logratio.exp()
+        advantage = (advantages[i] if advantages.ndim == 1 else advantages[i, t]).item()
+        if advantage > 0 and ratio > high:
+            term = torch.tensor(high * advantage)
+        elif advantage < 0 and ratio < 1 - clip_coef:
+            term = torch.tensor((1 - clip_coef) * advantage)
+        else:
+            term = ratio * advantage
+        if beta != 0:
+            d = ref_logprobs[i, t].detach() - logprobs[i, t]
+            term = term - beta * (d.exp() - 1 - d)
+        weights = {"sequence": len(mask) * mask[i].sum(), "token": mask.sum()}
+        total = total + term / weights.get(loss_mode, len(mask) * (max_len or 1))
+    return total
+
+
+def one_zero(rng, mask: Tensor) -> Tensor:
+    """Advantages, 0 for the longest completion."""
+    advantages = rng.normal(len(mask))
+    advantages[mask.sum(-1).argmax()] = 0.0
+    return advantages
+
+
+def _rlvr(student, mask, *args, **options):
+    """The objective as a function of the tensors that could have a gradient."""
+    return lambda logprobs, old_logprobs, advantages, **ref: student.calc_rlvr_objective(
+        logprobs, old_logprobs, advantages, mask, *args, **options, **ref
+    )
+
+
+@check(
+    "calc_rlvr_objective",
+    public=True,
+    expected={"token": 0.5, "sequence": 0.8, "DAPO": 0.55, "Dr. GRPO": 0.275},
+)
+def worked_levels(student, rng):
+    """Ratios 4, 1 with A = 1; with A = 0. Clip 0: 1/2; sqrt(4), clip 0.6: 1.6/2; 2.2/4; 2.2/8"""
+    logprobs = rng.tensor([[4.0, 1.0], [0.5, 0.5]]).log()
+    old, mask = torch.zeros_like(logprobs), torch.ones(2, 2, dtype=torch.bool)
+    advantages, f = rng.tensor([1.0, 0.0]), student.calc_rlvr_objective
+    return {
+        "token": f(logprobs, old, advantages, mask, 0.0),
+        "sequence": f(logprobs, old, advantages, mask, 0.6, ratio_level="sequence"),
+        "DAPO": f(logprobs, old, advantages, mask, loss_mode="token"),
+        "Dr. GRPO": f(logprobs, old, advantages, mask, loss_mode="constant", max_len=4),
+    }
+
+
+@check("calc_rlvr_objective", points=2, seeds=2, expected=rlvr_by_cases)
+def ragged_rlvr_objectives(student, rng):
+    """Both levels and all modes, ragged, NaN or inf beyond the mask: values and gradients"""
+    mask = ragged_mask(rng)
+    advantages, found = one_zero(rng, mask), {}
+    for level in ("token", "sequence"):
+        for mode in MODES:
+            fill = (NAN, torch.inf, -torch.inf)[rng.integer(0, 3)]
+            objective = _rlvr(student, mask, ratio_level=level, loss_mode=mode, max_len=9)
+            found[f"{level}, {mode}"] = value_and_gradients(
+                objective, **ragged_logprobs(rng, mask, fill), advantages=advantages
+            )
+    return found
+
+
+def _grpo_without_kl(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None, **_
+):
+    """Chapter 3's."""
+    return calc_grpo_objective(
+        logprobs, old_logprobs, None, advantages, mask, clip_coef, clip_coef_high, beta=0.0
+    )
+
+
+@check("calc_rlvr_objective", expected=_grpo_without_kl)
+def defaults_are_grpo(student, rng):
+    """With the defaults the value and gradient of GRPO; another clip_coef, and an upper one"""
+    mask = ragged_mask(rng)
+    tensors = ragged_logprobs(rng, mask) | {"advantages": one_zero(rng, mask)}
+    return {
+        "defaults": value_and_gradients(_rlvr(student, mask), **tensors),
+        "clips": value_and_gradients(_rlvr(student, mask, 0.1, 0.4), **tensors),
+    }
+
+
+@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
+def rlvr_clips(student, rng):
+    """Other clips at both levels, an upper clip of 0, all arguments by position"""
+    mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
+    logprobs, old = ragged_logprobs(rng, mask).values()
+    f, found = student.calc_rlvr_objective, {}
+    clips = {"narrow": (0.05, None), "zero": (0.0, None), "wide": (0.6, None), "GSPO": (3e-4, 4e-4)}
+    clips |= {"higher": (0.2, 0.6), "lower": (0.4, 0.1), "no room above": (0.3, 0.0)}
+    for name, (low, high) in clips.items():
+        for level in ("token", "sequence"):
+            found[f"{name}, {level}"] = f(
+                logprobs, old, advantages, mask, low, high, ratio_level=level
+            )
+    by_position = f(logprobs, old, advantages, mask, 0.1, 0.3, "sequence", "constant", 13)
+    return found | {"by position": by_position}
+
+
+def _every_case(student, rng, **options):
+    """Ratios from 0.05 to 20, each with both signs of the advantage."""
+    logratio = rng.tensor([[-3.0, -1.0, -0.1, 0.1, 1.0, 3.0]] * 2).T  # [case, completion]
+    logratio = torch.cat([logratio, logratio])
+    signs = rng.tensor([1.0] * 6 + [-1.0] * 6)
+    old = -rng.uniform(12, 2, low=3.5, high=4.0)
+    return value_and_gradients(
+        _rlvr(student, torch.ones(12, 2, dtype=torch.bool), **options),
+        logprobs=old + logratio + rng.normal(12, 2, std=0.02),
+        old_logprobs=old,
+        advantages=signs * rng.uniform(12, low=0.5, high=2.0),
+    )
+
+
+@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
+def every_case_of_both_minima(student, rng):
+    """Ratios from 0.05 to 20 of tokens and of completions, both signs of A: the gradient"""
+    return {
+        "tokens": _every_case(student, rng),
+        "completions": _every_case(student, rng, ratio_level="sequence"),
+        "0.3 below, 0.05 above": _every_case(
+            student, rng, clip_coef=0.3, clip_coef_high=0.05, ratio_level="sequence"
+        ),
+    }
+
+
+@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
+def the_reference_inside(student, rng):
+    """ref_logprobs and beta, both levels, all modes: each token's k3; the reference is detached"""
+    mask, found = ragged_mask(rng), {}
+    for level, mode in itertools.product(("token", "sequence"), MODES):
+        tensors = ragged_logprobs(rng, mask)
+        ref = beyond(inside(tensors["old_logprobs"], mask) + rng.normal(6, 7, std=0.7), mask)
+        found[f"{level}, {mode}"] = value_and_gradients(
+            _rlvr(student, mask, ratio_level=level, loss_mode=mode, max_len=12, beta=0.7),
+            **tensors,
+            advantages=one_zero(rng, mask),
+            ref_logprobs=ref,
+        )
+    return found
+
+
+@check("calc_rlvr_objective", expected=rlvr_by_cases)
+def rlvr_advantages_of_tokens(student, rng):
+    """Advantages [batch completion] that differ within a row, NaN beyond; one row, 5 by 5"""
+    found = {}
+    for rows, completion in ((6, 4), (5, 5), (1, 4)):
+        mask, advantages = ragged_mask(rng, rows, completion), rng.normal(rows, completion)
+        for level in ("token", "sequence"):
+            found[f"{rows} by {completion}, {level}"] = value_and_gradients(
+                _rlvr(student, mask, ratio_level=level),
+                **ragged_logprobs(rng, mask),
+                advantages=poison(advantages, mask),
+            )
+    return found
+
+
+@check("calc_rlvr_objective", expected=rlvr_by_cases)
+def rlvr_of_many_shapes(student, rng):
+    """As many completions as tokens, one row, one token, all full, nothing at all; inputs stay"""
+    masks = {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+    }
+    found = {}
+    for name, mask in masks.items():
+        tensors = ragged_logprobs(rng, mask) | {"advantages": rng.normal(len(mask))}
+        for level in ("token", "sequence"):
+            found[f"{name}, {level}"] = value_and_gradients(
+                _rlvr(student, mask, ratio_level=level), **tensors
+            )
+    return found | {
+        "inputs": with_inputs_after(student.calc_rlvr_objective, *tensors.values(), mask)
+    }
+
+
+@check("calc_rlvr_objective", expected=rlvr_by_cases)
+def extremes_behind_both_masks(student, rng):
+    """Log-ratios of +-1000 behind the mask, and one of 200 of a clipped completion: all finite"""
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    extremes = rng.tensor([[0, 0, 1e3, -1e3], [0, 0, 0, 1e3], [0, 0, 0, 0]])
+    old, shift, advantages = -rng.uniform(3, 4), rng.normal(3, 4), rng.normal(3)
+    far = rng.tensor([[200.0] * 4, [0.0] * 4, [0.0] * 4])
+    found = {}
+    for level in ("token", "sequence"):
+        objective = _rlvr(student, mask, ratio_level=level)
+        found[level] = value_and_gradients(
+            objective, logprobs=old + shift + extremes, old_logprobs=old, advantages=advantages
+        )
+        found[f"{level}, far"] = value_and_gradients(
+            objective, logprobs=old + far, old_logprobs=old, advantages=advantages.abs() + 0.1
+        )
+    return found
+
+
+@check("calc_rlvr_objective")
+def levels_that_there_are_not(student, rng):
+    """An unknown ratio_level or mode, no max_len, no ref_logprobs: a ValueError names it"""
+    mask, advantages = ragged_mask(rng), rng.normal(6)
+    logprobs, old = ragged_logprobs(rng, mask).values()
+    bad = functools.partial(
+        error_of, function=student.calc_rlvr_objective, logprobs=logprobs, old_logprobs=old
+    )
+    bad = functools.partial(bad, advantages=advantages, mask=mask)
+    return {
+        "level 'Token'": bad("ratio_level", ratio_level="Token"),
+        "level 'completion'": bad("ratio_level", ratio_level="completion"),
+        "mode 'grpo'": bad("mode", loss_mode="grpo"),
+        "no max_len": bad("max_len", loss_mode="constant"),
+        "no ref_logprobs": bad("ref_logprobs", beta=0.1),
+        "as it should be": student.calc_rlvr_objective(logprobs, old, advantages, mask),
+    }
+
+
+# --- RlvrTrainer: which groups are trained on ---------------------------------------------------
+
+
+def _make_rlvr_args(student, **options):
+    defaults = {
+        "batch_size": 6,
+        "num_minibatches": 1,
+        "group_size": 3,
+        "gen_len": 5,
+        "prompts": list(trainers.PROMPTS),
+    }
+    return student.RlvrArgs(**(defaults | options))
+
+
+def _script_batch(rng, number: int, informative: list[bool], prompt_len: int, completion: int):
+    """A batch of groups of 3, as the sampler gives it: rows that say whose they are."""
+    rows = 3 * len(informative)
+    lengths = rng.integers(1, completion + 1, rows)
+    lengths[rng.integer(0, rows)] = completion
+    pads = rng.integers(0, prompt_len, rows)
+    pads[rng.integer(0, rows)] = 0
+    mask = torch.arange(completion) < lengths[:, None]
+    prompt = torch.arange(prompt_len) >= pads[:, None]
+    attention = torch.cat([prompt, mask], dim=1).long()
+    ids = rng.integers(3, 512, rows, prompt_len + completion) * attention
+    ended = rng.integers(0, 2, rows).bool()
+    ended |= lengths < completion  # what is shorter ended by itself
+    last = prompt_len + lengths - 1
+    ids[torch.arange(rows)[ended], last[ended]] = models.SPECIAL["eos_token_id"]
+    ids[:, prompt_len - 1] = models.SPECIAL["eos_token_id"]  # of the prompt: it ends nothing
+    texts = [f"batch {number}, row {row}" for row in range(rows)]
+    levels = torch.tensor([0.1, 1 / 3, 1.0])[rng.integers(0, 3, len(informative))]
+    scores = levels.repeat_interleave(3)
+    for group, differs in enumerate(informative):
+        if differs:
+            scores[3 * group + rng.integer(0, 3)] += 1.0
+    return Samples(ids, attention, prompt_len, mask, texts), scores
+
+
+def _describe_samples(samples: Samples, scores: Tensor) -> dict:
+    """Row by row, whatever the padding."""
+    n, prompts, completions, seen = samples.prompt_len, [], [], []
+    for row, mask in enumerate(samples.completion_mask):
+        ids, attention = samples.input_ids[row], samples.attention_mask[row].bool()
+        prompts.append(ids[:n][attention[:n]].tolist())
+        completions.append(ids[n:][mask].tolist())
+        seen.append(attention[n:][mask].all().item())
+    return {
+        "texts": list(samples.texts),
+        "prompts": prompts,
+        "completions": completions,
+        "the attention is on for each token": seen,
+        "completion_ids fit": torch.equal(samples.completion_ids, samples.input_ids[:, n:]),
+        "scores": scores,
+    }
+
+
+def sample_groups_by_loops(self):
+    """Group by group; what is kept is listed row by row."""
+    args, size = self.args, self.args.group_size
+    n_groups, groups = args.batch_size // size, []
+    rounds = 1 + args.max_extra_rollouts if args.dynamic_sampling else 1
+    while rounds > 0 and sum(g.differs for g in groups) < n_groups:
+        samples, scores = self.sample_and_score(n_groups, size)
+        rounds -= 1
+        finished = []
+        for ids, mask in zip(samples.completion_ids, samples.completion_mask, strict=True):
+            finished.append(bool((ids[mask] == models.SPECIAL["eos_token_id"]).any()))
+        if args.truncation == "penalty":
+            scores = penalize_by_loops(scores, torch.tensor(finished), args.missing_eos_penalty)
+        for start in range(0, len(scores), size):
+            rows = range(start, start + size)
+            numbers = [scores[row].item() for row in rows]
+            group = SimpleNamespace(samples=samples, rows=rows, numbers=numbers)
+            group.differs, group.finished = len(set(numbers)) > 1, finished[start : start + size]
+            groups.append(group)
+    self.metrics["informative_frac"].append(sum(g.differs for g in groups) / len(groups))
+    self.metrics["prompts_sampled"].append(len(groups))
+    ended = [x for g in groups for x in g.finished]
+    self.metrics["truncated_frac"].append(1 - sum(ended) / len(ended))
+    kept = [g for g in groups if g.differs][:n_groups]
+    fill = [g for g in groups if not g.differs][: n_groups - len(kept)]
+    chosen = {id(g) for g in kept + fill}
+    return _stack_groups([g for g in groups if id(g) in chosen])
+
+
+def _stack_groups(groups):
+    prompt_len = max(g.samples.prompt_len for g in groups)
+    completion = max(g.samples.completion_mask.shape[1] for g in groups)
+    ids, attention, masks, texts, scores = [], [], [], [], []
+    for g in groups:
+        pads = (prompt_len - g.samples.prompt_len, completion - g.samples.completion_mask.shape[1])
+        for row in g.rows:
+            ids.append(F.pad(g.samples.input_ids[row], pads))
+            attention.append(F.pad(g.samples.attention_mask[row], pads))
+            masks.append(F.pad(g.samples.completion_mask[row], (0, pads[1])))
+            texts.append(g.samples.texts[row])
+        scores += g.numbers
+    samples = Samples(
+        torch.stack(ids), torch.stack(attention), prompt_len, torch.stack(masks), texts
+    )
+    return samples, torch.tensor(scores, dtype=torch.float32)
+
+
+def _play(student, rng, script: list[list[int]], **options):
+    """Dynamic sampling from batches that are written beforehand, on a trainer's own method."""
+    n_groups = len(script[0])
+    args = _make_rlvr_args(student, batch_size=3 * n_groups, **options)
+    trainer = student.RlvrTrainer(args, _load_tiny_model())
+    batches = [
+        _script_batch(rng, i, [bool(x) for x in line], rng.integer(3, 7), rng.integer(3, 6))
+        for i, line in enumerate(script)
+    ]
+    calls, given = [], [scores.clone() for _, scores in batches]
+
+    def sample_and_score(n_prompts, group_size=1):
+        calls.append([n_prompts, group_size])
+        return batches[min(len(calls), len(batches)) - 1]
+
+    trainer.sample_and_score = sample_and_score
+    trainer.metrics.clear()
+    found = _describe_samples(*trainer.sample_groups())
+    names = ("informative_frac", "prompts_sampled", "truncated_frac")
+    metrics = {n: torch.tensor(trainer.metrics[n]).double().mean() for n in names}
+    afterwards = [scores for _, scores in batches]
+    return (
+        found
+        | metrics
+        | {"calls": calls, "the sampled scores afterwards": afterwards}
+        | ({"given": given})
+    )
+
+
+@functools.cache
+def _load_tiny_model():
+    """Nothing is computed by it: dynamic sampling needs its tokenizer."""
+    rng = SimpleNamespace(seed=0, dtype=torch.float32)
+    return make_model(TransformerWithLora, rng)
+
+
+SAMPLE_CHECK = {"expected": sample_groups_by_loops, "float64": False}
+
+
+@check("RlvrTrainer.sample_groups", public=True, **SAMPLE_CHECK)
+def one_batch_is_enough(student, rng):
+    """All groups of the first batch informative: one call, and the batch as it came"""
+    return _play(student, rng, [[1, 1, 1], [1, 1, 1]], dynamic_sampling=True)
+
+
+@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
+def until_the_batch_is_full(student, rng):
+    """Informative groups in each batch: those that came first, in their order"""
+    script = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
+    return {
+        "four": _play(student, rng, script, dynamic_sampling=True, max_extra_rollouts=6),
+        "the last that is allowed": _play(
+            student, rng, script[1:], dynamic_sampling=True, max_extra_rollouts=2
+        ),
+        "one batch of two": _play(
+            student, rng, [[0, 0], [1, 1], [0, 0]], dynamic_sampling=True, max_extra_rollouts=9
+        ),
+    }
+
+
+@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
+def when_the_bound_is_hit(student, rng):
+    """Too few informative groups: the first of the others fill up the batch"""
+    script = [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
+    dynamic = {"dynamic_sampling": True}
+    return {
+        "the default bound": _play(student, rng, [[0, 0, 0]] * 4 + [[1, 1, 1]], **dynamic),
+        "two more": _play(student, rng, script, max_extra_rollouts=2, **dynamic),
+        "one more": _play(student, rng, script, max_extra_rollouts=1, **dynamic),
+        "none more": _play(student, rng, script, max_extra_rollouts=0, **dynamic),
+        "none informative": _play(student, rng, [[0, 0], [0, 0]], max_extra_rollouts=1, **dynamic),
+    }
+
+
+@check("RlvrTrainer.sample_groups", points=2, **SAMPLE_CHECK)
+def without_dynamic_sampling(student, rng):
+    """One batch as it came, whichever groups are informative"""
+    return [
+        _play(student, rng, [line, [1, 1, 1, 1]], truncation=truncation)
+        for line in ([0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1])
+        for truncation in ("keep", "mask")
+    ]
+
+
+@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
+def penalties_before_the_selection(student, rng):
+    """truncation "penalty": it can make a group informative, and the scores carry it"""
+    script = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
+    penalty = {"truncation": "penalty", "missing_eos_penalty": 0.25}
+    return {
+        "dynamic": _play(student, rng, script, dynamic_sampling=True, **penalty),
+        "static": _play(student, rng, script, **penalty),
+        "a penalty of 1 by default": _play(student, rng, script, truncation="penalty"),
+        "a penalty that is not used": _play(student, rng, script, missing_eos_penalty=5.0),
+    }
+
+
+# --- RlvrTrainer: rollouts ----------------------------------------------------------------------
+
+RLVR_FIELDS = ("input_ids", "attention_mask", "mask", "logprobs", "ref_logprobs", "advantages")
+
+
+def rollout_by_definition(self):
+    """Plain Hugging Face for the log-probs, loops over rewards and rows."""
+    args = self.args
+    samples, scores = self.sample_groups()
+    ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len
+    with torch.no_grad():
+        logits, _ = trainers.run_hugging_face(self.model, "shallow", ids, attention)
+        ref_logits, _ = trainers.run_hugging_face(self.model, "shallow", ids, attention, False)
+    mask = samples.completion_mask.clone()
+    if args.truncation == "mask":
+        for row, completion_ids in enumerate(samples.completion_ids):
+            if not (completion_ids[mask[row]] == models.SPECIAL["eos_token_id"]).any():
+                mask[row] = False
+    if args.advantage_kind == "leave_one_out":
+        advantages = leave_one_out_by_loops(scores, args.group_size)
+    else:
+        groups = scores.reshape(-1, args.group_size)
+        advantages = groups - groups.mean(-1, keepdim=True)
+        stds = {"group": groups.std(-1, keepdim=True), "batch": scores.std()}
+        if args.advantage_scale != "none":
+            advantages = advantages / (stds[args.advantage_scale] + 1e-4)
+        advantages = advantages.flatten()
+    fields = {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "mask": mask,
+        "logprobs": trainers.score_rows(logits, ids, n, args.temperature),
+        "ref_logprobs": trainers.score_rows(ref_logits, ids, n, args.temperature),
+        "advantages": advantages,
+    }
+    if args.kl_coef == 0:
+        fields["ref_logprobs"] = None
+    memory = ReplayMemory(
+        args.num_minibatches, args.batches_per_learning_phase, args.group_size, **fields
+    )
+    return memory
+
+
+def _roll_out(student, rng, **options):
+    """The memory of a given batch."""
+    sizes = {"batch_size": 12, "num_minibatches": 2, "temperature": 0.7}
+    args = _make_rlvr_args(student, **(sizes | options))
+    trainer = student.RlvrTrainer(args, make_model(TransformerWithLora, rng))
+    samples, scores = _script_batch(rng, 0, [True, True, True, True], 4, 5)
+    scores = scores + rng.normal(12).float()  # groups of different spreads
+    given = samples.completion_mask.clone()
+    trainer.sample_groups = lambda: (samples, scores)
+    trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
+    memory = trainer.rollout_phase()
+    names = [name for name in RLVR_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
+    fields = {name: getattr(memory, name) for name in names}
+    found = {name: inside(x, given) if "logprobs" in name else x for name, x in fields.items()}
+    minibatches = memory.get_minibatches()
+    return found | {
+        "fields with a gradient": [n for n, x in fields.items() if x.requires_grad],
+        "rows of the minibatches": [len(m.mask) for m in minibatches],
+        "tokens of an epoch": int(sum(m.mask.sum() for m in minibatches[:2])),
+        "whole groups": [_count_groups(memory, m) for m in minibatches],
+        "the sampled mask afterwards": samples.completion_mask,
+        "the scores afterwards": scores,
+    }
+
+
+def _count_groups(memory, minibatch) -> int:
+    """How many groups the rows of a minibatch are of."""
+    same = (minibatch.input_ids[:, None] == memory.input_ids).all(-1)
+    return len(set((same.long().argmax(-1) // 3).tolist()))
+
+
+ROLLOUT_CHECK = {
+    "expected": rollout_by_definition,
+    "float64": False,
+    "rtol": 1e-3,
+    "atol": 1e-3,
+}
+
+
+@check("RlvrTrainer.rollout_phase", public=True, **ROLLOUT_CHECK)
+def memory_by_default(student, rng):
+    """The defaults: GRPO's memory"""
+    return _roll_out(student, rng, temperature=1.0)
+
+
+@check("RlvrTrainer.rollout_phase", points=2, **ROLLOUT_CHECK)
+def memories_of_each_baseline(student, rng):
+    """Advantages of groups, scaled or not, and of leave-one-out, which is not scaled"""
+    kinds = [{"advantage_scale": scale} for scale in ("group", "batch", "none")]
+    kinds += [{"advantage_kind": "leave_one_out", "advantage_scale": s} for s in ("group", "none")]
+    return [_roll_out(student, rng, kl_coef=0.0, **kind) for kind in kinds]
+
+
+@check("RlvrTrainer.rollout_phase", points=2, **ROLLOUT_CHECK)
+def memories_of_what_was_cut_off(student, rng):
+    """truncation "mask" drops the rows that did not finish; "keep" and "penalty" keep them"""
+    return [
+        _roll_out(student, rng, truncation="mask", batches_per_learning_phase=1),
+        _roll_out(student, rng, truncation="keep"),
+        _roll_out(student, rng, truncation="penalty", kl_coef=0.0),
+        _roll_out(student, rng, truncation="mask", advantage_kind="leave_one_out", kl_coef=0.0),
+    ]
+
+
+@check("RlvrTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
+def rlvr_first_ratio_is_one(student, rng):
+    """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
+    options = {"batch_size": 12, "group_size": 3}
+    make_args = functools.partial(_make_rlvr_args, student, **options)
+    model = make_model(TransformerWithLora, rng, dtype=torch.bfloat16)
+    sampled = trainers.sample_again(student.RlvrTrainer, make_args, model)
+    return trainers.describe_first_ratio(sampled, model, gen_len=5)
+
+
+# --- RlvrTrainer: the objective -----------------------------------------------------------------
+
+RLVR_OBJECTIVE = {
+    "batch_size": 12,  # twice the rows of a minibatch
+    "num_minibatches": 2,
+    "clip_coef": 0.4,
+    "clip_coef_high": 0.6,
+    "ent_coef": 0.3,
+    "kl_coef": 0.7,
+    "temperature": 0.7,
+    "top_k": 5,  # concerns sampling alone
+    "gen_len": 8,  # no completion became as long
+}
+
+
+def rlvr_objective_by_definition(self, minibatch):
+    """Plain Hugging Face for the logits, loops over completions and their tokens."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n_prompt = ids.shape[1] - mask.shape[1]
+    run = trainers.run_hugging_face
+    logits, _ = run(self.model, "shallow", ids, minibatch.attention_mask)
+    ref_logits, _ = run(self.model, "shallow", ids, minibatch.attention_mask, adapters=False)
+    logprobs = torch.zeros(mask.shape)
+    entropies, exact_kls = [], []
+    for row, t in mask.nonzero().tolist():
+        at = n_prompt + t - 1
+        policy = Categorical(logits=logits[row, at] / args.temperature)
+        reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
+        logprobs[row, t] = policy.log_prob(ids[row, at + 1])
+        entropies.append(policy.entropy())
+        exact_kls.append(kl_divergence(policy, reference))
+    objective = rlvr_by_cases(
+        logprobs,
+        minibatch.logprobs,
+        minibatch.advantages,
+        mask,
+        args.clip_coef,
+        args.clip_coef_high,
+        args.ratio_level,
+        args.loss_mode,
+        args.gen_len,
+        minibatch.ref_logprobs,
+        args.kl_coef if args.kl_kind == "k3" else 0.0,
+    )
+    objective = objective + args.ent_coef * torch.stack(entropies).mean()
+    if args.kl_kind == "exact":
+        objective = objective - args.kl_coef * torch.stack(exact_kls).mean()
+    return objective
+
+
+def _make_rlvr_fields(rng, samples, temperature):
+    mask = samples.completion_mask
+    old = trainers.draw_logprobs(rng, samples, temperature)
+    ref = trainers.draw_logprobs(rng, samples, temperature, std=0)  # as a forward would give it
+    return {
+        "input_ids": samples.input_ids,
+        "attention_mask": samples.attention_mask,
+        "mask": mask,
+        "logprobs": beyond(old, mask),
+        "ref_logprobs": beyond(ref, mask),
+        "advantages": one_zero(rng, mask),
+    }
+
+
+def _rlvr_objective(student, rng, **options):
+    args = _make_rlvr_args(student, **(RLVR_OBJECTIVE | options))
+    model = make_model(TransformerWithLora, rng, alpha=8)
+    fields = _make_rlvr_fields(rng, make_samples(rng), args.temperature)
+    if args.kl_coef == 0:
+        fields["ref_logprobs"] = model.reference = None  # no reference runs
+    trainer = student.RlvrTrainer(args, model)
+    model.train()
+    (minibatch,) = ReplayMemory(**fields).get_minibatches()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    return {"the objective": objective} | trainers.adapter_gradients(objective, model)
+
+
+OBJECTIVE_CHECK = {
+    "expected": rlvr_objective_by_definition,
+    "float64": False,
+    "rtol": 1e-3,
+    "atol": 1e-4,
+}
+
+
+@check("RlvrTrainer.compute_rlhf_objective", public=True, **OBJECTIVE_CHECK)
+def rlvr_objective_by_default(student, rng):
+    """The defaults: GRPO's objective"""
+    defaults = {"clip_coef": 0.2, "clip_coef_high": None, "ent_coef": 0.001, "kl_coef": 0.04}
+    return _rlvr_objective(student, rng, **defaults, temperature=1.0, top_k=None, gen_len=5)
+
+
+@check("RlvrTrainer.compute_rlhf_objective", points=2, **OBJECTIVE_CHECK)
+def objective_in_each_loss_mode(student, rng):
+    """loss_mode "sequence", "token" and "constant", which divides by gen_len"""
+    return [_rlvr_objective(student, rng, loss_mode=mode) for mode in MODES]
+
+
+@check("RlvrTrainer.compute_rlhf_objective", points=2, seeds=2, **OBJECTIVE_CHECK)
+def objective_of_sequences(student, rng):
+    """ratio_level "sequence", with clips that bind, and with another loss_mode"""
+    sequence = {"ratio_level": "sequence", "clip_coef": 0.05, "clip_coef_high": 0.1}
+    return [
+        _rlvr_objective(student, rng, **sequence),
+        _rlvr_objective(student, rng, **sequence, loss_mode="token", kl_coef=0.0),
+    ]
+
+
+@check("RlvrTrainer.compute_rlhf_objective", **OBJECTIVE_CHECK)
+def objective_with_either_kl(student, rng):
+    """kl_kind "exact" in place of k3, not both; kl_coef 0: no reference"""
+    return [
+        _rlvr_objective(student, rng, kl_kind="exact", loss_mode="token"),
+        _rlvr_objective(student, rng, kl_kind="exact", kl_coef=0.0),
+        _rlvr_objective(student, rng, kl_coef=0.0, loss_mode="constant"),
+    ]
+
+
+# --- RlvrTrainer: all of it ---------------------------------------------------------------------
+
+
+@check("RlvrTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
+def a_short_run_of_rlvr(student, rng):
+    """Eight phases with everything turned on, rewarded for full stops: at least half again"""
+    args = student.RlvrArgs(
+        batch_size=32,
+        num_minibatches=1,
+        gen_len=10,
+        total_phases=8,
+        warmup_steps=0,
+        base_lr=5e-3,
+        kl_coef=0.0,
+        clip_coef_high=0.28,
+        advantage_kind="leave_one_out",
+        loss_mode="token",
+        dynamic_sampling=True,
+        truncation="penalty",
+        missing_eos_penalty=0.1,
+        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
+    )
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
+    sampled = {}
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        trainer = student.RlvrTrainer(args, model)
+        for name in ("before", "after"):
+            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
+            ids = samples.completion_ids * samples.completion_mask
+            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
+            if name == "before":
+                trainer.train()
+    return sampled
