@@ -383,7 +383,7 @@ class RlvrTrainer(GrpoTrainer):
         self.metrics["informative_frac"].append(informative.float().mean().item())
         self.metrics["prompts_sampled"].append(len(informative))
         self.metrics["truncated_frac"].append(1 - torch.cat(finished).float().mean().item())
-        order = (~informative).int().argsort(stable=True)  # the informative ones first
+        order = torch.cat([informative.nonzero(), (~informative).nonzero()]).flatten()
         chosen = order[:n_groups].sort().values
         first_rows = chosen[:, None] * args.group_size
         rows = (first_rows + torch.arange(args.group_size, device=chosen.device)).flatten()

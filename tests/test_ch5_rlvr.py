@@ -1197,6 +1197,7 @@ def until_the_batch_is_full(student, rng):
         "the last that is allowed": _play(
             student, rng, script[1:], dynamic_sampling=True, max_extra_rollouts=2
         ),
+        "one group": _play(student, rng, [[0], [0], [1], [0]], dynamic_sampling=True),
         "one batch of two": _play(
             student, rng, [[0, 0], [1, 1], [0, 0]], dynamic_sampling=True, max_extra_rollouts=9
         ),
