@@ -215,8 +215,12 @@ def steps_that_are_missing(student, rng):
             line = " ".join(f"{word} {parts[word]}" for word in words)
             (found[" ".join(words)],) = student.reward_fn_format([f"{line}\nA: {answer}"])
     wrong = f"ones {draw_number(rng)} tens {draw_number(rng)} sum {draw_number(rng)}\nA: {answer}"
+    signs = [f"{steps}\nA: {sign}" for sign in ("0", "-5", "-0")]
     long = f"Let me see.\n{steps}\nSo it is\nA: {answer}"
-    return found | {"more": student.reward_fn_format([wrong, long]), "none": _format_none(student)}
+    return found | {
+        "more": student.reward_fn_format([wrong, long, *signs]),
+        "none": _format_none(student),
+    }
 
 
 def _format_none(student):
@@ -1293,7 +1297,6 @@ def _roll_out(student, rng, **options):
     scores = scores + rng.normal(12).float()  # groups of different spreads
     given = samples.completion_mask.clone()
     trainer.sample_groups = lambda: (samples, scores)
-    trainer.sample_and_score = lambda n_prompts, group_size=1: (samples, scores)
     memory = trainer.rollout_phase()
     names = [name for name in RLVR_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}

@@ -1,0 +1,515 @@
+"""Right answers to chapter 5, written differently."""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from solutions.ch0_sampling import Samples, get_logprobs
+from solutions.ch2_ppo import ReplayMemory
+from solutions.ch3_grpo import group_advantages
+from solutions.ch5_rlvr import (
+    aggregate_tokens,
+    calc_rlvr_objective,
+    calc_sequence_ratio,
+    extract_answer,
+    leave_one_out_advantages,
+)
+from utils.grading.answers import edit, right
+
+# --- Rewards that are checked -------------------------------------------------------------------
+
+
+@right("extract_answer")
+def from_the_end(text):
+    """Digits are collected backwards, then what stands before them is looked at."""
+    start = len(text)
+    while start > 0 and text[start - 1] in "0123456789":
+        start -= 1
+    if start == len(text):
+        return None
+    if text[:start].endswith("-"):
+        start -= 1
+    return text[start:] if text[:start].endswith("A: ") else None
+
+
+@right("extract_answer")
+def split_at_the_last(text):
+    parts = text.split("A: ")
+    digits = parts[-1].removeprefix("-")
+    is_integer = digits.isascii() and digits.isdigit()
+    return parts[-1] if len(parts) > 1 and is_integer else None
+
+
+@right("reward_fn_correct")
+def with_a_list(samples, answers):
+    if len(samples) != len(answers):
+        raise ValueError(f"{len(samples)} samples, but {len(answers)} answers")
+    rewards = []
+    for text, answer in zip(samples, answers, strict=True):
+        rewards.append(1.0 if extract_answer(text) == str(answer) else 0.0)
+    return torch.tensor(rewards)
+
+
+@right("reward_fn_correct")
+def with_numpy(samples, answers):
+    try:
+        right_ones = [extract_answer(s) == f"{a}" for s, a in zip(samples, answers, strict=True)]
+    except ValueError as error:
+        raise ValueError("answers should be one for each sample") from error
+    return torch.from_numpy(np.array(right_ones, dtype=np.float32))
+
+
+@right("reward_fn_correct")
+def a_tensor_that_is_filled(samples, answers):
+    if not len(samples) == len(answers):
+        raise ValueError("the number of answers")
+    rewards = torch.zeros(len(samples))
+    for row, answer in enumerate(answers):
+        found = extract_answer(samples[row])
+        rewards[row] = int(found is not None and found == str(answer))
+    return rewards
+
+
+@right("reward_fn_format")
+def by_words(samples):
+    steps = ["ones ", "tens ", "sum "]
+    worked = [not [step for step in steps if step not in text] for text in samples]
+    answered = [extract_answer(text) is not None for text in samples]
+    return torch.tensor(worked).float() * torch.tensor(answered).float()
+
+
+@right("reward_fn_format")
+def text_by_text(samples):
+    rewards = torch.zeros(len(samples))
+    for row, text in enumerate(samples):
+        if extract_answer(text) is None:
+            continue
+        if text.count("ones ") and text.count("tens ") and text.count("sum "):
+            rewards[row] = 1
+    return rewards
+
+
+@right("combine_rewards")
+@torch.no_grad()
+def summed_in_a_loop(rewards, weights):
+    if len(weights) != rewards.shape[0]:
+        raise ValueError(f"{len(weights)} weights for {rewards.shape[0]} functions")
+    total = rewards.new_zeros(rewards.shape[1])
+    for weight, row in zip(weights, rewards, strict=True):
+        total += weight * row
+    return total
+
+
+@right("combine_rewards")
+def by_einsum(rewards, weights):
+    weights = torch.tensor(weights).to(rewards)
+    if weights.shape != rewards.shape[:1]:
+        raise ValueError("weights should be one for each function")
+    return torch.einsum("f,fb->b", weights, rewards.detach())
+
+
+@right("pass_at_k")
+def factor_by_factor(n, c, k):
+    """The numerically stable form of the paper's appendix."""
+    if not 1 <= k <= n:
+        raise ValueError(f"k is {k}, n is {n}")
+    if not 0 <= c <= n:
+        raise ValueError(f"c is {c}, n is {n}")
+    if n - c < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+@right("pass_at_k")
+def by_permutations(n, c, k):
+    if k < 1 or k > n:
+        raise ValueError("k is out of range")
+    if c < 0 or c > n:
+        raise ValueError("c is out of range")
+    return (math.perm(n, k) - math.perm(n - c, k)) / math.perm(n, k)
+
+
+@right("pass_at_k")
+def by_gamma_functions(n, c, k):
+    if not 0 < k <= n:
+        raise ValueError(f"k should be in [1, {n}]")
+    if not 0 <= c <= n:
+        raise ValueError(f"c should be in [0, {n}]")
+    if k > n - c:
+        return 1
+
+    def log_comb(a, b):
+        return math.lgamma(a + 1) - math.lgamma(b + 1) - math.lgamma(a - b + 1)
+
+    return -math.expm1(log_comb(n - c, k) - log_comb(n, k)) if c else 0
+
+
+# --- Groups and baselines -----------------------------------------------------------------------
+
+
+def _check_groups(group_size, batch):
+    if group_size < 2 or batch % group_size != 0:
+        raise ValueError(f"group_size should divide {batch} and be at least 2: {group_size}")
+
+
+@right("select_informative_groups")
+def beside_the_first(rewards, group_size):
+    _check_groups(group_size, len(rewards))
+    groups = rewards.reshape(-1, group_size)
+    return (groups[:, 1:] != groups[:, :1]).any(dim=1)
+
+
+@right("select_informative_groups")
+def group_by_group(rewards, group_size):
+    _check_groups(group_size, len(rewards))
+    return torch.tensor([len(group.unique()) > 1 for group in rewards.detach().split(group_size)])
+
+
+@right("select_informative_groups")
+def by_the_std(rewards, group_size):
+    _check_groups(group_size, len(rewards))
+    return rewards.double().unflatten(0, (-1, group_size)).std(-1) > 0
+
+
+@right("leave_one_out_advantages")
+def rescaled_grpo(rewards, group_size):
+    centered = group_advantages(rewards, group_size, "none")
+    return centered * group_size / (group_size - 1)
+
+
+@right("leave_one_out_advantages")
+@torch.no_grad()
+def one_by_one(rewards, group_size):
+    _check_groups(group_size, len(rewards))
+    advantages = torch.zeros_like(rewards)
+    for i in range(len(rewards)):
+        start = i - i % group_size
+        others = [j for j in range(start, start + group_size) if j != i]
+        if bool((rewards[others] != rewards[i]).any()):
+            advantages[i] = rewards[i] - rewards[others].mean()
+    return advantages
+
+
+@right("leave_one_out_advantages")
+def by_differences(rewards, group_size):
+    """The mean of the differences to each of the others: a constant group gives zeros by itself."""
+    _check_groups(group_size, len(rewards))
+    groups = rewards.detach().double().view(-1, group_size)
+    differences = groups[:, :, None] - groups[:, None, :]
+    return (differences.sum(-1) / (group_size - 1)).flatten().to(rewards.dtype)
+
+
+# --- Completions that were cut off --------------------------------------------------------------
+
+
+@right("mask_truncated")
+def masked_by_where(mask, finished):
+    return torch.where(finished.unsqueeze(-1), mask, torch.zeros_like(mask))
+
+
+@right("mask_truncated")
+def a_copy_with_rows_cleared(mask, finished):
+    kept = mask.clone()
+    kept[~finished] = False
+    return kept
+
+
+@right("apply_missing_eos_penalty")
+def a_copy_with_some_lowered(scores, finished, penalty):
+    lowered = scores.detach().clone()
+    lowered[~finished] -= penalty
+    return lowered
+
+
+@right("apply_missing_eos_penalty")
+@torch.no_grad()
+def by_a_product(scores, finished, penalty):
+    return scores - penalty * (~finished).to(scores.dtype)
+
+
+# --- The objective ------------------------------------------------------------------------------
+
+
+@right("aggregate_tokens")
+def by_weights(per_token, mask, mode="sequence", max_len=None):
+    if mode == "sequence":
+        weights = 1 / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    elif mode == "token":
+        weights = 1 / mask.sum().clamp(min=1)
+    elif mode == "constant":
+        if not max_len or max_len < 0:
+            raise ValueError(f"max_len is {max_len}")
+        weights = torch.tensor(1 / (len(mask) * max_len))
+    else:
+        raise ValueError(f"mode should be sequence, token or constant, but is {mode}")
+    return (torch.where(mask, per_token, 0.0) * weights.to(per_token.dtype)).sum()
+
+
+@right("aggregate_tokens")
+def of_the_true_tokens(per_token, mask, mode="sequence", max_len=None):
+    rows = len(mask)
+    if mode == "constant" and (max_len is None or max_len <= 0):
+        raise ValueError("max_len should be positive")
+    if mode == "sequence":
+        means = [
+            row[kept].mean() if kept.any() else row[kept].sum()
+            for row, kept in zip(per_token, mask, strict=True)
+        ]
+        return torch.stack(means).mean()
+    kept = per_token[mask]
+    if mode not in ("token", "constant"):
+        raise ValueError(f"unknown mode {mode!r}")
+    return kept.sum() / (rows * max_len if mode == "constant" else max(kept.numel(), 1))
+
+
+@right("calc_sequence_ratio")
+def row_by_row(logprobs, old_logprobs, mask):
+    ratios = []
+    for new, old, kept in zip(logprobs, old_logprobs.detach(), mask, strict=True):
+        x = new[kept] - old[kept]
+        ratios.append(torch.exp(x.sum() / max(len(x), 1)))
+    return torch.stack(ratios)
+
+
+@right("calc_sequence_ratio")
+def of_two_means(logprobs, old_logprobs, mask):
+    lengths = mask.sum(-1).clamp(min=1)
+    new = torch.where(mask, logprobs.double(), 0.0).sum(-1) / lengths
+    old = torch.where(mask, old_logprobs.detach().double(), 0.0).sum(-1) / lengths
+    return torch.exp(new - old).to(logprobs.dtype)
+
+
+@right("calc_rlvr_objective")
+def with_one_logratio(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    ratio_level="token",
+    loss_mode="sequence",
+    max_len=None,
+    ref_logprobs=None,
+    beta=0.0,
+):
+    """The level only decides over which tokens the log-ratio is averaged."""
+    logratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0)
+    if ratio_level == "sequence":
+        logratio = (logratio.sum(-1) / mask.sum(-1).clamp(min=1)).unsqueeze(-1).expand_as(mask)
+    elif ratio_level != "token":
+        raise ValueError(f"ratio_level is {ratio_level}")
+    ratio = logratio.clamp(max=60).exp()
+    a = advantages.detach().reshape(len(mask), -1).expand_as(mask)
+    a = torch.where(mask, a, 0.0)
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    objective = torch.where(
+        a > 0, ratio.clamp(max=1 + high) * a, ratio.clamp(min=1 - clip_coef) * a
+    )
+    if beta:
+        if ref_logprobs is None:
+            raise ValueError("beta needs ref_logprobs")
+        d = torch.where(mask, ref_logprobs.detach(), 0.0) - torch.where(mask, logprobs, 0.0)
+        objective = objective - beta * (d.expm1() - d)
+    return aggregate_tokens(objective, mask, loss_mode, max_len)
+
+
+@right("calc_rlvr_objective")
+def kl_beside_the_surrogate(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    ratio_level="token",
+    loss_mode="sequence",
+    max_len=None,
+    ref_logprobs=None,
+    beta=0.0,
+):
+    """Aggregation is linear: the surrogate and the KL may be aggregated each for itself."""
+    bounds = (1 - clip_coef, 1 + (clip_coef if clip_coef_high is None else clip_coef_high))
+    new, old = logprobs.masked_fill(~mask, 0), old_logprobs.detach().masked_fill(~mask, 0)
+    if ratio_level == "token":
+        ratio = (new - old).clamp(max=70).exp()
+    elif ratio_level == "sequence":
+        ratio = calc_sequence_ratio(new, old, mask).unsqueeze(1)
+    else:
+        raise ValueError("unknown ratio_level")
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach().unsqueeze(1)
+    a = a.expand(mask.shape).masked_fill(~mask, 0)
+    losses = torch.maximum(-a * ratio, -a * ratio.clamp(*bounds))
+    objective = -aggregate_tokens(losses, mask, loss_mode, max_len)
+    if beta == 0:
+        return objective
+    if ref_logprobs is None:
+        raise ValueError("ref_logprobs is None")
+    logratio = new - ref_logprobs.detach().masked_fill(~mask, 0)
+    kl = torch.exp(-logratio) - 1 + logratio
+    return objective - beta * aggregate_tokens(kl, mask, loss_mode, max_len)
+
+
+# --- The trainer --------------------------------------------------------------------------------
+
+
+def _have_ended(samples, eos_token_id):
+    rows = zip(samples.completion_ids.tolist(), samples.completion_mask.tolist(), strict=True)
+    return torch.tensor(
+        [
+            any(token == eos_token_id and kept for token, kept in zip(ids, mask, strict=True))
+            for ids, mask in rows
+        ]
+    )
+
+
+@right("RlvrTrainer.sample_groups")
+def two_piles_of_groups(self):
+    """Groups are put on one of two piles as they come, with the number of their coming."""
+    args, size = self.args, self.args.group_size
+    n_groups, eos = args.batch_size // size, self.model.tokenizer.eos_token_id
+    useful, useless, ended, count = [], [], [], 0
+    for extra in range(args.max_extra_rollouts + 1):
+        if extra > 0 and (len(useful) >= n_groups or not args.dynamic_sampling):
+            break
+        samples, scores = self.sample_and_score(n_groups, size)
+        finished = _have_ended(samples, eos)
+        if args.truncation == "penalty":
+            scores = scores - args.missing_eos_penalty * ~finished
+        for start in range(0, len(scores), size):
+            group = (count, samples, range(start, start + size), scores[start : start + size])
+            (useless if len(set(group[3].tolist())) == 1 else useful).append(group)
+            count += 1
+        ended += finished.tolist()
+    self.metrics["informative_frac"].append(len(useful) / count)
+    self.metrics["prompts_sampled"].append(float(count))
+    self.metrics["truncated_frac"].append(ended.count(False) / len(ended))
+    chosen = sorted((useful + useless)[:n_groups], key=lambda group: group[0])
+    return _pad_groups(chosen), torch.cat([group[3] for group in chosen])
+
+
+def _pad_groups(groups):
+    """Rows as lists of ids, padded to the widest that is kept."""
+    prompts, completions, texts = [], [], []
+    for _, samples, rows, _ in groups:
+        n = samples.prompt_len
+        for row in rows:
+            ids, attention = samples.input_ids[row], samples.attention_mask[row]
+            prompts.append(ids[:n][attention[:n].bool()])
+            completions.append(ids[n:][samples.completion_mask[row]])
+            texts.append(samples.texts[row])
+    n = max(map(len, prompts))
+    width = max(map(len, completions))
+    lengths = torch.tensor([len(ids) for ids in completions])
+    left = torch.stack([F.pad(ids, (n - len(ids), 0)) for ids in prompts])
+    real = torch.stack([F.pad(torch.ones_like(ids), (n - len(ids), 0)) for ids in prompts])
+    after = torch.stack([F.pad(ids, (0, width - len(ids))) for ids in completions])
+    mask = torch.arange(width) < lengths[:, None]
+    attention = torch.cat([real, mask.long()], dim=1)
+    return Samples(torch.cat([left, after], dim=1), attention, n, mask, texts)
+
+
+SAMPLED_TO_THE_BOUND = [
+    edit(
+        "RlvrTrainer.sample_groups",
+        "fewer_than_needed",
+        "informative.sum() >= n_groups",
+        "int(informative.count_nonzero()) > n_groups - 1",
+    ),
+]
+
+
+@right("RlvrTrainer.rollout_phase")
+def memory_from_scratch(self):
+    args = self.args
+    with torch.no_grad():
+        samples, scores = self.sample_groups()
+        ids, attention, n = samples.input_ids, samples.attention_mask, samples.prompt_len
+        logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
+        ref_logprobs = None
+        if args.kl_coef > 0:
+            with self.model.reference():
+                ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
+    mask = samples.completion_mask
+    if args.truncation == "mask":
+        ended = _have_ended(samples, self.model.tokenizer.eos_token_id)
+        mask = mask & ended.unsqueeze(-1)
+    if args.advantage_kind == "group":
+        advantages = group_advantages(scores, args.group_size, args.advantage_scale)
+    else:
+        advantages = leave_one_out_advantages(scores, args.group_size)
+    return ReplayMemory(
+        args.num_minibatches,
+        args.batches_per_learning_phase,
+        args.group_size,
+        input_ids=ids,
+        attention_mask=attention,
+        mask=mask,
+        logprobs=logprobs,
+        ref_logprobs=ref_logprobs,
+        advantages=advantages,
+    )
+
+
+ROLLOUTS = [
+    edit(
+        "RlvrTrainer.rollout_phase",
+        "leave_one_out_unless_group",
+        'if args.advantage_kind == "leave_one_out":',
+        'if args.advantage_kind != "group":',
+    ),
+]
+
+
+@right("RlvrTrainer.compute_rlhf_objective")
+def objective_by_names(self, minibatch):
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    n = mask.shape[1]
+    logits = self.model(ids, minibatch.attention_mask)[:, -n - 1 : -1] / args.temperature
+    logp = F.log_softmax(logits, dim=-1)
+    uses_k3 = args.kl_kind == "k3" and args.kl_coef > 0
+    objective = calc_rlvr_objective(
+        logprobs=logp.gather(-1, ids[:, -n:, None])[..., 0],
+        old_logprobs=minibatch.logprobs,
+        advantages=minibatch.advantages,
+        mask=mask,
+        clip_coef=args.clip_coef,
+        clip_coef_high=args.clip_coef_high,
+        ratio_level=args.ratio_level,
+        loss_mode=args.loss_mode,
+        max_len=args.gen_len if args.loss_mode == "constant" else None,
+        ref_logprobs=minibatch.ref_logprobs if uses_k3 else None,
+        beta=args.kl_coef if uses_k3 else 0.0,
+    )
+    per_token = args.ent_coef * (logp.exp() * logp).sum(-1)
+    if args.kl_kind == "exact" and args.kl_coef > 0:
+        with torch.no_grad(), self.model.reference():
+            ref_logits = self.model(ids, minibatch.attention_mask)[:, -n - 1 : -1]
+        ref_logp = F.log_softmax(ref_logits / args.temperature, dim=-1)
+        per_token = per_token + args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)
+    return objective - per_token[mask].mean()
+
+
+@right("RlvrTrainer.compute_rlhf_objective")
+def kl_first(self, minibatch):
+    args, ids, mask = self.args, minibatch.input_ids, minibatch.mask
+    logits = self.model(ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, ids, ids.shape[1] - mask.shape[1], args.temperature)
+    bonus = args.ent_coef * self.measure_entropy(minibatch, logits)
+    if args.kl_coef > 0 and args.kl_kind == "exact":
+        bonus = bonus - args.kl_coef * self.measure_kl(minibatch, logits)
+    self.record_ratios(logprobs, minibatch)
+    beta = {"k3": args.kl_coef, "exact": 0.0}[args.kl_kind]
+    tensors = (logprobs, minibatch.logprobs, minibatch.advantages, mask)
+    clips = (args.clip_coef, args.clip_coef_high)
+    return bonus + calc_rlvr_objective(
+        *tensors,
+        *clips,
+        args.ratio_level,
+        args.loss_mode,
+        args.gen_len,
+        minibatch.ref_logprobs,
+        beta,
+    )
