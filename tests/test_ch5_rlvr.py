@@ -1058,7 +1058,10 @@ def _make_rlvr_args(student, **options):
 
 
 def _script_batch(rng, number: int, informative: list[bool], prompt_len: int, completion: int):
-    """A batch of groups of 3, as the sampler gives it: rows that say whose they are."""
+    """A batch of groups of 3, as the sampler gives it: rows that say whose they are.
+
+    Every other prompt has an eos in it, which ends nothing.
+    """
     rows = 3 * len(informative)
     lengths = rng.integers(1, completion + 1, rows)
     lengths[rng.integer(0, rows)] = completion
@@ -1072,7 +1075,7 @@ def _script_batch(rng, number: int, informative: list[bool], prompt_len: int, co
     ended |= lengths < completion  # what is shorter ended by itself
     last = prompt_len + lengths - 1
     ids[torch.arange(rows)[ended], last[ended]] = models.SPECIAL["eos_token_id"]
-    ids[:, prompt_len - 1] = models.SPECIAL["eos_token_id"]  # of the prompt: it ends nothing
+    ids[rng.permutation(rows) % 2 == 0, prompt_len - 1] = models.SPECIAL["eos_token_id"]
     texts = [f"batch {number}, row {row}" for row in range(rows)]
     levels = torch.tensor([0.1, 1 / 3, 1.0])[rng.integers(0, 3, len(informative))]
     scores = levels.repeat_interleave(3)

@@ -510,3 +510,12 @@ def test_clip_frac_counts_completions_with_ratios_of_sequences(tmp_path):
     tokens.record_ratios(logprobs, minibatch)
     outside = mask[1].sum() + mask[3].sum()
     assert tokens.metrics["clip_frac"] == [pytest.approx((outside / mask.sum()).item())]
+
+
+def test_ratios_of_bfloat16_are_taken_in_float32():
+    old = torch.full((1, 64), -1.0, dtype=torch.bfloat16)
+    new = old.clone()
+    new[0, 0] = -0.9921875  # the neighbour in bfloat16
+    ratio = calc_sequence_ratio(new, old, torch.ones(1, 64, dtype=torch.bool))
+    assert ratio.dtype == torch.float32
+    assert ratio.item() == pytest.approx(1 + 0.0078125 / 64, rel=1e-6)

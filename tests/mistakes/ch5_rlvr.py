@@ -457,14 +457,14 @@ REWARD_FN_FORMAT = [
         "reward_fn_format",
         "steps_in_order",
         "is_worked(text)",
-        're.search("ones .*tens .*sum ", text)',
+        'bool(re.search("ones .*tens .*sum ", text))',
         "The steps have to come in one order. `is_worked` asks only that they are there.",
     ),
     edit(
         "reward_fn_format",
         "steps_of_the_corpus",
         "is_worked(text)",
-        r're.match(r"ones \d\+\d=\d+ tens \d\+\d=\d+ sum \d+\+\d+=\d+\n", text)',
+        r'bool(re.match(r"ones \d\+\d=\d+ tens \d\+\d=\d+ sum \d+\+\d+=\d+\n", text))',
         "The steps have to be written exactly as in the corpus. `is_worked` asks only that their "
         "names are there.",
     ),
@@ -745,13 +745,6 @@ PASS_AT_K = [
         "if n - c <= k:\n        return 1.0\n    return 1",
         "With exactly k wrong completions all of those drawn can be wrong. It is 1 where fewer "
         "than k are.",
-    ),
-    edit(
-        "pass_at_k",
-        "whole_numbers",
-        "math.comb(n - c, k) / math.comb(n, k)",
-        "math.comb(n - c, k) // math.comb(n, k)",
-        "// drops the fraction.",
     ),
     edit(
         "pass_at_k",
