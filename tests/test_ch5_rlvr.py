@@ -82,10 +82,11 @@ def what_follows_the_integer(student, rng):
     """A full stop, a blank, a newline, a word, a decimal part: then there is no answer"""
     ends = [".", " ", "\n", "\n\n", " \n", "\t", " and more", ".0", ",000", "%", "A: ", "\nA: x"]
     ends += ["A", "\nones", "-", " 5", "\r", "\x1c", "e3", "\nQ: 1+1"]
-    return {
+    found = {
         f"followed by {end!r}": student.extract_answer(f"A: {draw_number(rng)}{end}")
         for end in ends
     }
+    return found | {"followed by nothing": student.extract_answer(f"A: {rng.integer(1, 10**9)}")}
 
 
 @check("extract_answer", points=2, expected=answer_by_characters)
@@ -143,6 +144,8 @@ def answers_that_look_alike(student, rng):
     n = rng.integer(10, 1000)
     texts = [f"A: 1{n}", f"A: {n}1", f"A: -{n}", f"A: {n // 10}", f"A: {n} ", f"A: {n}\n", f"A:{n}"]
     texts += [f"sum {n}\nA: 1", f"A: {n}\nA: 1", f"A: 1\nA: {n}", f"{n}", f"A: {n}.", f"A: {n}0"]
+    texts += [f"A: {n}", f"x\nA: -{n}", f"A: {n}A: {n}"]
+    texts = [texts[i] for i in rng.permutation(len(texts)).tolist()]
     return {
         "for n": student.reward_fn_correct(texts, [str(n)] * len(texts)),
         "for -n": student.reward_fn_correct(texts, [f"-{n}"] * len(texts)),
@@ -153,9 +156,9 @@ def answers_that_look_alike(student, rng):
 @check("reward_fn_correct", expected=correct_by_characters)
 def integers_for_answers(student, rng):
     """Answers that are integers; no samples at all"""
-    pairs = [work_out(rng) for _ in range(4)]
-    texts = [text for text, _ in pairs]
-    answers = [answer + (i % 2) for i, (_, answer) in enumerate(pairs)]
+    pairs = [work_out(rng) for _ in range(16)]
+    texts, slips = [text for text, _ in pairs], rng.integers(0, 2, 16).tolist()
+    answers = [answer + slip for (_, answer), slip in zip(pairs, slips, strict=True)]
     found = student.reward_fn_correct(texts, answers)
     return {"integers": found, "none": student.reward_fn_correct([], [])}
 
@@ -163,10 +166,11 @@ def integers_for_answers(student, rng):
 @check("reward_fn_correct")
 def answers_that_do_not_fit(student, rng):
     """Not one answer for each sample: a ValueError names them"""
-    texts = [work_out(rng)[0] for _ in range(3)]
-    f, answers = student.reward_fn_correct, [f"{draw_number(rng)}" for _ in range(4)]
-    bad = {f"{n} answers": error_of("answers", f, texts, answers[:n]) for n in (0, 2, 4)}
-    return bad | {"3 answers": f(texts, answers[:3])}
+    numbers = rng.integers(0, 2, 17).tolist()  # of 16 texts, half are right
+    texts, answers = [f"A: {n}" for n in numbers[:16]], ["1"] * 17
+    f = student.reward_fn_correct
+    bad = {f"{n} answers": error_of("answers", f, texts, answers[:n]) for n in (0, 1, 15, 17)}
+    return bad | {"16 answers": f(texts, answers[:16])}
 
 
 # --- reward_fn_format ---------------------------------------------------------------------------
@@ -217,14 +221,10 @@ def steps_that_are_missing(student, rng):
     wrong = f"ones {draw_number(rng)} tens {draw_number(rng)} sum {draw_number(rng)}\nA: {answer}"
     signs = [f"{steps}\nA: {sign}" for sign in ("0", "-5", "-0")]
     long = f"Let me see.\n{steps}\nSo it is\nA: {answer}"
-    return found | {
-        "more": student.reward_fn_format([wrong, long, *signs]),
-        "none": _format_none(student),
-    }
-
-
-def _format_none(student):
-    return student.reward_fn_format([])
+    texts = [wrong, long, *signs, *(f"A: {draw_number(rng)}" for _ in range(7))]
+    texts = [texts[i] for i in rng.permutation(len(texts)).tolist()]
+    found["in any order"] = student.reward_fn_format(texts)
+    return found | {"no texts": student.reward_fn_format([])}
 
 
 # --- combine_rewards ----------------------------------------------------------------------------
@@ -422,11 +422,12 @@ def constants_and_near_constants(student, rng):
 def selections_that_do_not_fit(student, rng):
     """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.select_informative_groups
+    hits = rng.integers(0, 2, 48).to(rng.dtype)
     bad = {
         f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
         for n in (4, 5, 12, 1, 0, -3)
     }
-    return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
+    return bad | {"2": f(hits, 2), "6": f(rewards, 6)}
 
 
 # --- leave_one_out_advantages -------------------------------------------------------------------
