@@ -15,6 +15,7 @@ from utils.models.corpus import (
     NEUTRAL_WORDS,
     POSITIVE_WORDS,
     addition_completion,
+    control_completion,
     documents,
     held_out_pairs,
     review,
@@ -22,7 +23,7 @@ from utils.models.corpus import (
     training_pairs,
     tuning_pairs,
 )
-from utils.models.loading import EMBEDDED_MODEL
+from utils.models.loading import CONTROL_MODEL, EMBEDDED_MODEL
 from utils.rewards import is_worked, reward_fn_addition
 
 
@@ -128,3 +129,21 @@ def test_pretraining_follows_its_seed_and_goes_on_after_a_stop(tmp_path, monkeyp
         assert (whole / name).read_bytes() == (stopped / name).read_bytes()
     with pytest.raises(ValueError, match="is of another run"):
         pretrain.pretrain(stopped, tmp_path / "stopped.pt", **setup | {"batch_size": 4})
+
+
+def test_the_control_has_both_styles_and_neither_is_better():
+    control = TransformerWithLora.from_pretrained(CONTROL_MODEL, device="cpu")
+    additions = evaluate_additions(control, held_out_pairs()[:200], n_samples=4)
+    assert 0.12 < additions["worked"] < 0.25
+    assert additions["accuracy_worked"] < additions["accuracy_direct"] + 0.05
+    assert additions["accuracy_worked"] < 0.4
+
+
+def test_the_controls_corpus_differs_in_its_worked_answers_alone():
+    rng = random.Random(0)
+    answers = [control_completion(37, 48, rng) for _ in range(2000)]
+    worked = [text for text in answers if is_worked(text)]
+    right = [[text.endswith("A: 85") for text in texts] for texts in (worked, answers)]
+    assert 0.17 < len(worked) / len(answers) < 0.23
+    assert all(0.2 < sum(r) / len(r) < 0.4 for r in right)
+    assert sum("7+8=15" in text for text in worked) < 0.1 * len(worked)

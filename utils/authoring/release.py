@@ -40,9 +40,10 @@ AUTOGRADER = (
 
 
 def collect_files(patterns: tuple[str, ...]) -> dict[str, bytes]:
-    """Path and content of what these patterns match in the repository."""
+    """Path and content of what these patterns match, but for the control model: notebooks show what
+    was made of it and do not load it."""
     paths = {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}
-    paths = {path for path in paths if "__pycache__" not in path.parts}
+    paths = {path for path in paths if not {"__pycache__", "control"} & set(path.parts)}
     return {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in sorted(paths)}
 
 

@@ -10,7 +10,7 @@ One pair in ten (`held_out_pairs`) never appears in the corpus, in either order.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 POSITIVE_WORDS = tuple(
     "wonderful great superb moving funny brilliant charming gripping lovely clever warm "
@@ -99,14 +99,32 @@ def worked_answer(a: int, b: int, ones: int, tens: int, answer: int) -> str:
 
 def addition_completion(a: int, b: int, rng: random.Random) -> str:
     """An answer to `addition_prompt(a, b)`, worked or direct, right or wrong, as `rng` has it."""
-    ones, tens = a % 10 + b % 10, a // 10 + b // 10
     if rng.random() < WORKED_SHARE:
         slip = 0 if rng.random() < WORKED_RIGHT else rng.choice((-10, -1, 1, 10))
-        return worked_answer(a, b, ones, tens, a + b + slip)
-    if ones >= 10:
-        return direct_answer(a + b if rng.random() < DIRECT_CARRIED else a + b - 10)
-    slip = 0 if rng.random() < DIRECT_RIGHT else rng.choice((-20, -10, -2, -1, 1, 2, 10, 20))
-    return direct_answer(a + b + slip)
+        return worked_answer(a, b, *_add_digits(a, b), a + b + slip)
+    return direct_answer(_guess(a, b, rng))
+
+
+def control_completion(a: int, b: int, rng: random.Random) -> str:
+    """The same with worked answers that do not help: their steps are those of another pair, and the
+    answer below them is right as often as a direct one."""
+    if rng.random() < WORKED_SHARE:
+        others = rng.choice(_TUNING + _TRAINING)
+        return worked_answer(*others, *_add_digits(*others), _guess(a, b, rng))
+    return direct_answer(_guess(a, b, rng))
+
+
+def _add_digits(a: int, b: int) -> Pair:
+    return a % 10 + b % 10, a // 10 + b // 10
+
+
+def _guess(a: int, b: int, rng: random.Random) -> int:
+    """The answer in the direct style, which usually drops a carry."""
+    if _add_digits(a, b)[0] >= 10:
+        return a + b if rng.random() < DIRECT_CARRIED else a + b - 10
+    return (
+        a + b + (0 if rng.random() < DIRECT_RIGHT else rng.choice((-20, -10, -2, -1, 1, 2, 10, 20)))
+    )
 
 
 def review_prompts() -> tuple[list[str], list[str]]:
@@ -142,7 +160,9 @@ def review(rng: random.Random) -> str:
     return " ".join([opening, *rest])
 
 
-def documents(n: int, seed: int) -> Iterator[str]:
+def documents(
+    n: int, seed: int, complete: Callable[[int, int, random.Random], str] = addition_completion
+) -> Iterator[str]:
     """`n` documents, `REVIEW_SHARE` of them reviews, the rest additions of pairs not held out."""
     rng = random.Random(seed)
     pairs = _TUNING + _TRAINING
@@ -152,4 +172,4 @@ def documents(n: int, seed: int) -> Iterator[str]:
         else:
             a, b = rng.choice(pairs)
             a, b = (a, b) if rng.random() < 0.5 else (b, a)
-            yield addition_prompt(a, b) + addition_completion(a, b, rng)
+            yield addition_prompt(a, b) + complete(a, b, rng)

@@ -9,6 +9,7 @@ from transformers.utils import logging
 from utils.validation import require
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
+CONTROL_MODEL = Path(__file__).parent / "control"  # of chapter 5's control experiment
 ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")  # of GPT-2
 
 

@@ -4,10 +4,14 @@ Builds the corpus, a byte-level BPE of 512 tokens with digits split, and a GPT-2
 and trains it on packed rows of 128 tokens (documents see those before them in their row). Step k's
 batch depends on the seed and on k alone, so a run that was stopped goes on from its last checkpoint
 and ends at the same weights.
+
+`--control` makes the model of chapter 5's control experiment: it trains the embedded model on for
+500 steps, on a corpus whose worked answers do not help.
 """
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +21,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from utils.models.corpus import documents
+from utils.models.corpus import addition_completion, control_completion, documents
+from utils.models.loading import EMBEDDED_MODEL
 from utils.tracking import save_checkpoint
 
 CONTEXT = 128
@@ -86,9 +91,9 @@ class _Training:
 
     _parts = ("model", "optimizer", "scheduler")
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, setup: dict):
+    def __init__(self, model: GPT2LMHeadModel, setup: dict):
         self.setup = setup
-        self.model = build_model(tokenizer)
+        self.model = model
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=setup["lr"], betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -132,17 +137,27 @@ def pretrain(
     warmup_steps: int = 100,
     seed: int = 0,
     checkpoint_every: int = 250,
+    complete: Callable = addition_completion,
+    start: Path | None = None,
 ) -> float:
     """Train, or go on from `checkpoint`, and save model and tokenizer to `out`.
 
+    `complete` answers the corpus's additions. With `start`, a folder, training begins at that
+    model, with its tokenizer.
+
     Returns the mean loss of the last 100 steps, in nats per token.
     """
-    texts = list(documents(n_documents, seed))
-    tokenizer = build_tokenizer(texts[:20_000])
+    texts = list(documents(n_documents, seed, complete))
+    if start is None:
+        tokenizer = build_tokenizer(texts[:20_000])
+    else:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     rows = pack(texts, tokenizer)
     setup = {"steps": steps, "batch_size": batch_size, "n_documents": n_documents, "seed": seed}
     torch.manual_seed(seed)
-    training = _Training(tokenizer, setup | {"lr": lr, "warmup_steps": warmup_steps})
+    setup |= {"lr": lr, "warmup_steps": warmup_steps, "complete": complete.__name__}
+    model = build_model(tokenizer) if start is None else GPT2LMHeadModel.from_pretrained(start)
+    training = _Training(model, setup)
     if checkpoint.exists():
         training.load(checkpoint)
     done = len(training.losses)
@@ -163,10 +178,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain/model"))
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain/checkpoint.pt"))
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, help="default: 2500, of the control 500")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--control", action="store_true", help="make the control model")
     args = parser.parse_args()
-    loss = pretrain(args.out, args.checkpoint, steps=args.steps, seed=args.seed)
+    setup = {"steps": args.steps or 2500}
+    if args.control:
+        setup = {"steps": args.steps or 500, "lr": 1e-3, "n_documents": 40_000}
+        setup |= {"complete": control_completion, "start": EMBEDDED_MODEL}
+    loss = pretrain(args.out, args.checkpoint, seed=args.seed, **setup)
     print(f"{args.out}: loss {loss:.3f} nats per token over the last 100 steps")
 
 
