@@ -39,7 +39,8 @@ def calc_kl_estimate(
 
     With l = logprobs - ref_logprobs: k1 = l; k2 = l² / 2; k3 = exp(-l) - 1 + l, by `expm1`; k4 =
     ratio l, where ratio = exp(logprobs - old_logprobs). `old_logprobs` are of the policy that
-    sampled, and None says that it is this one: `logprobs`, detached. Only k4 reads them.
+    sampled, and None says that it is this one: `logprobs`, detached. Only k4 reads them. (k1 to k3:
+    Schulman; k3 as a penalty: GRPO, eq. 4.)
 
     Gradient flows through `logprobs` alone, in k4 through the ratio too.
 
@@ -116,16 +117,15 @@ def calc_expected_gradient(
     s is k4's old policy. Raises ValueError if `kind` or `place` is none of these.
     """
     require(place in ("loss", "reward"), f"place should be 'loss' or 'reward', but is {place!r}")
-    with torch.enable_grad():
-        logits = logits.detach().requires_grad_()
-        logprobs = logits.log_softmax(-1)
-        old_logits = logits if sampler_logits is None else sampler_logits
-        old_logprobs = old_logits.detach().log_softmax(-1)
-        ref_logprobs = ref_logits.log_softmax(-1)
-        per_token = calc_kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)
-        if place == "reward":
-            per_token = per_token.detach() * logprobs
-        return torch.autograd.grad(old_logprobs.exp() @ per_token, logits)[0]
+    logits = logits.detach().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    old_logits = logits if sampler_logits is None else sampler_logits
+    old_logprobs = old_logits.detach().log_softmax(-1)
+    ref_logprobs = ref_logits.log_softmax(-1)
+    per_token = calc_kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)
+    if place == "reward":
+        per_token = per_token.detach() * logprobs
+    return torch.autograd.grad(old_logprobs.exp() @ per_token, logits)[0]
 
 
 # --- A trainer with any of them -----------------------------------------------------------------
@@ -133,9 +133,12 @@ def calc_expected_gradient(
 
 @dataclass
 class KlArgs(GrpoArgs):
-    """GRPO whose penalty is kl_coef times the estimate `kl_estimator`, in the loss."""
+    """GRPO whose penalty is kl_coef times the estimate `kl_estimator`, in the loss.
 
-    kl_estimator: str = "k2"  # k1, k2, k3 or k4
+    Raises ValueError unless `kl_estimator` is given: a comparison should not have a default.
+    """
+
+    kl_estimator: str | None = None  # k1, k2, k3 or k4
 
     def __post_init__(self):
         super().__post_init__()

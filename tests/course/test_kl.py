@@ -133,29 +133,6 @@ def test_bias_and_spread_are_those_of_samples(bandit, kind):
         assert abs(bias) < 1e-12
 
 
-def test_the_exact_kl_is_that_of_distributions(bandit):
-    policy, ref, _ = bandit
-    logits = torch.stack([policy, ref]).requires_grad_()
-    ref_logits = torch.stack([ref, policy]).requires_grad_()
-    kl = calc_exact_kl(logits, ref_logits)
-    truth = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits.detach()))
-    torch.testing.assert_close(kl, truth, **EXACT)
-    gradient, expected = (torch.autograd.grad(x.sum(), logits)[0] for x in (kl, truth))
-    torch.testing.assert_close(gradient, expected, **EXACT)
-    assert not torch.autograd.grad(
-        calc_exact_kl(logits, ref_logits).sum(), ref_logits, allow_unused=True
-    )[0]
-
-
-def test_a_token_that_cannot_be_counts_nothing():
-    logits = torch.tensor([0.0, 1.0, -torch.inf], requires_grad=True)
-    kl = calc_exact_kl(logits, torch.tensor([0.5, -1.0, 2.0]))
-    policy, ref = Categorical(logits=logits[:2]), torch.tensor([0.5, -1.0, 2.0]).log_softmax(-1)
-    expected = (policy.probs * (policy.logits - ref[:2])).sum()
-    torch.testing.assert_close(kl, expected)
-    assert torch.autograd.grad(kl, logits)[0].isfinite().all()
-
-
 def test_weighted_k3_and_k2_have_one_gradient_sample_by_sample(bandit):
     """ratio * k3, TRL's bias-corrected penalty, on-policy: l grad log p, as k2."""
     policy, ref, _ = bandit
@@ -201,6 +178,27 @@ def test_two_steps_by_enumeration():
     by_token = gradient((logratio.square() / 2).sum(-1))
     torch.testing.assert_close(by_token[1:], true[1:], **EXACT)  # the last step is its own future
     assert (by_token[0] - true[0]).abs().max() > 0.1
+
+
+def test_k1_averaged_over_completions_has_the_gradient_of_their_length():
+    """Its sum has none on-policy; its mean has that of E[1 / length], which a descent lengthens.
+
+    The first token ends the completion, or one more follows.
+    """
+    logits = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    ends, goes_on = logits[:2].log_softmax(-1)
+    completions = [[ends], *([goes_on, last] for last in logits[2:].log_softmax(-1))]
+    sums = torch.stack([sum(logprobs) for logprobs in completions])  # k1, up to the reference
+    lengths = torch.tensor([len(logprobs) for logprobs in completions], dtype=torch.float64)
+    probs = sums.exp()
+
+    def gradient(expectation):
+        return torch.autograd.grad(expectation, logits, retain_graph=True)[0]
+
+    torch.testing.assert_close(gradient(probs.detach() @ sums), torch.zeros(4).double(), **EXACT)
+    by_length = gradient(probs @ (1 / lengths))
+    torch.testing.assert_close(gradient(probs.detach() @ (sums / lengths)), by_length, **EXACT)
+    assert by_length[0] > 0.1  # to end at once is what a descent unlearns
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +257,7 @@ def test_the_penalty_is_the_mean_over_completions(tmp_path, model, kind):
 
 
 def test_without_a_penalty_the_reference_does_not_run(tmp_path, model):
-    trainer = KlTrainer(KlArgs(**make_setup(tmp_path, kl_coef=0.0)), model)
+    trainer = KlTrainer(KlArgs(kl_estimator="k1", **make_setup(tmp_path, kl_coef=0.0)), model)
     memory = trainer.rollout_phase()
     assert memory.ref_logprobs is None
     trainer.learning_phase(memory)
@@ -270,7 +268,9 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="kl_estimator"):
         KlArgs(kl_estimator="k5")
     with pytest.raises(ValueError, match="kl_kind"):
-        KlArgs(kl_kind="exact")
+        KlArgs(kl_estimator="k2", kl_kind="exact")
+    with pytest.raises(ValueError, match="kl_estimator"):
+        KlArgs()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -214,6 +214,14 @@ CALC_KL_ESTIMATE = [
     ),
     edit(
         "calc_kl_estimate",
+        "k4_ratio_capped",
+        "torch.exp(logprobs - old_logprobs.detach())",
+        "torch.exp(logprobs - old_logprobs.detach()).clamp(max=10)",
+        "The ratio of k4 is capped. Where the policy has moved far from its sampler, value and "
+        "gradient are then too small: take the ratio as it is.",
+    ),
+    edit(
+        "calc_kl_estimate",
         "old_not_detached",
         "old_logprobs.detach()",
         "old_logprobs",
@@ -449,7 +457,20 @@ def of_the_likeliest_token(logits, ref_logits):
 
 @wrong(
     "calc_exact_kl",
-    "kl_div takes the log-probs of the second distribution first: this is KL(reference ‖ policy).",
+    "Only the 64 likeliest tokens count here. Vocabularies are larger, and the sum is over all "
+    "tokens: many rare tokens together weigh too.",
+)
+def of_the_likeliest_64(logits, ref_logits):
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1)
+    top, tokens = logprobs.topk(min(64, logprobs.shape[-1]), dim=-1)
+    logratio = (top - ref_logprobs.gather(-1, tokens)).masked_fill(top == -torch.inf, 0.0)
+    return (top.exp() * logratio).sum(-1)
+
+
+@wrong(
+    "calc_exact_kl",
+    "This is KL(reference ‖ policy). If you used kl_div: it takes the log-probs of the second "
+    "distribution first.",
 )
 def arguments_of_kl_div(logits, ref_logits):
     logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1)
@@ -562,6 +583,22 @@ CALC_ESTIMATOR_STATS = [
         "ref_logits.log_softmax(-1)",
         "ref_logits",
         "The reference's logits are taken for log-probs: log_softmax first.",
+    ),
+    edit(
+        "calc_estimator_stats",
+        "policy_log_with_an_epsilon",
+        "logprobs = logits.log_softmax(-1)",
+        "logprobs = (logits.softmax(-1) + 1e-8).log()",
+        "A small number inside the policy's log changes the log-ratio of tokens that it hardly "
+        "says, which is where k3 is large. log_softmax needs none.",
+    ),
+    edit(
+        "calc_estimator_stats",
+        "reference_log_with_an_epsilon",
+        "ref_logits.log_softmax(-1)",
+        "(ref_logits.softmax(-1) + 1e-8).log()",
+        "A small number inside the reference's log caps the log-ratio of tokens that are rare "
+        "there. log_softmax needs none.",
     ),
     edit(
         "calc_estimator_stats",
@@ -737,6 +774,22 @@ CALC_EXPECTED_GRADIENT = [
     ),
     edit(
         "calc_expected_gradient",
+        "policy_log_with_an_epsilon",
+        "logprobs = logits.log_softmax(-1)",
+        "logprobs = (logits.softmax(-1) + 1e-8).log()",
+        "A small number inside the policy's log changes the log-ratio of tokens that it hardly "
+        "says, and their gradient. log_softmax needs none.",
+    ),
+    edit(
+        "calc_expected_gradient",
+        "reference_log_with_an_epsilon",
+        "ref_logits.log_softmax(-1)",
+        "(ref_logits.softmax(-1) + 1e-8).log()",
+        "A small number inside the reference's log caps the log-ratio of tokens that are rare "
+        "there. log_softmax needs none.",
+    ),
+    edit(
+        "calc_expected_gradient",
         "always_k1",
         "calc_kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)",
         'calc_kl_estimate(logprobs, ref_logprobs, "k1", old_logprobs)',
@@ -755,14 +808,6 @@ CALC_EXPECTED_GRADIENT = [
         "logits = logits.detach().requires_grad_()",
         "logits = logits if logits.requires_grad else logits.requires_grad_()",
         "The caller's logits require gradient afterwards: work on a detached copy.",
-    ),
-    edit(
-        "calc_expected_gradient",
-        "not_under_no_grad",
-        "with torch.enable_grad():",
-        "if True:",
-        "Under torch.no_grad() there is no graph to differentiate: ask for one with "
-        "torch.enable_grad().",
     ),
 ]
 
