@@ -20,6 +20,11 @@ def poison(x: Tensor, mask: Tensor, value: float = NAN) -> Tensor:
     return x.masked_fill(~mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), value)
 
 
+def sliced(x: Tensor) -> Tensor:
+    """The same values as a slice of a larger tensor: its rows do not follow one another."""
+    return torch.cat([x, x[:, :1]], dim=1)[:, :-1]
+
+
 def leaf(x: Tensor) -> Tensor:
     """A copy that records gradients."""
     return x.detach().clone().requires_grad_()

@@ -18,6 +18,7 @@ from tests.inputs import (
     misfit,
     poison,
     ragged_mask,
+    sliced,
     value_and_gradients,
     with_inputs_after,
 )
@@ -251,13 +252,13 @@ def worked_means(student, rng):
 
 @check("masked_mean", points=2, seeds=2, expected=mean_of_selected)
 def ragged_means(student, rng):
-    """Ragged masks with an empty row, true zeros, NaN or inf beyond, every dim; the inputs stay"""
+    """Ragged masks with an empty row, true zeros, NaN or inf beyond, every dim; slices stay"""
     mask = ragged_mask(rng, 5, 4)
     values = rng.normal(5, 4, mean=1)
     values[:, rng.integer(0, 4)] = 0.0
     mean = student.masked_mean
     return {
-        "nan": with_inputs_after(mean, poison(values, mask), mask),
+        "nan": with_inputs_after(mean, sliced(poison(values, mask)), sliced(mask)),
         "inf": mean(poison(values, mask, torch.inf), mask, -1),
     } | {f"dim {dim}": mean(poison(values, mask), mask, dim) for dim in (0, 1, -2)}
 
@@ -881,13 +882,16 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", expected=reinforce_by_loops)
 def reinforce_edges(student, rng):
-    """One row, one token, advantages near 1000, inf or numbers beyond; no true position, NaN"""
+    """One row, one token, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
     f = student.calc_reinforce_objective
     logprobs = -rng.uniform(1, 3)
     advantages = rng.normal(1, 3) + rng.tensor([[0.0, 1000.0, -1000.0]])
     mask = torch.tensor([[True, False, False]])
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
+    ragged = ragged_mask(rng, 4, 3)
+    rows = [poison(rng.normal(4, 3), ragged) for _ in range(2)]
     return {
+        "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
         "numbers beyond": f(logprobs, advantages, mask),
         "none": value_and_gradients(

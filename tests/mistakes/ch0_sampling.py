@@ -1475,3 +1475,24 @@ def every_axis_squeezed(values, mask, dim=None):
         return kept.sum() / mask.sum().clamp(min=1)
     count = mask.sum(dim, keepdim=True).clamp(min=1)
     return (kept.sum(dim, keepdim=True) / count).squeeze()
+
+
+@wrong(
+    "masked_mean",
+    "view() raises an error on a slice of a larger tensor, such as the columns of the completion. "
+    "Use reshape or flatten.",
+)
+def views_of_the_values(values, mask, dim=None):
+    if dim is None:
+        values, mask, dim = values.view(-1), mask.view(-1), 0
+    return values.masked_fill(~mask, 0.0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+@wrong(
+    "calc_reinforce_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logprobs(logprobs, advantages, mask):
+    kept = mask.view(-1)
+    products = logprobs.view(-1)[kept] * advantages.detach().view(-1)[kept]
+    return products.sum() / max(len(products), 1)
