@@ -29,6 +29,7 @@ from tests.inputs import (
     leaf,
     poison,
     ragged_mask,
+    sliced,
     value_and_gradients,
     with_inputs_after,
 )
@@ -264,14 +265,14 @@ def single_updates_of_many_shapes(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def unlikely_tokens(student, rng):
-    """Log-probs of -1000, and of 0, which is a token too; the inputs stay as they were"""
+    """Log-probs of -1000, and of 0, which is a token too; the inputs, slices, stay as they were"""
     mask = ragged_mask(rng, 4, 5)
     logprobs = -1000 * rng.uniform(4, 5, low=0.9, high=1.1)
     logprobs[:, rng.integer(1, 5)] = 0.0
     logprobs = poison(logprobs, mask)
     advantages = rng.normal(4)
     after = with_inputs_after(
-        student.calc_single_update_objective, logprobs.clone(), advantages.clone(), mask.clone()
+        student.calc_single_update_objective, sliced(logprobs), advantages.clone(), sliced(mask)
     )
     return {
         "gradients": value_and_gradients(
@@ -673,12 +674,12 @@ def far_from_the_reference(student, rng):
 
 @check("calc_grpo_objective")
 def tensors_afterwards(student, rng):
-    """The tensors that the objective is given stay as they were"""
+    """The tensors that the objective is given, slices of larger ones, stay as they were"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
-    tensors = list(ragged_logprobs(rng, mask).values())
-    per_token = poison(rng.normal(*mask.shape), mask)
+    tensors = [sliced(x) for x in ragged_logprobs(rng, mask).values()]
+    per_token = sliced(poison(rng.normal(*mask.shape), mask))
     return [
-        with_inputs_after(student.calc_grpo_objective, *tensors, a, mask)
+        with_inputs_after(student.calc_grpo_objective, *tensors, a, sliced(mask))
         for a in (advantages, per_token)
     ]
 

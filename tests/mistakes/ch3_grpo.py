@@ -3,7 +3,12 @@
 import torch
 
 from solutions.ch0_sampling import Samples, get_logprobs, get_samples
-from solutions.ch3_grpo import calc_single_update_objective, group_advantages, make_grpo_memory
+from solutions.ch3_grpo import (
+    calc_per_token_kl,
+    calc_single_update_objective,
+    group_advantages,
+    make_grpo_memory,
+)
 from utils.grading.answers import edit, wrong
 from utils.rewards import call_reward_fn
 
@@ -2520,3 +2525,48 @@ def groups_by_the_text_of_the_prompt(self):
             scores[rows], int(rows.sum()), args.advantage_scale
         )
     return memory
+
+
+def _views(mask):
+    """Which entries of a flat view count, and the row of each of them."""
+    kept = mask.view(-1)
+    return kept, torch.arange(len(mask)).repeat_interleave(mask.shape[1])[kept]
+
+
+@wrong(
+    "calc_single_update_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def single_views_of_the_logprobs(logprobs, advantages, mask):
+    kept, row = _views(mask)
+    chosen = logprobs.view(-1)[kept]
+    gains = (chosen - chosen.detach()).exp() * advantages.detach()[row]
+    return (gains / mask.sum(-1)[row]).sum() / len(mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logprobs(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    kept, row = _views(mask)
+    chosen, old = logprobs.view(-1)[kept], old_logprobs.detach().view(-1)[kept]
+    a = advantages.detach()
+    a = a[row] if a.ndim == 1 else a.view(-1)[kept]
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (chosen - old).clamp(max=80.0).exp()
+    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        gains = gains - beta * calc_per_token_kl(chosen, ref_logprobs.view(-1)[kept])
+    return (gains / mask.sum(-1)[row]).sum() / len(mask)
