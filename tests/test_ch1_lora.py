@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests import models
-from tests.inputs import error_of, gradients, leaf, ragged_mask, with_inputs_after
+from tests.inputs import error_of, gradients, leaf, ragged_mask, sliced, with_inputs_after
 from utils.grading.checks import check
 from utils.models.loading import load_base_model
 
@@ -1037,7 +1037,7 @@ def inside_and_after(student, rng):
 
 @check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["shallow"], **CLOSE)
 def between_forward_and_backward(student, rng):
-    """A forward, the reference's forward on the same rows, a backward through both"""
+    """A forward, the reference's on the same rows, a backward through both; no_grad afterwards"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "shallow"), rng)
     logits = score(model, ids, mask)
@@ -1052,6 +1052,9 @@ def between_forward_and_backward(student, rng):
         found |= measure_gradients(model, loss)
     except RuntimeError as error:
         found["the backward"] = str(error)
+    with torch.no_grad():
+        enter(model.reference)
+        found["gradients after reference() under no_grad"] = torch.is_grad_enabled()
     return found | {"after": score(model, ids, mask)}
 
 
@@ -1191,7 +1194,12 @@ def _is_the_same_model(observed, reference):
     for name in ("reference, after", "reference, after an error", "reference, after an interrupt"):
         if not torch.equal(observed[name], observed["reference"]):
             return f"{name}: the logits are not bit for bit those from before"
-    for name in ("weights changed", "weights changed by an error", "other weights changed"):
+    for name in (
+        "weights changed",
+        "weights changed by an error",
+        "weights changed by an error while merging",
+        "other weights changed",
+    ):
         if observed[name]:
             return f"{name}: {observed[name]}, where none should"
     if (errors := observed["errors"]) != reference["errors"]:
@@ -1205,7 +1213,7 @@ def _is_the_same_model(observed, reference):
 
 @check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
-    """Different adapters on each site: merged is hooked, and everything comes back bit for bit"""
+    """Different adapters on each site: merged is hooked; all comes back, after errors too"""
     ids, mask = ragged_batch(rng)
     model = set_apart(boot(student, "gpt2"), rng)
     found = {"hooked": score(model, ids, mask)}
@@ -1233,6 +1241,12 @@ def restored_bit_for_bit(student, rng):
         found["errors"].append(passed)
         look(when)
     found["weights changed by an error"] = len(list_changed(weights, model))
+    parameters = list(model.trainable_parameters())
+    for parameter in (parameters[0], parameters[-1]):  # whichever end merging begins at
+        values, parameter.data = parameter.data, parameter.data.flatten()[1:]  # fits no product
+        is_error(enter, model.merged)
+        parameter.data = values
+    found["weights changed by an error while merging"] = len(list_changed(weights, model))
     scale_weights([p for p in model.parameters() if not p.requires_grad], 1.1)
     weights = copy_weights(model)
     found["merged() once more"] = is_error(enter, model.merged)
@@ -1257,7 +1271,11 @@ def merged_between_forward_and_backward(student, rng):
         still_inside = score(model, ids, mask)
         unfrozen_inside = list_unfrozen(model)
     gradients_after = measure_gradients(model, (logits * inside).mean())
+    with torch.no_grad():
+        enter(model.merged)
+        enabled = torch.is_grad_enabled()
     return {
+        "gradients after merged() under no_grad": enabled,
         "inside": inside,
         "nesting": nested,
         "inside, after a refused merged()": still_inside,
@@ -1658,7 +1676,7 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def small_and_large_batches(student, rng):
-    """One row, two tokens, one target; every token; 321 targets; the arguments stay as they were"""
+    """One row, two tokens, one target; every token; 321 targets; slices, which stay as they were"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
     *large, large_mask = sft_batch(rng, rows=40, seq=30)
     order = large_mask[:, 1:].flatten().cumsum(0).reshape(40, 29)
@@ -1667,6 +1685,8 @@ def small_and_large_batches(student, rng):
     return {
         "two tokens": with_inputs_after(student.calc_sft_loss, logits[:1, :2], tokens[:1, :2], two),
         "all": student.calc_sft_loss(logits, tokens, torch.ones_like(loss_mask)),
-        "ragged": with_inputs_after(student.calc_sft_loss, logits, tokens, loss_mask),
+        "ragged": with_inputs_after(
+            student.calc_sft_loss, sliced(logits), sliced(tokens), sliced(loss_mask)
+        ),
         "321 targets": student.calc_sft_loss(*large, large_mask),
     }

@@ -2321,3 +2321,50 @@ def saves_what_requires_a_gradient(self, path):
         if parameter.requires_grad
     ]
     _save(self, path, {name: self.trainable_state()[name] for name in names})
+
+
+GRADIENTS_ON_AGAIN = [
+    edit(
+        f"TransformerWithLora.{context}",
+        "gradients_on_again",
+        "yield self\n",
+        f"torch.set_grad_enabled(False)\n{indent}try:\n{indent}    yield self\n"
+        f"{indent}finally:\n{indent}    torch.set_grad_enabled(True)\n",
+        f"After {context}() gradients are on, under no_grad too: what is computed next, such as "
+        "old log-probs, carries one. no_grad puts back what was there before.",
+    )
+    for context, indent in (("reference", " " * 12), ("merged", " " * 16))
+]
+
+
+@wrong(
+    "TransformerWithLora.merged",
+    "An error while the adapters are folded in, such as a lack of memory, leaves some of them in "
+    "the weights. Begin the try before the first weight changes.",
+)
+@contextmanager
+def half_merged_by_an_error(self):
+    with self._in_mode("merged"):
+        weights = [linear.weight.data for linear in self._linears.values()]
+        saved = [weight.clone() for weight in weights]
+        for linear, layer in zip(self._linears.values(), self._layers, strict=True):
+            delta = layer.compute_delta().detach()
+            weight = linear.weight.data
+            weight.copy_(weight.float() + (delta.T if isinstance(linear, nn.Linear) else delta))
+        try:
+            yield self
+        finally:
+            for weight, original in zip(weights, saved, strict=True):
+                weight.copy_(original)
+
+
+@wrong(
+    "calc_sft_loss",
+    "view() raises an error on logits or tokens that are a slice of a larger tensor. Use reshape.",
+)
+def views_of_the_arguments(logits, tokens, loss_mask):
+    kept = loss_mask.clone()
+    kept[:, 0] = False
+    kept = kept.roll(-1, 1).view(-1)  # of the position that predicts the target
+    following = tokens.roll(-1, 1).view(-1)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1])[kept], following[kept])
