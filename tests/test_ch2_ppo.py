@@ -1426,7 +1426,7 @@ def memory_with_kl_in_the_reward(student, rng):
 @check("make_replay_memory", public=True, expected=memory_by_loops)
 def memory_of_raw_rewards(student, rng):
     """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is"""
-    options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0}
+    options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0, "mean": 12.0}
     return by_case(
         {
             f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options)

@@ -287,3 +287,8 @@ def test_the_grpo_trainer_builds_no_value_head(tmp_path):
     assert type(trainer.model) is TransformerWithLora
     assert len(trainer.optimizer.param_groups) == 1
     assert not [name for name, _ in trainer.model.named_parameters() if "value" in name]
+
+
+def test_the_trainer_builds_no_value_head():
+    assert GrpoTrainer.model_class is TransformerWithLora
+    assert "head" not in GrpoTrainer(GrpoArgs(device="cpu")).model.trainable_parts()

@@ -968,26 +968,23 @@ GRPO_OBJECTIVE = [
     edit(
         "calc_grpo_objective",
         "kl_upside_down",
-        "torch.expm1(d) - d",
-        "torch.expm1(-d) + d",
+        "calc_per_token_kl(",
+        "(lambda p, q: torch.expm1(p - q.detach()) + q.detach() - p)(",
         "The KL takes the ratio upside down: k3 has d = ref_logprobs - logprobs.",
-        within="calc_per_token_kl",
     ),
     edit(
         "calc_grpo_objective",
         "kl_by_k1",
-        "torch.expm1(d) - d",
-        "-d",
+        "calc_per_token_kl(",
+        "(lambda p, q: p - q.detach())(",
         "The KL is the plain log-ratio, k1, whose expected gradient as a loss is zero. Use k3.",
-        within="calc_per_token_kl",
     ),
     edit(
         "calc_grpo_objective",
         "kl_by_k2",
-        "torch.expm1(d) - d",
-        "d.square() / 2",
+        "calc_per_token_kl(",
+        "(lambda p, q: (q.detach() - p).square() / 2)(",
         "The KL is half the squared log-ratio, k2. GRPO uses k3.",
-        within="calc_per_token_kl",
     ),
     edit(
         "calc_grpo_objective",
@@ -1008,10 +1005,9 @@ GRPO_OBJECTIVE = [
     edit(
         "calc_grpo_objective",
         "reference_gets_a_gradient",
-        "ref_logprobs.detach()",
-        "ref_logprobs",
+        "calc_per_token_kl(",
+        "(lambda p, q: torch.expm1(q - p) - (q - p))(",
         "Gradients flow into the reference's log-probs. It is frozen: detach them.",
-        within="calc_per_token_kl",
     ),
     edit(
         "calc_grpo_objective",
@@ -1032,11 +1028,10 @@ GRPO_OBJECTIVE = [
     edit(
         "calc_grpo_objective",
         "kl_of_clamped_differences",
-        "ref_logprobs.detach() - logprobs",
-        "(ref_logprobs.detach() - logprobs).clamp(-20, 20)",
+        "calc_per_token_kl(",
+        "(lambda p, q: calc_per_token_kl(p, p + (q - p).clamp(-20, 20)))(",
         "Log-ratios to the reference are clamped to 20, as some libraries do. Beyond that no "
         "gradient brings the policy back.",
-        within="calc_per_token_kl",
     ),
     edit(
         "calc_grpo_objective",
@@ -1871,15 +1866,6 @@ ROLLOUT_PHASE = [
         "        order = torch.arange(len(scores)).view(-1, args.group_size).T.flatten()\n"
         "        scores = scores[order]\n        logprobs = self.get_sample",
         "The scores are in another order than the completions: groups are contiguous rows.",
-    ),
-    edit(
-        "GrpoTrainer.rollout_phase",
-        "with_a_value_head",
-        "model_class = TransformerWithLora",
-        "model_class = RLHFTrainer.model_class",
-        "The trainer builds a value head that it never uses. GRPO drops it: "
-        "model_class = TransformerWithLora.",
-        within="GrpoTrainer",
     ),
     edit(
         "GrpoTrainer.rollout_phase",
