@@ -126,12 +126,14 @@ def worked_corrections(student, rng):
 
 @check("reward_fn_correct", points=2, seeds=2, expected=correct_by_characters)
 def each_its_own_answer(student, rng):
-    """Direct and worked completions, some right, each with an answer of its own"""
+    """Direct and worked completions, some right, some alike, each with an answer of its own"""
     pairs = [work_out(rng) for _ in range(8)]
     texts = [text if i % 2 else f"A: {answer}" for i, (text, answer) in enumerate(pairs)]
     slips = rng.tensor([0, 0, 0, 0, 1, -1, 10, -10])[rng.permutation(8)].long().tolist()
     answers = [str(answer + slip) for (_, answer), slip in zip(pairs, slips, strict=True)]
     texts, answers = [*texts, "", "A: none"], [*answers, "7", "8"]
+    n = draw_number(rng)
+    texts, answers = [*texts, *[f"A: {n}"] * 3], [*answers, str(n), str(n + 1), str(n)]
     found = {"the rewards": student.reward_fn_correct(texts, answers)}
     found["of one"] = student.reward_fn_correct(texts[3:4], answers[3:4])
     found["by keyword"] = student.reward_fn_correct(samples=texts[:5], answers=answers[:5])
@@ -200,7 +202,7 @@ def formats_of_completions(student, rng):
     texts += [f"A: {draw_number(rng)}" for _ in range(3)]
     texts += [text[: rng.integer(5, len(text) - 3)] for text in texts[:4]]
     texts += [f"{texts[0]}{end}" for end in (".", " ", "\n", "\nA: ", "\nA: 3", "7")]
-    texts += ["", f"{texts[1]}\n{texts[2]}"]
+    texts += ["", f"{texts[1]}\n{texts[2]}", f"A: 3\n{texts[1]}", f"A: {texts[2]}"]
     order = rng.permutation(len(texts)).tolist()
     texts = [texts[i] for i in order]
     found = {"the rewards": student.reward_fn_format(texts)}
@@ -359,7 +361,9 @@ def numbers_that_cannot_be(student, rng):
     bad = {
         "k above n": error_of("k", f, n, 1, n + 1),
         "k above n, all right": error_of("k", f, n, n, n + 2),
+        "k above n, none right": error_of("k", f, n, 0, n + 1),
         "k 0": error_of("k", f, n, 1, 0),
+        "k 0, all right": error_of("k", f, n, n, 0),
         "k below 0": error_of("k", f, n, 1, -1),
         "c above n": error_of("c", f, n, n + 1, 2),
         "c below 0": error_of("c", f, n, -1, 2),
@@ -472,6 +476,8 @@ def others_of_several_groups(student, rng):
     found["0 or 1"] = f(rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
     found["an outlier"] = f(rng.normal(50).index_fill(0, rng.integers(0, 50, 1), 600.0), 50)
     level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)
+    beside = 1e4 + rng.tensor([[0.0, 1.0]] * 4 + [[3.0, 2.0]] * 4)[rng.permutation(8)] / 64
+    found["close beside their size"] = f(beside.flatten(), 2)
     return found | {"a level of 10000": f(level, 4), "close": f(rng.normal(12, std=1e-5), 4)}
 
 
@@ -1151,8 +1157,11 @@ def _stack_groups(groups):
     return samples, torch.tensor(scores, dtype=torch.float32)
 
 
-def _play(student, rng, script: list[list[int]], **options):
-    """Dynamic sampling from batches that are written beforehand, on a trainer's own method."""
+def _play(student, rng, script: list[list[int]], rollouts: int = 1, **options):
+    """Dynamic sampling from batches that are written beforehand, on a trainer's own method.
+
+    Described is the last rollout; the metrics are of all of them.
+    """
     n_groups = len(script[0])
     args = _make_rlvr_args(student, batch_size=3 * n_groups, **options)
     trainer = student.RlvrTrainer(args, _load_tiny_model())
@@ -1168,7 +1177,8 @@ def _play(student, rng, script: list[list[int]], **options):
 
     trainer.sample_and_score = sample_and_score
     trainer.metrics.clear()
-    found = _describe_samples(*trainer.sample_groups())
+    for _ in range(rollouts):
+        found = _describe_samples(*trainer.sample_groups())
     names = ("informative_frac", "prompts_sampled", "truncated_frac")
     metrics = {n: torch.tensor(trainer.metrics[n]).double().mean() for n in names}
     afterwards = [scores for _, scores in batches]
@@ -1198,7 +1208,7 @@ def one_batch_is_enough(student, rng):
 
 @check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
 def until_the_batch_is_full(student, rng):
-    """Informative groups in each batch: those that came first, in their order"""
+    """Informative groups in each batch: those that came first, in their order; then anew"""
     script = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
     return {
         "four": _play(student, rng, script, dynamic_sampling=True, max_extra_rollouts=6),
@@ -1208,6 +1218,9 @@ def until_the_batch_is_full(student, rng):
         "one group": _play(student, rng, [[0], [0], [1], [0]], dynamic_sampling=True),
         "one batch of two": _play(
             student, rng, [[0, 0], [1, 1], [0, 0]], dynamic_sampling=True, max_extra_rollouts=9
+        ),
+        "a second rollout": _play(
+            student, rng, [[1, 0], [1, 1], [0, 1], [1, 1]], rollouts=2, dynamic_sampling=True
         ),
     }
 

@@ -348,6 +348,14 @@ REWARD_FN_CORRECT = [
         "A wrong answer gets half of the reward for its form. The form is reward_fn_format's "
         "business.",
     ),
+    edit(
+        "reward_fn_correct",
+        "answer_of_the_first_like_it",
+        "str(answer)",
+        "str(answers[samples.index(text)])",
+        "index finds the first completion that reads alike, which may answer another prompt. Go "
+        "through samples and answers side by side.",
+    ),
 ]
 
 
@@ -497,6 +505,13 @@ REWARD_FN_FORMAT = [
         "extract_answer(text) is not None",
         "int(extract_answer(text) or 0) > 0",
         "An answer of 0 or below counts as none. Ask whether it is None.",
+    ),
+    edit(
+        "reward_fn_format",
+        "steps_before_the_first_answer",
+        "is_worked(text)",
+        'is_worked(text.split("A: ")[0])',
+        "The steps have to come before the first `A: `. They may stand anywhere in the text.",
     ),
 ]
 
@@ -780,6 +795,13 @@ PASS_AT_K = [
         "1 - math.comb(n - c, k) / math.comb(n, k)",
         "100 * (1 - math.comb(n - c, k) / math.comb(n, k))",
         "This is in percent. A probability is in [0, 1].",
+    ),
+    edit(
+        "pass_at_k",
+        "none_right_before_the_arguments_are_checked",
+        "    require(1 <= k <= n",
+        "    if c == 0:\n        return 0.0\n    require(1 <= k <= n",
+        "With c = 0 a k that cannot be passes in silence. Check the arguments first.",
     ),
 ]
 
@@ -1091,6 +1113,14 @@ LEAVE_ONE_OUT = [
         "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
         "torch.isclose(groups, groups[:, :1], atol=1e-4).all(-1, keepdim=True)",
         "Rewards that differ little count as equal. Only equal rewards give zeros.",
+    ),
+    edit(
+        "leave_one_out_advantages",
+        "constant_by_isclose",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "torch.isclose(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True))",
+        "isclose takes rewards for equal that differ little beside their size. Ask whether they "
+        "are equal.",
     ),
     edit(
         "leave_one_out_advantages",
@@ -2224,6 +2254,14 @@ SAMPLE_GROUPS = [
         "self.sample_and_score(args.batch_size, args.group_size)",
         "A batch of prompts is sampled, each with group_size completions. The batch counts "
         "completions.",
+    ),
+    edit(
+        "RlvrTrainer.sample_groups",
+        "groups_of_earlier_rollouts",
+        "parts, scores, finished = [], [], []",
+        'parts, scores, finished = self.__dict__.setdefault("sampled", ([], [], []))',
+        "Groups that an earlier rollout sampled are used again, though the policy has changed "
+        "since. Begin each rollout anew.",
     ),
 ]
 
