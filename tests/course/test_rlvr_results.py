@@ -60,13 +60,29 @@ def test_the_policy_finds_the_hole():
             assert run["worked"][-1] < 0.05
 
 
-def test_without_a_clip_four_updates_are_worse():
-    """By the interval of the five paired differences, as the chapter has it."""
+def compare_areas(mine, base):
+    """Mean difference over the seeds, and half its 95% interval, as the chapter has it."""
+    differences = [mine[seed] - base[seed] for seed in base]
+    return statistics.mean(differences), 2.776 * statistics.stdev(differences) / 5**0.5
+
+
+def test_three_of_twelve_changes_leave_zero_out_and_the_clip_does_for_four_updates():
     areas = {}
     for run in load("ablations"):
         areas.setdefault(run["setting"], {})[run["seed"]] = run["area"]
     assert all(sorted(by_seed) == [1, 2, 3, 4, 5] for by_seed in areas.values())
-    clipped, free = areas["four updates"], areas["four updates, no clip"]
-    differences = [free[seed] - clipped[seed] for seed in clipped]
-    half = 2.776 * statistics.stdev(differences) / len(differences) ** 0.5
-    assert statistics.mean(differences) + half < 0
+    base = areas.pop("GRPO")
+    found = {name: compare_areas(mine, base) for name, mine in areas.items()}
+    seen = {name: mean > 0 for name, (mean, half) in found.items() if abs(mean) > half}
+    assert len(found) == 12
+    assert seen == {"token mean": True, "one update": False, "sequence ratio, clip of 0.2": False}
+    mean, half = compare_areas(areas["four updates, no clip"], areas["four updates"])
+    assert mean + half < 0
+
+
+def test_dynamic_sampling_saves_a_third_of_the_updates():
+    runs = [run for run in load("ablations") if run["setting"] == "dynamic sampling"]
+    assert max(len(run["reward"]) for run in runs) == 8  # 12 without it
+    for run in runs:
+        kept = zip(run["prompts_sampled"], run["informative_frac"], strict=True)
+        assert all(round(sampled * share) >= 8 for sampled, share in kept)
