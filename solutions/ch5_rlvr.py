@@ -129,7 +129,7 @@ def select_informative_groups(
 def leave_one_out_advantages(
     rewards: Float[Tensor, "batch"], group_size: int
 ) -> Float[Tensor, "batch"]:
-    """A = reward - mean of the other rewards of its group (RLOO, section 3.3). Detached.
+    """A = reward - mean of the other rewards of its group (RLOO). Detached.
 
     That is G / (G - 1) times reward - mean of the group: a completion's own reward does not enter
     its baseline, so the gradient keeps its full size. A constant group gives exact zeros.
@@ -288,8 +288,8 @@ def calc_rlvr_objective(
 class RlvrArgs(GrpoArgs):
     """GRPO's arguments, and what its descendants changed; the defaults change nothing.
 
-    With `ratio_level` "sequence", clips of about 3e-4 (`clip_coef`) and 4e-4 (`clip_coef_high`) do
-    what 0.2 does for tokens.
+    With `ratio_level` "sequence", GSPO's clips are 3e-4 (`clip_coef`) and 4e-4 (`clip_coef_high`);
+    0.2 hardly ever clips the ratio of a sequence.
     """
 
     advantage_kind: str = "group"  # `advantage_scale` is of this one; or "leave_one_out"
@@ -362,8 +362,8 @@ class RlvrTrainer(GrpoTrainer):
 
         With dynamic sampling, batch after batch is sampled until enough groups are informative, or
         `max_extra_rollouts` have followed the first. Kept are the informative groups that came
-        first, in the order in which they came; if they are too few, the first of the others fill
-        up the batch. The metrics are of all that was sampled.
+        first; if they are too few, the first of the others fill up the batch. What is kept stays in
+        the order in which it came. The metrics are of all that was sampled.
         """
         args = self.args
         n_groups = args.batch_size // args.group_size
