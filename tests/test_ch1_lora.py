@@ -774,6 +774,9 @@ def dropout(student, rng):
 class OfTheClassAsked:
     """`ByHuggingFace`, in a subclass that is named as the class of which it is asked."""
 
+    def __init__(self):
+        self.__name__ = self.__qualname__ = type(self).__name__  # as functions and classes have
+
     def __get__(self, _, owner: type) -> type:
         return type(owner.__name__, (ByHuggingFace,), {})
 
@@ -784,8 +787,8 @@ class OfTheClassAsked:
 @check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
 def initial_adapters(student, rng):
     """On each of 11 blocks: an A of its own and B = 0; in a subclass as well"""
-    rank, sites = 20, ("mlp.out", "attn.q")
-    descendant = type("Descendant", (student.TransformerWithLora,), {})
+    rank, sites = rng.integer(17, 24), ("mlp.out", "attn.q")
+    descendant = type(f"Descendant{rng.integer(0, 10**6)}", (student.TransformerWithLora,), {})
     model = boot(SimpleNamespace(TransformerWithLora=descendant), "deep", rank=rank, sites=sites)
     trained = list(model.trainable_parameters())
     found = {
@@ -839,11 +842,12 @@ def base_dtype(student, rng):
 @check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
 def sites_that_do_not_fire(student, rng):
     """attn.qkv, which never fires, no whole name, or no linear layer: a ValueError that names it"""
+    unknown = f"attn.q{rng.integer(0, 10**6)}"
     return {
         site: error_of(site, boot, student, "shallow", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
-            *((site, (), ()) for site in ("attn.qkv", "q", "attn", "ln1")),
+            *((site, (), ()) for site in ("attn.qkv", "q", "attn", "ln1", unknown)),
         )
     }
 
