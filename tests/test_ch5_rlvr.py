@@ -1071,7 +1071,8 @@ def _script_batch(rng, number: int, informative: list[bool], prompt_len: int, co
     """
     rows = 3 * len(informative)
     lengths = rng.integers(1, completion + 1, rows)
-    lengths[rng.integer(0, rows)] = completion
+    cut_off = rng.integer(0, rows)
+    lengths[cut_off] = completion
     pads = rng.integers(0, prompt_len, rows)
     pads[rng.integer(0, rows)] = 0
     mask = torch.arange(completion) < lengths[:, None]
@@ -1080,6 +1081,7 @@ def _script_batch(rng, number: int, informative: list[bool], prompt_len: int, co
     ids = rng.integers(3, 512, rows, prompt_len + completion) * attention
     ended = rng.integers(0, 2, rows).bool()
     ended |= lengths < completion  # what is shorter ended by itself
+    ended[cut_off] = False
     last = prompt_len + lengths - 1
     ids[torch.arange(rows)[ended], last[ended]] = models.SPECIAL["eos_token_id"]
     ids[rng.permutation(rows) % 2 == 0, prompt_len - 1] = models.SPECIAL["eos_token_id"]
@@ -1312,6 +1314,7 @@ def _roll_out(student, rng, **options):
     trainer = student.RlvrTrainer(args, make_model(TransformerWithLora, rng))
     samples, scores = _script_batch(rng, 0, [True, True, True, True], 4, 5)
     scores = scores + rng.normal(12).float()  # groups of different spreads
+    samples.input_ids[:, 0] = 3 + rng.permutation(12)  # no two rows alike
     given = samples.completion_mask.clone()
     trainer.sample_groups = lambda: (samples, scores)
     memory = trainer.rollout_phase()

@@ -2124,11 +2124,12 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
     edit(
         "measure_loss_and_gradient_at_start",
         "mean_over_tokens",
-        "masked_mean(per_token, mask, dim=-1).mean()",
-        "masked_mean(per_token, mask)",
+        "calc_grpo_objective(\n        logprobs, logprobs.detach(), None, memory.advantages, "
+        "memory.mask, beta=0.0\n    )",
+        "masked_mean(torch.exp(logprobs - logprobs.detach()) * memory.advantages[:, None], "
+        "memory.mask)",
         "The mean is taken over all tokens at once, and is not 0 where lengths differ. Average "
         "each completion first, then the batch.",
-        within="_mean_over_completions",
     ),
     edit(
         "measure_loss_and_gradient_at_start",
