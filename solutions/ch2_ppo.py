@@ -41,6 +41,7 @@ from solutions.ch0_sampling import (
 )
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
+from utils.models.decoding import get_decoder
 from utils.plotting import plot_history
 from utils.rewards import call_reward_fn
 from utils.tracking import (
@@ -606,7 +607,7 @@ class RLHFTrainer:
         prompts = [all_prompts[row] for row in rows]
         with self.model.merged():
             samples = get_samples(
-                self.model,
+                get_decoder(self.model.base),  # the same samples as the model's own, sooner
                 prompts,
                 args.gen_len,
                 args.temperature,

@@ -7,6 +7,7 @@ from torch.distributions import Categorical, kl_divergence
 from tqdm import tqdm
 
 from utils.models.corpus import Pair, addition_prompt
+from utils.models.decoding import get_decoder
 from utils.rewards import is_worked, reward_fn_addition
 
 
@@ -25,9 +26,10 @@ def sample_prompts(
     generator = torch.Generator(device).manual_seed(seed)
     batches = []
     with model.merged():
+        decoder = get_decoder(model.base)
         for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
             batch = prompts[start : start + rows]
-            batches.append(get_samples(model, batch, gen_len, temperature, generator=generator))
+            batches.append(get_samples(decoder, batch, gen_len, temperature, generator=generator))
     return batches
 
 
