@@ -18,7 +18,16 @@ from solutions import ch2_ppo
 from solutions.ch0_sampling import get_samples
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from tests import models, trainers
-from tests.inputs import NAN, error_of, gradients, leaf, poison, ragged_mask, with_inputs_after
+from tests.inputs import (
+    NAN,
+    error_of,
+    gradients,
+    leaf,
+    poison,
+    ragged_mask,
+    sliced,
+    with_inputs_after,
+)
 from tests.trainers import RANK, beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import NEGATIVE_WORDS, NEUTRAL_WORDS, POSITIVE_WORDS
@@ -56,9 +65,10 @@ def in_every_form(call, mask, **tensors: Tensor) -> dict:
 
 
 def call_on_edges(rng, function, make_tensors, *settings):
-    """Value and gradients of a masked mean: one row of one token, one of three, none, ragged.
+    """Value and gradients of a masked mean: one row of one token, one of three, none; ragged.
 
-    The last is called without gradients, and gives what it left of its inputs.
+    The last is called without gradients, on slices of larger tensors, and gives what it left of its
+    inputs.
     """
     masks = {
         "one token": torch.ones(1, 1),
@@ -71,8 +81,10 @@ def call_on_edges(rng, function, make_tensors, *settings):
         tensors = poison_all(mask, NAN, **make_tensors(rng, mask))
         found[name] = call_with_gradients(function, mask, *settings, **tensors)
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    tensors = poison_all(mask, NAN, **make_tensors(rng, mask))
-    found["ragged"] = with_inputs_after(function, *tensors.values(), mask, *settings)
+    tensors = [sliced(x) for x in poison_all(mask, NAN, **make_tensors(rng, mask)).values()]
+    found["ragged slices"] = with_inputs_after(function, *tensors, sliced(mask), *settings)
+    in_float64 = function(*(x.double() for x in tensors), mask, *settings)
+    found["float64"] = {"the result": in_float64.to(rng.dtype)}
     return by_case(found)
 
 
@@ -334,7 +346,7 @@ def ragged_token_rewards(student, rng):
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
     f = student.compute_token_rewards
     return in_every_form(
-        lambda **x: with_inputs_after(f, scores, mask, *x.values(), kl_coef=0.3),
+        lambda **x: with_inputs_after(f, scores, mask, *map(sliced, x.values()), kl_coef=0.3),
         mask,
         **token_logprobs(rng, mask),
     )
@@ -448,7 +460,9 @@ def ragged_advantages(student, rng):
     mask, f = ragged_mask(rng), student.compute_advantages
     tensors = rollouts(rng, mask)
     return in_every_form(
-        lambda **x: with_inputs_after(f, *x.values(), mask, gamma=0.9, lam=0.8), mask, **tensors
+        lambda **x: with_inputs_after(f, *map(sliced, x.values()), mask, gamma=0.9, lam=0.8),
+        mask,
+        **tensors,
     ) | {
         "defaults": f(*tensors.values(), mask),
         "gamma alone": f(*tensors.values(), mask, 0.7),
@@ -527,7 +541,9 @@ def ragged_normal_advantages(student, rng):
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
     return in_every_form(
-        lambda advantages: with_inputs_after(f, advantages, mask), mask, advantages=advantages
+        lambda advantages: with_inputs_after(f, sliced(advantages), mask),
+        mask,
+        advantages=advantages,
     ) | {
         "eps 0.7": f(poison(advantages, mask), mask, eps=0.7),
         "an outlier": f(
@@ -570,6 +586,7 @@ def equal_advantages(student, rng):
         "none": f(x, torch.zeros_like(mask)),
         "two": f(x[:1, :2], torch.ones(1, 2, dtype=torch.bool)),
         "all": f(x, torch.ones_like(mask)),
+        "float64": f(poison(x, mask).double(), mask).to(rng.dtype),
     }
 
 
@@ -843,11 +860,14 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask: the value and the gradient; a vocabulary of 20,000"""
+    """Ragged, anything beyond the mask: value, gradient; 20,000 tokens; one with a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
     found["20,000 tokens"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
+    found["an impossible token"] = f(
+        tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf), mask, 0.7
+    )
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -1457,24 +1477,24 @@ def memory_with_default_gamma(student, rng):
 KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 
-def _roll_out(student, rng, twice=False, **options):
-    """A rollout, and everything that says where it came from; what a second one samples."""
+def _roll_out(student, rng, with_first=False, **options):
+    """A second rollout, and everything that says where it came from; what the first one sampled."""
     reward_fn = trainers.RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
-    memory = trainer.rollout_phase()
+    trainer.rollout_phase()
+    first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
+    reward_fn.start()
+    memory = trainer.rollout_phase()  # in which nothing may be left of the first
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
     tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
     found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
-    if twice:
-        reward_fn.start()
-        trainer.rollout_phase()
-        found["texts of a second rollout"] = reward_fn.samples
-        found["prompts of a second rollout"] = reward_fn.prompts
+    if with_first:
+        found |= {f"{name} of the first rollout": x for name, x in first.items()}
     return found | trainers.describe_rollout(fields, args.gen_len)
 
 
@@ -1496,7 +1516,7 @@ def _is_a_rollout(**options):
             return f"a memory should hold no logits, but holds {observed['logits']}"
         if observed["prompts"][::2] == observed["prompts"][1::2]:
             return "each row should have a prompt drawn for it alone; here two follow each other"
-        if (others := observed.get("prompts of a second rollout")) is not None:
+        if (others := observed.get("prompts of the first rollout")) is not None:
             if others == observed["prompts"]:
                 return (
                     "prompts should be drawn anew for each rollout; here a second one has the same"
@@ -1527,8 +1547,8 @@ def _is_a_rollout(**options):
 
 @check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
 def rollout(student, rng):
-    """Samples of the adapted policy at temperature 0.5, completions scored, the memory's fields"""
-    return _roll_out(student, rng, twice=True)
+    """A second rollout: samples of the adapted policy at temperature 0.5, the memory's fields"""
+    return _roll_out(student, rng, with_first=True)
 
 
 OTHER_ROLLOUT = {
@@ -1569,7 +1589,7 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites, model_class; a rollout by reward_fn(samples)"""
+    """The trainer's own model: rank, alpha, sites, model_class; a rollout that it can learn from"""
     rewarded = []
 
     def reward_fn(samples, scale=1.0):
@@ -1586,6 +1606,7 @@ def the_model_that_is_built(student, rng):
     )
     trainer = student.RLHFTrainer(args)
     model = trainers.fill(trainer.model, rng)
+    before = trainers.canonical(list(model.trainable_parameters()))
 
     class OnTheSameBase(TransformerWithLora):
         @classmethod
@@ -1598,12 +1619,17 @@ def the_model_that_is_built(student, rng):
     ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids)
-    shape = list(trainer.rollout_phase().input_ids.shape[:1])
+    memory = trainer.rollout_phase()
+    trainer.learning_phase(memory)
+    learned = trainers.canonical(list(model.trainable_parameters()))
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
     return {
         "logits": logits.float(),
         "values": values.float(),
-        "rows of a rollout": shape,
+        "rows of a rollout": len(memory.input_ids),
+        "whether all that is trained has changed": all(
+            not torch.equal(x, before[name]) for name, x in learned.items()
+        ),
         "completions that reward_fn got": len(rewarded),
         "what is trained with model_class TransformerWithLora": sorted(without),
     }
@@ -1662,18 +1688,22 @@ def objective_by_definition(self, minibatch):
     return torch.stack(terms).mean()
 
 
-def _objective(student, rng, with_reference=True, **options):
-    samples = make_samples(rng)
+def _objective(student, rng, with_reference=True, minibatches=1, **options):
+    """The objective and its gradient, for one minibatch after the other."""
     args = _make_args(student, **(OBJECTIVE | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     model.train()
-    fields = _make_fields(rng, samples, args.temperature)
-    if not with_reference:
-        fields["ref_logprobs"] = None
-    (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
-    objective = trainer.compute_rlhf_objective(minibatch)
-    return {"the objective": objective} | trainers.adapter_gradients(objective, model)
+    found = {}
+    for i in range(minibatches):
+        fields = _make_fields(rng, make_samples(rng), args.temperature)
+        if not with_reference:
+            fields["ref_logprobs"] = None
+        (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
+        objective = trainer.compute_rlhf_objective(minibatch)
+        parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
+        found |= by_case({f"minibatch {i + 1}": parts}) if minibatches > 1 else parts
+    return found
 
 
 @check(
@@ -1686,8 +1716,8 @@ def _objective(student, rng, with_reference=True, **options):
     atol=3e-4,
 )
 def objective_and_gradient(student, rng):
-    """Surrogate - value loss + entropy bonus - exact KL at temperature 0.7, and its gradient"""
-    return _objective(student, rng)
+    """Surrogate - value loss + entropy bonus - exact KL, temperature 0.7, minibatch by minibatch"""
+    return _objective(student, rng, minibatches=2)
 
 
 @check(
@@ -1699,8 +1729,8 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """With kl_in "reward" the KL is not charged in the objective again; no entropy bonus"""
-    return _objective(student, rng, kl_in="reward", ent_coef=0.0)
+    """kl_in "reward": no KL in the objective; no entropy bonus; one of two minibatches"""
+    return _objective(student, rng, kl_in="reward", ent_coef=0.0, batch_size=12, num_minibatches=2)
 
 
 @check(
@@ -1735,15 +1765,20 @@ def learning_by_hand(self, memory):
     schedule.step()
 
 
-LEARNING = {"vf_coef": 1e-3, "ent_coef": 1e-3, "kl_coef": 1e-3, "warmup_steps": 4}
+LEARNING = {
+    "vf_coef": 1e-3,
+    "ent_coef": 1e-3,
+    "kl_coef": 1e-3,
+    "base_lr": 0.01,
+    "head_lr": 0.03,
+    "warmup_steps": 4,
+}
 
 
 def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
     """Learning phases on memories whose advantages have the given scales, one after the other."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
-    args = _make_args(
-        student, base_lr=0.01, head_lr=0.03, **(OBJECTIVE | LEARNING | counts | options)
-    )
+    args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     found = {}
@@ -1782,8 +1817,11 @@ def two_phases(student, rng):
     atol=2e-5,
 )
 def epochs_and_minibatches(student, rng):
-    """Two epochs of three minibatches, twice: a step for each, one step of the schedule a phase"""
-    return _learn(student, rng, scales=(0.1, 0.1), epochs=2, minibatches=3, max_grad_norm=0.02)
+    """Two epochs of three minibatches, twice: a step for each; the rates fall phase by phase"""
+    rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
+    return _learn(
+        student, rng, scales=(0.1, 0.1), epochs=2, minibatches=3, max_grad_norm=0.02, **rates
+    )
 
 
 # --- RLHFTrainer: all of it ---------------------------------------------------------------------

@@ -265,7 +265,7 @@ def single_updates_of_many_shapes(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def unlikely_tokens(student, rng):
-    """Log-probs of -1000, and of 0, which is a token too; the inputs, slices, stay as they were"""
+    """Log-probs of -1000, and of 0, a token too; float64; the inputs, slices, stay as they were"""
     mask = ragged_mask(rng, 4, 5)
     logprobs = -1000 * rng.uniform(4, 5, low=0.9, high=1.1)
     logprobs[:, rng.integer(1, 5)] = 0.0
@@ -277,6 +277,11 @@ def unlikely_tokens(student, rng):
     return {
         "gradients": value_and_gradients(
             _single(student, mask), logprobs=logprobs, advantages=advantages
+        ),
+        "float64": value_and_gradients(
+            lambda **x: _single(student, mask)(**x).to(rng.dtype),
+            logprobs=logprobs.double(),
+            advantages=advantages.double(),
         ),
         "inputs": after,
     }
@@ -317,10 +322,12 @@ def worked_k3(student, rng):
 
 @check("calc_per_token_kl", points=2, seeds=2, expected=k3_of_probabilities)
 def k3_of_every_shape(student, rng):
-    """Random log-probs with no to three axes; a gradient for the policy's alone; inputs stay"""
+    """No to three axes, transposed or not; a gradient for the policy's alone; inputs stay"""
     f, found = student.calc_per_token_kl, {}
     for shape in ((4, 5), (6,), (2, 3, 2), ()):
         logprobs, ref_logprobs = -rng.uniform(*shape, high=4.0), -rng.uniform(*shape, high=4.0)
+        if len(shape) > 1:
+            logprobs, ref_logprobs = logprobs.mT, ref_logprobs.mT
         found[f"shape {shape}"] = {
             "gradients": value_and_gradients(f, logprobs=logprobs, ref_logprobs=ref_logprobs),
             "inputs": with_inputs_after(f, logprobs.clone(), ref_logprobs.clone()),
@@ -544,7 +551,7 @@ def advantages_of_tokens(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def objectives_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all; A = 0"""
+    """As many completions as tokens, one row, one token, all full, nothing; A = 0; in float64"""
     masks = {
         "5 by 5": ragged_mask(rng, 5, 5),
         "one row": torch.arange(6)[None] < 4,
@@ -565,7 +572,12 @@ def objectives_of_many_shapes(student, rng):
             _objective(student, masks["5 by 5"]),
             **ragged_logprobs(rng, masks["5 by 5"]),
             advantages=rng.tensor([0.0] * 5),
-        )
+        ),
+        "float64": value_and_gradients(
+            lambda **x: _objective(student, masks["5 by 5"])(**x).to(rng.dtype),
+            **{name: x.double() for name, x in ragged_logprobs(rng, masks["5 by 5"]).items()},
+            advantages=rng.normal(5).double(),
+        ),
     }
 
 
@@ -915,10 +927,11 @@ def memory_of_groups(student, rng):
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
-    """advantage_scale "batch" and "none", kl_kind "exact", and no reference"""
+    """advantage_scale "batch" of two minibatches and "none", kl_kind "exact", and no reference"""
     scores = rng.normal(6, std=20) + rng.tensor([50.0, 50, 50, -30, -30, -30])
+    batch = {"advantage_scale": "batch", "num_minibatches": 2, "kl_kind": "exact"}
     return [
-        _make_grpo_memory(student, rng, scores, advantage_scale="batch", kl_kind="exact"),
+        _make_grpo_memory(student, rng, scores, **batch),
         _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
     ]
 
@@ -969,20 +982,20 @@ GRPO_ROLLOUT = {
 }
 
 
-def _roll_out_groups(student, rng, twice=False, **options):
+def _roll_out_groups(student, rng, with_first=False, **options):
     reward_fn = trainers.RecordingReward()
     args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.GrpoTrainer.model_class, rng, "ending")
     trainer = student.GrpoTrainer(args, model)
-    memory = trainer.rollout_phase()
+    trainer.rollout_phase()
+    first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
+    reward_fn.start()
+    memory = trainer.rollout_phase()  # in which nothing may be left of the first
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
-    if twice:
-        reward_fn.start()
-        trainer.rollout_phase()
-        found["texts of a second rollout"] = reward_fn.samples
-        found["prompts of a second rollout"] = reward_fn.prompts
+    if with_first:
+        found |= {f"{name} of the first rollout": x for name, x in first.items()}
     found["the memory"] = _find_rows(memory, memory)
     found["the list of minibatches"] = [_find_rows(memory, m) for m in memory.get_minibatches()]
     return found | trainers.describe_rollout(fields, args.gen_len)
@@ -1031,9 +1044,9 @@ def _find_wrong_groups(observed) -> str | None:
             "there should be 12 groups of 3 completions, each with a prompt drawn for it alone; "
             "here there are 3 prompts with 12 completions each"
         )
-    if observed.get("prompts of a second rollout") == observed["prompts"]:
+    if observed.get("prompts of the first rollout") == observed["prompts"]:
         return "a second rollout should draw its prompts anew"
-    texts = observed["texts"] + observed.get("texts of a second rollout", [])
+    texts = observed["texts"] + observed.get("texts of the first rollout", [])
     if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
         return "each completion of a group should be sampled for itself; here all of them are alike"
     return None
@@ -1052,8 +1065,8 @@ def _find_torn_groups(observed) -> str | None:
 
 @check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
 def rollout_of_groups(student, rng):
-    """Groups of the adapted policy at temperature 0.5, completions scored, the memory's fields"""
-    return _roll_out_groups(student, rng, twice=True)
+    """A second rollout: groups of the adapted policy at temperature 0.5, the memory's fields"""
+    return _roll_out_groups(student, rng, with_first=True)
 
 
 OTHER_GRPO_ROLLOUT = {
@@ -1192,22 +1205,26 @@ def grpo_objective_by_definition(self, minibatch):
     return objective
 
 
-def _grpo_objective(student, rng, advantages_are_zero=False, kl_kinds=("k3",), **options):
-    """The objective and its gradient; with two kl_kinds those of both, one after the other."""
+def _grpo_objective(
+    student, rng, advantages_are_zero=False, kl_kinds=("k3",), minibatches=1, **options
+):
+    """The objective and its gradient, for minibatches of one trainer and for one kl_kind after the
+    other."""
     model, found = make_model(TransformerWithLora, rng, alpha=8), []
     for kl_kind in kl_kinds:
         args = _make_grpo_args(student, kl_kind=kl_kind, **(GRPO_OBJECTIVE | options))
-        fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
-        if args.kl_coef == 0:
-            fields["ref_logprobs"] = model.reference = None  # no reference runs
-        if advantages_are_zero:
-            fields["advantages"] = torch.zeros_like(fields["advantages"])
         trainer = student.GrpoTrainer(args, model)
         model.train()
-        (minibatch,) = ReplayMemory(**fields).get_minibatches()
-        objective = trainer.compute_rlhf_objective(minibatch)
-        gradients = trainers.adapter_gradients(objective, model)
-        found.append({"the objective": objective} | gradients)
+        for _ in range(minibatches):
+            fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
+            if args.kl_coef == 0:
+                fields["ref_logprobs"] = model.reference = None  # no reference runs
+            if advantages_are_zero:
+                fields["advantages"] = torch.zeros_like(fields["advantages"])
+            (minibatch,) = ReplayMemory(**fields).get_minibatches()
+            objective = trainer.compute_rlhf_objective(minibatch)
+            gradients = trainers.adapter_gradients(objective, model)
+            found.append({"the objective": objective} | gradients)
     return found if len(found) > 1 else found[0]
 
 
@@ -1227,8 +1244,10 @@ def grpo_objective_and_gradient(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_with_the_exact_kl(student, rng):
-    """kl_kind "exact": the KL over the vocabulary in place of k3, not both"""
-    return _grpo_objective(student, rng, kl_kinds=("exact",), batches_per_learning_phase=1)
+    """kl_kind "exact": the KL over the vocabulary in place of k3, minibatch after minibatch"""
+    # One more than num_minibatches.
+    options = {"kl_kinds": ("exact",), "batches_per_learning_phase": 1, "minibatches": 3}
+    return _grpo_objective(student, rng, **options)
 
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)

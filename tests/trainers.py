@@ -307,7 +307,7 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
     prompts = observed["prompts"]
     if len(set(prompts)) < 2:
         return "prompts should be drawn anew for each rollout; here all are one"
-    if observed.get("texts of a second rollout", [])[-len(mask) :] == observed["texts"]:
+    if observed.get("texts of the first rollout", [])[-len(mask) :] == observed["texts"]:
         return "a second rollout should sample anew"
     if not torch.equal(mask, get_mask_by_loops(ids[:, n_prompt:])):
         return "the mask should be true up to and including the first eos"

@@ -559,3 +559,18 @@ def rollout_in_one_batch(self):
         get_logprobs(ref_logits, ids, n, args.temperature),
         values[:, n - 1 : -1],
     )
+
+
+@right("RLHFTrainer.rollout_phase")
+@torch.inference_mode()
+def rollout_in_inference_mode(self):
+    """A memory's rows are copies, made outside: they can enter a backward."""
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size)
+    n, ids = samples.prompt_len, samples.input_ids
+    logits, values = self.model.forward_with_value_head(ids, samples.attention_mask)
+    logprobs, ref_logprobs = (
+        get_logprobs(logits, ids, n, args.temperature),
+        self.get_ref_logprobs(samples),
+    )
+    return make_replay_memory(args, samples, scores, logprobs, ref_logprobs, values[:, n - 1 : -1])

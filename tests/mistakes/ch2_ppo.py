@@ -2,7 +2,13 @@
 
 import torch
 
-from solutions.ch0_sampling import calc_entropy, masked_mean
+from solutions.ch0_sampling import calc_entropy, get_logprobs, masked_mean, select_completion
+from solutions.ch2_ppo import (
+    calc_clipped_surrogate_objective,
+    calc_kl_penalty,
+    calc_value_function_loss,
+    make_replay_memory,
+)
 from utils.grading.answers import edit, wrong
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 
@@ -3102,3 +3108,192 @@ FROM_A_SECOND_LOOK = [
         within="RLHFTrainer.sample_and_score",
     ),
 ]
+
+
+# --- Right at the first call, in one minibatch, on whole tensors or in float32 alone ------------
+
+DIVIDED_BY_THE_MINIBATCHES = edit(
+    "RLHFTrainer.compute_rlhf_objective",
+    "divided_by_the_number_of_minibatches",
+    "return objective",
+    "return objective / args.num_minibatches",
+    "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
+    "minibatch has a step of its own.",
+)
+
+
+@wrong(
+    "RLHFTrainer.compute_rlhf_objective",
+    "The reference's logits of the first epoch are kept for the next one. The reference is the "
+    "same, but each epoch mixes the rows anew.",
+)
+def reference_logits_of_the_first_epoch(self, minibatch):
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    prompt_len = ids.shape[1] - mask.shape[1]
+    logits, values = self.model.forward_with_value_head(ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
+    objective = calc_clipped_surrogate_objective(
+        logprobs, minibatch.logprobs, minibatch.advantages, mask, args.clip_coef
+    )
+    values = select_completion(values, prompt_len)
+    objective = objective - calc_value_function_loss(
+        values, minibatch.values, minibatch.returns, mask, args.vf_coef
+    )
+    objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
+    if args.kl_in == "loss" and args.kl_coef > 0:
+        if not hasattr(self, "kept"):
+            self.kept, self.n_calls = {}, 0
+        place = self.n_calls % args.num_minibatches
+        self.n_calls += 1
+        if place not in self.kept:
+            with torch.no_grad(), self.model.reference():
+                self.kept[place] = self.model(ids, minibatch.attention_mask)
+        pair = [
+            select_completion(x, prompt_len) / args.temperature for x in (logits, self.kept[place])
+        ]
+        objective = objective - calc_kl_penalty(*pair, mask, args.kl_coef)
+    self.record_ratios(logprobs, minibatch)
+    return objective
+
+
+def _score(self, samples):
+    """Log-probs and values, minibatch by minibatch."""
+    logprobs, values = [], []
+    for ids, attention_mask in self.split_samples(samples):
+        logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
+        logprobs.append(get_logprobs(logits, ids, samples.prompt_len, self.args.temperature))
+        values.append(select_completion(all_values, samples.prompt_len))
+    return torch.cat(logprobs), torch.cat(values)
+
+
+@wrong(
+    "RLHFTrainer.rollout_phase",
+    "The parameters are frozen for the rollout, and stay frozen: nothing can learn from it. "
+    "torch.no_grad() ends by itself.",
+)
+def parameters_left_frozen(self):
+    self.model.requires_grad_(False)
+    samples, scores = self.sample_and_score(self.args.batch_size)
+    logprobs, values = _score(self, samples)
+    ref_logprobs = self.get_ref_logprobs(samples)
+    return make_replay_memory(self.args, samples, scores, logprobs, ref_logprobs, values)
+
+
+@wrong(
+    "RLHFTrainer.rollout_phase",
+    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
+    "the same, but the completions are others.",
+)
+@torch.no_grad()
+def reference_scored_once(self):
+    samples, scores = self.sample_and_score(self.args.batch_size)
+    logprobs, values = _score(self, samples)
+    if not hasattr(self, "kept"):
+        self.kept = self.get_ref_logprobs(samples)
+    return make_replay_memory(self.args, samples, scores, logprobs, self.kept, values)
+
+
+@wrong(
+    "calc_value_function_loss",
+    "view() raises an error on values that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_values(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    kept = mask.view(-1)
+    value, old, target = (x.view(-1)[kept] for x in (values, old_values.detach(), returns.detach()))
+    errors = (value - target).square()
+    if clip_coef is not None:
+        held = old + (value - old).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (held - target).square())
+    return vf_coef / 2 * errors.sum() / kept.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logits(logits, mask, ent_coef):
+    kept = logits.view(-1, logits.shape[-1])[mask.view(-1)]
+    return ent_coef * calc_entropy(kept).sum() / max(len(kept), 1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_both_logits(logits, ref_logits, mask, kl_coef):
+    p, q = (
+        x.view(-1, x.shape[-1])[mask.view(-1)].log_softmax(-1)
+        for x in (logits, ref_logits.detach())
+    )
+    return kl_coef * (p.exp() * (p - q)).sum() / max(len(p), 1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "A token with a logit of -inf makes the entropy nan: 0 * -inf. It counts 0, as calc_entropy "
+    "has it.",
+)
+def nan_for_an_impossible_token(logits, mask, ent_coef):
+    logprobs = logits[mask].log_softmax(-1)
+    return -ent_coef * (logprobs.exp() * logprobs).sum() / max(len(logprobs), 1)
+
+
+@wrong(
+    "normalize_advantages",
+    "torch.zeros is float32, and float64 advantages do not fit in. zeros_like has their dtype.",
+)
+def normalized_in_float32(advantages, mask, eps=1e-8):
+    kept = advantages.detach()[mask]
+    normalized = torch.zeros(mask.shape)
+    if kept.numel() > 1 and kept.max() > kept.min():
+        normalized[mask] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def terms_in_float32(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio, a = (logprobs[mask] - old_logprobs.detach()[mask]).exp(), advantages.detach()[mask]
+    terms = torch.zeros(mask.shape)
+    terms[mask] = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "normalize_advantages",
+    "view() raises an error on advantages that are part of a larger tensor. Index with the mask.",
+)
+def normalized_in_views(advantages, mask, eps=1e-8):
+    flat, kept = advantages.detach().view(-1), mask.view(-1)
+    normalized, true = torch.zeros_like(flat), flat[kept]
+    if true.numel() > 1 and true.max() > true.min():
+        normalized[kept] = (true - true.mean()) / (true.std() + eps)
+    return normalized.view(mask.shape)
+
+
+@wrong(
+    "compute_token_rewards",
+    "view() raises an error on log-probs that are a slice of a larger tensor. No view is needed.",
+)
+def views_of_the_log_ratios(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros_like(mask, dtype=scores.dtype)
+    if kl_coef:
+        k1 = logprobs.detach().view(-1) - ref_logprobs.detach().view(-1)
+        rewards = -kl_coef * k1.masked_fill(~mask.view(-1), 0.0).view(mask.shape)
+    rows = mask.any(-1)
+    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
+    return rewards
+
+
+RATES_THAT_STAY = edit(
+    "RLHFTrainer.learning_phase",
+    "schedule_of_the_warmup_alone",
+    "        self.scheduler.step()",
+    "        if self.scheduler.last_epoch < self.args.warmup_steps:\n"
+    "            self.scheduler.step()",
+    "After the warm-up the schedule stands still. It falls from there on: a step of it each phase.",
+)

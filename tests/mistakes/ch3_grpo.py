@@ -2,8 +2,10 @@
 
 import torch
 
-from solutions.ch0_sampling import Samples, get_logprobs, get_samples
+from solutions.ch0_sampling import Samples, get_logprobs, get_samples, select_completion
+from solutions.ch2_ppo import calc_kl_penalty
 from solutions.ch3_grpo import (
+    calc_grpo_objective,
     calc_per_token_kl,
     calc_single_update_objective,
     group_advantages,
@@ -2557,3 +2559,135 @@ def views_of_the_logprobs(
     if beta != 0:
         gains = gains - beta * calc_per_token_kl(chosen, ref_logprobs.view(-1)[kept])
     return (gains / mask.sum(-1)[row]).sum() / len(mask)
+
+
+@wrong(
+    "calc_per_token_kl",
+    "view() raises an error on log-probs that are a slice of a larger tensor. k3 needs no view.",
+)
+def views_of_k3(logprobs, ref_logprobs):
+    d = ref_logprobs.detach().view(-1) - logprobs.view(-1)
+    return (torch.expm1(d) - d).view(logprobs.shape)
+
+
+# --- Right at the first call, or in float32 alone -----------------------------------------------
+
+
+@wrong(
+    "calc_single_update_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def single_terms_in_float32(logprobs, advantages, mask):
+    chosen, rows = logprobs[mask], mask.nonzero()[:, 0]
+    per_token = torch.zeros(mask.shape)
+    per_token[mask] = torch.exp(chosen - chosen.detach()) * advantages.detach()[rows]
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_grpo_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def terms_in_float32(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    a = advantages.detach()
+    a = a[mask.nonzero()[:, 0]] if a.ndim == 1 else a[mask]
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
+    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        gains = gains - beta * calc_per_token_kl(logprobs[mask], ref_logprobs[mask])
+    per_token = torch.zeros(mask.shape)
+    per_token[mask] = gains
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+BATCH_OF_A_MINIBATCH = edit(
+    "make_grpo_memory",
+    "batch_std_of_each_minibatch",
+    "group_advantages(scores, args.group_size, args.advantage_scale)",
+    "torch.cat([group_advantages(part, args.group_size, args.advantage_scale)"
+    " for part in scores.split(args.minibatch_size)])",
+    'The scale "batch" is taken from each minibatch. It is the std of all rewards of the rollout.',
+)
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
+    "the same, but the completions are others.",
+)
+@torch.no_grad()
+def reference_scored_once(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    logprobs = self.get_sample_logprobs(samples)
+    if not hasattr(self, "kept"):
+        self.kept = self.get_ref_logprobs(samples)
+    return make_grpo_memory(args, samples, scores, logprobs, self.kept)
+
+
+def _objective_with(self, minibatch, calc_penalty):
+    """With a KL in the objective that is not k3 made by `calc_penalty(logits, prompt_len)`."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    prompt_len = ids.shape[1] - mask.shape[1]
+    logits = self.model(ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
+    is_exact = args.kl_kind == "exact" and args.kl_coef > 0
+    penalty = calc_penalty(logits, prompt_len) if is_exact else 0.0
+    objective = calc_grpo_objective(
+        logprobs,
+        minibatch.logprobs,
+        minibatch.ref_logprobs,
+        minibatch.advantages,
+        mask,
+        args.clip_coef,
+        args.clip_coef_high,
+        0.0 if is_exact else args.kl_coef,
+    )
+    self.record_ratios(logprobs, minibatch)
+    return objective + args.ent_coef * self.measure_entropy(minibatch, logits) - penalty
+
+
+@wrong(
+    "GrpoTrainer.compute_rlhf_objective",
+    "The reference's logits of the first minibatch are kept for all later ones. The reference is "
+    "the same, but the rows are others.",
+)
+def reference_logits_of_the_first_minibatch(self, minibatch):
+    def calc_penalty(logits, prompt_len):
+        if not hasattr(self, "kept"):
+            with torch.no_grad(), self.model.reference():
+                self.kept = self.model(minibatch.input_ids, minibatch.attention_mask)
+        pair = [
+            select_completion(x, prompt_len) / self.args.temperature for x in (logits, self.kept)
+        ]
+        return calc_kl_penalty(*pair, minibatch.mask, self.args.kl_coef)
+
+    return _objective_with(self, minibatch, calc_penalty)
+
+
+@wrong(
+    "GrpoTrainer.compute_rlhf_objective",
+    "To keep k3 out, args.kl_coef is set to 0, and stays so: later minibatches are not charged any "
+    "KL.",
+)
+def kl_coef_left_at_zero(self, minibatch):
+    def calc_penalty(logits, prompt_len):
+        penalty = self.args.kl_coef * self.measure_kl(minibatch, logits)
+        self.args.kl_coef = 0.0
+        return penalty
+
+    return _objective_with(self, minibatch, calc_penalty)
