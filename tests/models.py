@@ -3,7 +3,8 @@
 "gpt2": dropout 0.1 in its config, absolute positions, two layers. "shallow": the same in one layer,
 as booting takes most of a check's time. "deep": the same in eleven, the first number of two digits.
 "ending": shallow, and eos is likely. "llama": one layer,
-grouped-query attention, rotary positions, dropout of the attention alone. All have an unembedding
+grouped-query attention, rotary positions, dropout of the attention alone, heads that are wider
+together than the model. "qwen": the same with biases on q, k and v. All have an unembedding
 of their own, as a tied one would repeat its input, and the embedded model's tokenizer.
 """
 
@@ -24,14 +25,17 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 from transformers.utils import logging
 
 from utils.models.loading import EMBEDDED_MODEL
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1}
+N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1, "qwen": 1}
 D_MODEL, N_CTX = 32, 64
+D_HEAD = {"llama": 10, "qwen": 8}
 EOS_BONUS = 5.0
 ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens
 
@@ -60,9 +64,14 @@ def save_checkpoint(kind: str, folder: Path) -> None:
 
 def _build(kind: str):
     shape = SPECIAL | {"tie_word_embeddings": False}
-    if kind == "llama":
-        config = LlamaConfig(
+    if kind in D_HEAD:
+        config_class, model_class = {
+            "llama": (LlamaConfig, LlamaForCausalLM),
+            "qwen": (Qwen2Config, Qwen2ForCausalLM),
+        }[kind]
+        config = config_class(
             **shape,
+            head_dim=D_HEAD[kind],
             hidden_size=D_MODEL,
             intermediate_size=48,
             num_hidden_layers=N_LAYERS[kind],
@@ -71,7 +80,7 @@ def _build(kind: str):
             max_position_embeddings=N_CTX,
             attention_dropout=0.1,
         )
-        model = LlamaForCausalLM(config)
+        model = model_class(config)
     else:
         config = GPT2Config(
             **shape,

@@ -100,7 +100,7 @@ def one_row_and_edges(student, rng):
         "a vocabulary of 20,000": f(rng.normal(2, 3, 20_000), ids[:, :3]),
         "every second logit of a larger tensor": f(rng.normal(2, 7, 9)[:, ::2, ::2], ids[:, :4]),
         "one token": with_inputs_after(f, logits, tokens, 3, 0.7),
-        "none": f(logits, tokens, 4),
+        "none": f(logits, tokens, prefix_len=4),
     }
 
 
@@ -169,12 +169,15 @@ def worked_entropies(student, rng):
 
 @check("calc_entropy", seeds=2, expected=entropy_by_categorical)
 def entropy_of_any_shape(student, rng):
-    """One distribution, several with one to three leading axes, and a vocabulary of 20,000"""
+    """One distribution, several with one to three leading axes, slices, a vocabulary of 20,000"""
     shapes = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 7), (20_000,)]
     return {
         f"logits of shape {list(shape)}": student.calc_entropy(rng.normal(*shape, std=2))
         for shape in shapes
-    } | {"20,000 equal logits": student.calc_entropy(rng.normal(1).repeat(20_000))}
+    } | {
+        "20,000 equal logits": student.calc_entropy(rng.normal(1).repeat(20_000)),
+        "some positions of each row": student.calc_entropy(rng.normal(3, 5, 4)[:, 1:-1]),
+    }
 
 
 @check("calc_entropy", points=2, expected=entropy_by_categorical)
@@ -257,10 +260,14 @@ def ragged_means(student, rng):
     values = rng.normal(5, 4, mean=1)
     values[:, rng.integer(0, 4)] = 0.0
     mean = student.masked_mean
-    return {
-        "nan": with_inputs_after(mean, sliced(poison(values, mask)), sliced(mask)),
-        "inf": mean(poison(values, mask, torch.inf), mask, -1),
-    } | {f"dim {dim}": mean(poison(values, mask), mask, dim) for dim in (0, 1, -2)}
+    return (
+        {
+            "nan": with_inputs_after(mean, sliced(poison(values, mask)), sliced(mask)),
+            "inf": mean(poison(values, mask, torch.inf), mask, -1),
+        }
+        | {f"dim {dim}": mean(poison(values, mask), mask, dim) for dim in (0, 1)}
+        | {"dim -2, by name": mean(poison(values, mask), mask, dim=-2)}
+    )
 
 
 @check("masked_mean", expected=mean_of_selected)
@@ -391,7 +398,7 @@ def likeliest_by_loops(logits, *_, **__):
 
 @check("sample_next_token", public=True, expected=likeliest_by_loops)
 def what_leaves_no_choice(student, rng):
-    """Temperature 0, a temperature of 1e-4, top-k 1 and a tiny top-p take the likeliest"""
+    """The likeliest: temperature 0 or 1e-4, top-k 1, a tiny top-p; logits that carry gradient"""
     values = rng.tensor([2.0, 1.5, -1.0, -torch.inf])
     logits = torch.stack([values[rng.permutation(4)] for _ in range(60)])
     close = rng.tensor([0.0, 1e-6, -1.0])[rng.permutation(3)].repeat(1000, 1)
@@ -407,6 +414,8 @@ def what_leaves_no_choice(student, rng):
         "temperature 1e-4": sample(logits, temperature=1e-4),
         "top_k 1": sample(logits, top_k=1),
         "top_p 1e-9": sample(logits, top_p=1e-9),
+        "logits that carry gradient": sample(leaf(logits), top_k=3, top_p=1e-9),
+        "logits that carry gradient, temperature 0": sample(leaf(logits), temperature=0.0),
     }
 
 
@@ -563,13 +572,13 @@ def worked_mask(student, rng):
 
 @check("get_completion_mask", points=2, seeds=2, expected=mask_by_loops)
 def random_completions(student, rng):
-    """Random ids with several eos in a row, ids of 50,000; the ids stay as they were"""
-    ids = rng.integers(0, 4, 12, 7)
+    """Several eos in a row, the columns after a prompt, ids of 50,000; the ids stay as they were"""
+    ids = rng.integers(0, 4, 12, 9)[:, 2:]
     return {
         f"eos {eos}": with_inputs_after(student.get_completion_mask, ids, eos) for eos in range(4)
     } | {
         "one row of one": student.get_completion_mask(ids[:1, :1], 3),
-        "eos 50,003": student.get_completion_mask(ids + 50_000, 50_003),
+        "eos 50,003": with_inputs_after(student.get_completion_mask, ids + 50_000, 50_003),
     }
 
 
@@ -647,6 +656,7 @@ def _sample(student, model, *args, **kwargs):
         "the number of inference tensors, which no backward pass takes,": sum(
             tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
         ),
+        "gradients are recorded afterwards": torch.is_grad_enabled(),
     }
 
 
@@ -724,8 +734,8 @@ def greedy_gpt2(student, rng):
 
 @check("get_samples", expected=_greedy_by_hugging_face("llama"), float64=False)
 def greedy_llama(student, rng):
-    """Greedy, without bos, rotary positions, a prompt that begins with the pad token's text"""
-    prompts = [PROMPTS[0], "<pad>A", PROMPTS[2]]
+    """Greedy, no bos, rotary positions, a prompt with the pad's text, one that fills the context"""
+    prompts = [PROMPTS[0], "<pad>A", "7" * (models.N_CTX - 8)]  # each digit is a token
     return _greedy(student, _boot(student, "llama"), prompts, rng, prepend_bos=False)
 
 
@@ -942,7 +952,7 @@ def a_coin_of_3_to_1(student, rng):
     atol=2e-5,
 )
 def random_policies(student, rng):
-    """Random policies and rewards, several baselines"""
+    """Random policies and rewards, several baselines, float64; the arguments stay as they were"""
     logits, rewards = rng.normal(5), rng.normal(5, mean=2)
     return {
         f"baseline {b:.2f}": student.calc_expected_policy_gradient(logits, rewards, b)
@@ -952,6 +962,13 @@ def random_policies(student, rng):
         "an action that never comes": student.calc_expected_policy_gradient(
             logits.index_fill(0, rng.integers(0, 5, 1), -200.0), rewards, 1.0
         ),
+        "in float64": [
+            moment.float()
+            for moment in student.calc_expected_policy_gradient(
+                logits.double(), rewards.double(), 1.0
+            )
+        ],
+        "the logits require a gradient afterwards": logits.requires_grad,
         "the logits afterwards": logits,
         "the rewards afterwards": rewards,
     }

@@ -35,6 +35,7 @@ SITES = {
     "shallow": (*ATTENTION, "mlp.in", "mlp.out"),
     "deep": (*ATTENTION, "mlp.in", "mlp.out"),
     "llama": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
+    "qwen": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
 }
 # Logits are of size 3, and two ways of computing them in float32 differ by 1e-5.
 CLOSE = {"float64": False, "atol": 2e-4, "rtol": 1e-4}
@@ -422,12 +423,13 @@ LLAMA_NAMES = {
 
 def get_sizes(kind: str, site: str) -> tuple[int, int]:
     """d_in and d_out of a linear layer."""
-    hidden = 48 if kind == "llama" else 4 * D_MODEL
-    if site == "mlp.out":
-        return hidden, D_MODEL
-    if site in ("mlp.in", "mlp.gate"):
-        return D_MODEL, hidden
-    return D_MODEL, D_MODEL // 2 if kind == "llama" and site in ("attn.k", "attn.v") else D_MODEL
+    rotary = kind in models.D_HEAD
+    hidden = 48 if rotary else 4 * D_MODEL
+    heads = 4 * models.D_HEAD[kind] if rotary else D_MODEL
+    d_out = {"mlp.in": hidden, "mlp.gate": hidden, "mlp.out": D_MODEL, "attn.o": D_MODEL}
+    key_value_heads = heads // 2 if rotary else heads
+    d_out |= {"attn.q": heads, "attn.k": key_value_heads, "attn.v": key_value_heads}
+    return {"mlp.out": hidden, "attn.o": heads}.get(site, D_MODEL), d_out[site]
 
 
 def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -436,7 +438,7 @@ def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
     for full_site, delta in deltas.items():
         _, block, site = full_site.split(".", 2)
         delta = delta.double()
-        if kind == "llama":
+        if kind in models.D_HEAD:
             name = f"model.layers.{block}.{LLAMA_NAMES[site]}.weight"
             delta = delta.T
         else:
@@ -473,11 +475,13 @@ class ByHuggingFace(nn.Module):
             if site not in SITES[self.kind]:
                 raise ValueError(f"{site} is no site of {self.kind}")
         self.layers = nn.ParameterList()
+        device = "cpu" if device is None else device
         for block, site in itertools.product(range(models.N_LAYERS[self.kind]), sites):
             d_in, d_out = get_sizes(self.kind, site)
             self.sites[f"blocks.{block}.{site}"] = len(self.layers)
             lora_A = (torch.rand(d_in, rank) * 2 - 1) / d_in**0.5
-            self.layers.extend([lora_A.float(), torch.zeros(rank, d_out).float()])
+            lora_B = torch.zeros(rank, d_out)
+            self.layers.extend([lora_A.float().to(device), lora_B.float().to(device)])
 
     def trainable_parameters(self):
         return list(self.layers)
@@ -707,7 +711,7 @@ def describe_new_model(model, ids: Tensor) -> dict[str, Any]:
 
 @check("TransformerWithLora.from_pretrained", public=True, expected=ByHuggingFace, **CLOSE)
 def a_new_model(student, rng):
-    """1 block of width 32, rank 3 on q and o: 2 pairs of A [32, 3] and B [3, 32], B = 0"""
+    """1 block, rank 3 on q and o: A [32, 3] and B [3, 40], A [40, 3] and B [3, 32], B = 0"""
     model = boot(student, "llama", sites=("attn.q", "attn.o"))
     return describe_new_model(model, rng.integers(3, 512, 1, 4))
 
@@ -734,17 +738,37 @@ def every_site_of_llama(student, rng):
     return _build_everywhere(student, rng, "llama")
 
 
+def _ignores_the_device(build: Callable, path: Path) -> bool:
+    """On a device that every machine has. It holds no numbers, so an error is no offence."""
+    try:
+        model = build(path, sites=("attn.q",), device="meta")
+        return all(p.device.type != "meta" for p in model.parameters())
+    except Exception:  # an observation: whatever it is
+        return False
+
+
+def list_started(model) -> list[Tensor]:
+    """The As of a new model: what is trained and not 0."""
+    return [p.detach() for p in model.trainable_parameters() if p.any()]
+
+
 @check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
 def rank_alpha_and_sites(student, rng):
-    """Another rank, alpha and choice of sites; the defaults; each model has weights of its own"""
+    """Another rank, alpha, choice of sites and device; the defaults; no two models share weights"""
     ids, mask = ragged_batch(rng)
     build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
     models_built = {
-        "chosen": set_alike(build(path, 5, 2, ("mlp.out", "attn.v", "mlp.in")), rng, rank=5),
-        "defaults": set_alike(build(path), rng, rank=4),
+        "chosen": build(path, 5, 2, ("mlp.out", "attn.v", "mlp.in")),
+        "defaults": build(path),
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
-    found = {}
+    found = {"the device that is asked for is ignored": _ignores_the_device(build, path)}
+    started = [list_started(models_built["defaults"]), list_started(build(str(path)))]
+    found["As that are alike in two models"] = sum(
+        torch.equal(a, b) for a, b in itertools.product(*started)
+    )
+    for (_, model), model_rank in zip(models_built.items(), (5, 4), strict=True):
+        set_alike(model, rng, rank=model_rank)
     for name, model in models_built.items():
         found[name] = {
             "shapes of what is trained": list_shapes(model.trainable_parameters()),
@@ -757,9 +781,9 @@ def rank_alpha_and_sites(student, rng):
 
 @check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
 def dropout(student, rng):
-    """A model with dropout in its config: .train() changes no logit and unfreezes nothing"""
+    """Qwen2 with dropout in its config: .train() changes no logit and unfreezes nothing"""
     ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, "llama", sites=("attn.q", "mlp.in")), rng)
+    model = set_alike(boot(student, "qwen", sites=("attn.q", "mlp.gate")), rng)
     logits = {"new": score(model, ids, mask)}
     logits["after .train()"] = score(model.train(), ids, mask)
     trained = list_trained(model)
@@ -856,11 +880,11 @@ def sites_that_do_not_fire(student, rng):
 
 
 @check(
-    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("shallow"), **CLOSE
+    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("deep"), **CLOSE
 )
 def one_row(student, rng):
-    """One row, no mask: the logits with A B alpha/rank added to the weights of every site"""
-    model = set_alike(boot(student, "shallow"), rng)
+    """One row, 11 blocks: the logits with A B alpha/rank added to the weights of every site"""
+    model = set_alike(boot(student, "deep"), rng)
     return model(rng.integers(3, 512, 1, 5))
 
 
@@ -983,7 +1007,7 @@ def every_way_of_calling(student, rng):
     with torch.no_grad():
         found["no_grad"] = model(ids)
     model.train()
-    found |= {"after train()": model(ids), "after train(), again": model(ids)}
+    found |= {"after train()": model(ids), "after train(), again": model(input_ids=ids)}
     model.eval()
     found["after eval()"] = model(ids)
     found |= measure_gradients(model, found["after eval()"].square().mean())
@@ -1036,6 +1060,7 @@ def inside_and_after(student, rng):
         found["inside"] = model(ids)
         cached = model(ids, use_cache=True, return_type="logits_and_cache")
         found["inside, with a cache"] = cached[0]
+        found["what is trained, inside"] = measure(model.trainable_parameters())
     return found | {"after": model(ids)}
 
 
@@ -1217,9 +1242,9 @@ def _is_the_same_model(observed, reference):
 
 @check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
-    """Different adapters on each site: merged is hooked; all comes back, after errors too"""
+    """Different adapters on all of 11 blocks: merged is hooked; all comes back, after errors too"""
     ids, mask = ragged_batch(rng)
-    model = set_apart(boot(student, "gpt2"), rng)
+    model = set_apart(boot(student, "deep"), rng)
     found = {"hooked": score(model, ids, mask)}
     with model.reference():
         found["reference"] = score(model, ids, mask)
@@ -1365,7 +1390,7 @@ def parameters_by_backward(self):
     **CLOSE,
 )
 def shapes_of_the_parameters(student, rng):
-    """Rank 3 on k and mlp.in of 1 block: 2 pairs, A [32, 3] and B [3, 16] or [3, 48]"""
+    """Rank 3 on k and mlp.in of 1 block: 2 pairs, A [32, 3] and B [3, 20] or [3, 48]"""
     model = set_alike(boot(student, "llama", sites=("attn.k", "mlp.in")), rng)
     parameters = list(model.trainable_parameters())
     logits = model(rng.integers(3, 512, 1, 5))
@@ -1527,9 +1552,9 @@ def _save_and_load(
 
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
-    """A new adapter is saved as safetensors, then another one; what loads it becomes the same"""
+    """11 blocks: a new adapter is saved as safetensors, then another; what loads it is the same"""
     sites = ("attn.q",)
-    return _save_and_load(student, rng, "gpt2", sites, sites, str, "adapter.safetensors")
+    return _save_and_load(student, rng, "deep", sites, sites, str, "adapter.safetensors")
 
 
 @check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters)
@@ -1547,16 +1572,16 @@ def loaded_into_another(student, rng):
 
 
 LOADED_WRONGLY = {
-    "the same shapes of another site": ("q and in", "o and in"),
-    "a site too few": ("q and in", "q"),
-    "a site too many": ("q", "q and in"),
-    "rank 1 into rank 3": ("q and in", "q and in, rank 1"),
-    "rank 6 into rank 3": ("q and in", "q and in, rank 6"),
-    "transposed matrices": ("q and in", "q and in, transposed"),
-    "one block into two": ("q of two blocks", "q of one block"),
-    "two blocks into one": ("q of one block", "q of two blocks"),
-    "an A of one row": ("q and in", "q and in, one row"),
-    "one B of one column": ("q and in", "q and in, one column"),
+    "the same shapes of another site": ("k and in", "v and in"),
+    "a site too few": ("k and in", "k"),
+    "a site too many": ("k", "k and in"),
+    "rank 1 into rank 3": ("k and in", "k and in, rank 1"),
+    "rank 6 into rank 3": ("k and in", "k and in, rank 6"),
+    "transposed matrices": ("k and in", "k and in, transposed"),
+    "one block into eleven": ("q of eleven blocks", "q of one block"),
+    "eleven blocks into one": ("q of one block", "q of eleven blocks"),
+    "an A of one row": ("k and in", "k and in, one row"),
+    "one B of one column": ("k and in", "k and in, one column"),
 }
 
 
@@ -1596,9 +1621,9 @@ def _rejects_what_does_not_fit(observed, reference):
 def adapters_that_do_not_fit(student, rng):
     """Another rank or size of A or B, other, too few or too many sites or blocks are errors"""
     ids, mask = ragged_batch(rng)
-    sites = {"q and in": ("attn.q", "mlp.in"), "o and in": ("attn.o", "mlp.in"), "q": ("attn.q",)}
+    sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     built = {name: boot(student, "llama", sites=chosen) for name, chosen in sites.items()}
-    built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
+    built["q of eleven blocks"] = boot(student, "deep", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
     changes |= {"one row": _cut_to_a_row, "one column": _cut_to_a_column}
@@ -1609,9 +1634,9 @@ def adapters_that_do_not_fit(student, rng):
             set_apart(model, rng).save_adapter(paths[name])
             found["logits saved"][name] = score(model, ids, mask)
         for change, function in changes.items():
-            name = f"q and in, {change}"
+            name = f"k and in, {change}"
             new_path = Path(folder) / f"{name}.safetensors"
-            paths[name] = rewrite_file(paths["q and in"], function, new_path)
+            paths[name] = rewrite_file(paths["k and in"], function, new_path)
         for case, (into, other) in LOADED_WRONGLY.items():
             found[case] = is_error(built[into].load_adapter, paths[other])
         for name, model in built.items():
@@ -1680,14 +1705,20 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def small_and_large_batches(student, rng):
-    """One row, two tokens, one target; every token; 321 targets; slices, which stay as they were"""
+    """One row, two tokens, one target; every token; 321 targets; slices; the inputs stay"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
     *large, large_mask = sft_batch(rng, rows=40, seq=30)
     order = large_mask[:, 1:].flatten().cumsum(0).reshape(40, 29)
     large_mask[:, 1:] &= order <= 321  # one more than five chunks of 64
     two = torch.tensor([[False, True]])
     return {
-        "two tokens": with_inputs_after(student.calc_sft_loss, logits[:1, :2], tokens[:1, :2], two),
+        "two tokens": student.calc_sft_loss(logits[:1, :2], tokens[:1, :2], two),
+        "one row": with_inputs_after(
+            student.calc_sft_loss,
+            logits[:1],
+            tokens[:1].clone(),
+            torch.tensor([[False, False, True, False, True]]),
+        ),
         "all": student.calc_sft_loss(logits, tokens, torch.ones_like(loss_mask)),
         "ragged": with_inputs_after(
             student.calc_sft_loss, sliced(logits), sliced(tokens), sliced(loss_mask)

@@ -253,6 +253,7 @@ class WithoutTransformerLens(_Common):
             "mlp.out": "mlp.down_proj",
         },
     }
+    NAMES["qwen2"] = NAMES["llama"]
 
     def __init__(self, name, rank=4, alpha=32, sites=ATTENTION, device=None, dtype=None):
         super().__init__()

@@ -1,10 +1,11 @@
 """Wrong answers to chapter 0, each with what a good teacher would say of it."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from solutions.ch0_sampling import Samples, encode_prompts, get_completion_mask, sample_next_token
-from utils.grading.answers import edit, wrong
+from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
 GET_LOGPROBS = [
     edit(
@@ -1496,3 +1497,129 @@ def views_of_the_logprobs(logprobs, advantages, mask):
     kept = mask.view(-1)
     products = logprobs.view(-1)[kept] * advantages.detach().view(-1)[kept]
     return products.sum() / max(len(products), 1)
+
+
+@wrong(
+    "get_logprobs",
+    "The argument has another name, so a call with prefix_len=3 raises a TypeError. Keep the names "
+    "that the exercise gives.",
+)
+def prefix_len_by_another_name(logits, tokens, prompt_len=1, temperature=1.0):
+    z, ids = logits[:, prompt_len - 1 : -1] / temperature, tokens[:, prompt_len:]
+    return z.gather(-1, ids[..., None]).squeeze(-1) - z.logsumexp(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "view() raises an error on some positions of each row, such as those that predict the "
+    "completion: they are a part of a larger tensor. Use reshape, or work along the last axis.",
+)
+def entropy_of_views(logits):
+    flat = logits.view(-1, logits.shape[-1])
+    logprobs = flat.log_softmax(-1).masked_fill(flat == -torch.inf, 0.0)
+    return -(flat.softmax(-1) * logprobs).sum(-1).view(logits.shape[:-1])
+
+
+@wrong(
+    "masked_mean",
+    "The argument is called dim: a call with dim=1 raises a TypeError. Keep the names that the "
+    "exercise gives.",
+)
+def axis_for_dim(values, mask, axis=None):
+    kept = values.masked_fill(~mask, 0.0)
+    return kept.sum(axis) / mask.sum(axis).clamp(min=1)
+
+
+@wrong(
+    "sample_next_token",
+    "numpy() raises an error on logits that carry gradient, as a model's do outside no_grad. "
+    "Detach them first.",
+)
+def through_numpy(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    z = logits.numpy().astype(np.float64)
+    if temperature == 0:
+        return torch.from_numpy(z.argmax(-1))
+    z = (z - z.max(-1, keepdims=True)) / temperature
+    order = np.argsort(-z, axis=-1)
+    z = np.take_along_axis(z, order, -1)
+    z[:, top_k or z.shape[-1] :] = -np.inf
+    probs = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    if top_p is not None and top_p < 1:
+        probs[probs.cumsum(-1) - probs >= top_p] = 0
+        probs /= probs.sum(-1, keepdims=True)
+    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64).numpy()
+    chosen = (probs.cumsum(-1) < u).sum(-1, keepdims=True).clip(max=probs.shape[-1] - 1)
+    return torch.from_numpy(np.take_along_axis(order, chosen, -1)[:, 0])
+
+
+@wrong(
+    "get_completion_mask",
+    "view() raises an error on the columns after a prompt, which are a part of a larger tensor. "
+    "Use reshape, or work along the last axis.",
+)
+def views_of_the_ids(completion_ids, eos_token_id):
+    n = completion_ids.shape[1]
+    flat = completion_ids.view(-1)
+    mask = torch.ones_like(flat, dtype=torch.bool)
+    for i in (flat == eos_token_id).nonzero().flatten().tolist():
+        mask[i + 1 : (i // n + 1) * n] = False
+    return mask.view(-1, n)
+
+
+CONTEXT_AND_GRADIENTS = [
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "gradients_stay_off",
+        "Gradients are off for good after the first sampling, and training raises an error. Use "
+        "`with torch.no_grad():`, which puts back what was there before.",
+        edits=(
+            Edit("get_samples", "@torch.no_grad()\n", ""),
+            Edit(
+                "get_samples",
+                "    tokenizer = model.tokenizer\n",
+                "    tokenizer = model.tokenizer\n    torch.set_grad_enabled(False)\n",
+            ),
+        ),
+    ),
+    edit(
+        "get_samples",
+        "last_position_refused",
+        "len(sequence) + max_new_tokens <= model.cfg.n_ctx",
+        "len(sequence) + max_new_tokens < model.cfg.n_ctx",
+        "A prompt and a completion that just fill the context are refused: off by one. The model "
+        "has n_ctx positions, so n_ctx tokens fit.",
+        within="encode_prompts",
+    ),
+]
+
+
+@wrong(
+    "calc_expected_policy_gradient",
+    "The gradients go into a float32 tensor, and its product with float64 probabilities raises an "
+    "error. Make it in the dtype of the logits.",
+)
+def a_table_of_float32(logits, rewards, baseline):
+    probs = logits.softmax(-1)
+    n = len(probs)
+    gradients = torch.zeros(n, n)
+    for a in range(n):
+        for v in range(n):
+            gradients[a, v] = (rewards[a] - baseline) * (float(a == v) - probs[v])
+    mean = probs @ gradients
+    return mean, probs @ (gradients - mean) ** 2
+
+
+@wrong(
+    "calc_expected_policy_gradient",
+    "You make the caller's own logits require a gradient: updating them in place raises an error "
+    "afterwards. Work on `logits.detach().clone()`.",
+)
+def marks_the_logits(logits, rewards, baseline):
+    logits.requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    rows = [torch.autograd.grad(z, logits, retain_graph=True)[0] for z in logprobs]
+    gradients = (rewards - baseline)[:, None] * torch.stack(rows)
+    probs = logprobs.exp().detach()
+    mean = probs @ gradients
+    return mean, probs @ (gradients - mean) ** 2

@@ -2368,3 +2368,148 @@ def views_of_the_arguments(logits, tokens, loss_mask):
     kept = kept.roll(-1, 1).view(-1)  # of the position that predicts the target
     following = tokens.roll(-1, 1).view(-1)
     return F.cross_entropy(logits.view(-1, logits.shape[-1])[kept], following[kept])
+
+
+ON_OTHER_MODELS = [
+    edit(
+        BUILD,
+        "sizes_from_the_config",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
+        "LoraLayer(*sizes.get(site.split('.', 2)[2], _get_in_out(linear)), rank, alpha) "
+        "for d in [base.cfg.d_model] for sizes in [{'attn.q': (d, d), 'attn.o': (d, d)}] "
+        "for site, linear in self._linears.items()",
+        "The output of q and the input of o are taken for d_model wide. They are as wide as all "
+        "heads together, which another head size makes another number: ask the layer's weight.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "architectures_by_name",
+        'available = sorted({site.split(".", 2)[2] for site in linears})',
+        'available = [*ATTENTION_SITES, "mlp.in", "mlp.out"]\n'
+        '        if base.cfg.architecture == "LlamaForCausalLM":\n'
+        '            available.append("mlp.gate")',
+        "mlp.gate is refused on every architecture but Llama, though Qwen2's fires as well. Look "
+        "at what fires, not at a name.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "takes_no_string",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name.resolve(), device, dtype)",
+        "A name that is a string raises an error. Wrap a folder: `Path(name)` takes both.",
+    ),
+    edit(
+        BUILD,
+        "device_ignored",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name, dtype=dtype)",
+        "device has no effect. Pass it on.",
+    ),
+    edit(
+        BUILD,
+        "seeds_the_global_generator",
+        "        return cls(",
+        "        torch.manual_seed(0)\n        return cls(",
+        "The same seed is set each time: every model starts with the same A, whatever seed the "
+        "caller has set. Leave seeds to the caller.",
+    ),
+    edit(
+        CALL,
+        "blocks_by_their_prefix",
+        "for site, layer in self.adapters.items())",
+        "for block in range(self.cfg.n_layers) for site, layer in self.adapters.items() "
+        "if site.startswith(f'blocks.{block}'))",
+        "`blocks.1` begins `blocks.10` too, whose adapters are then on twice. Compare with the dot "
+        "that follows: `blocks.1.`",
+        within=RUN,
+    ),
+]
+
+
+@wrong(
+    CALL,
+    "The argument has another name, so a call with input_ids=... raises a TypeError. Keep the "
+    "names that the exercise gives.",
+)
+def tokens_for_input_ids(self, tokens, attention_mask=None, **kwargs):
+    return TransformerWithLora.forward(self, tokens, attention_mask, **kwargs)
+
+
+@wrong(
+    REFERENCE,
+    "The adapters are set to zero inside: what save_adapter writes there is lost. Turn the hooks "
+    "off, and leave the adapters as they are.",
+)
+@contextmanager
+def adapters_zeroed_through_data(self):
+    with self._in_mode("reference"):
+        saved = [layer.lora_B.data.clone() for layer in self._layers]
+        try:
+            for layer in self._layers:
+                layer.lora_B.data.zero_()
+            yield self
+        finally:
+            for layer, lora_B in zip(self._layers, saved, strict=True):
+                layer.lora_B.data.copy_(lora_B)
+
+
+@wrong(
+    MERGED,
+    "`blocks.1` begins `blocks.10` too, so its adapters are folded in twice. Go through the sites "
+    "once, or compare with the dot that follows.",
+)
+@contextmanager
+def blocks_merged_by_their_prefix(self):
+    with self._in_mode("merged"):
+        saved = [linear.weight.data.clone() for linear in self._linears.values()]
+        try:
+            for block in range(self.cfg.n_layers):
+                for (site, linear), layer in zip(self._linears.items(), self._layers, strict=True):
+                    if site.startswith(f"blocks.{block}"):
+                        delta = layer.compute_delta().detach()
+                        delta = delta.T if isinstance(linear, nn.Linear) else delta
+                        linear.weight.data.copy_(linear.weight.data.float() + delta)
+            yield self
+        finally:
+            for linear, weight in zip(self._linears.values(), saved, strict=True):
+                linear.weight.data.copy_(weight)
+
+
+@wrong(
+    SAVE,
+    "The names have one digit for the block, so block 10 overwrites block 1. Keep all of it.",
+)
+def blocks_saved_by_one_digit(self, path):
+    state = {}
+    for site, layer in self.adapters.items():
+        start = f"blocks.{site[len('blocks.')]}.{site.split('.', 2)[2]}"
+        state |= {f"{start}.lora_A": layer.lora_A.data, f"{start}.lora_B": layer.lora_B.data}
+    save_file(state, path)
+
+
+@wrong(
+    LOAD,
+    "The names are sorted as text in the file and by number in the model, so that block 10's "
+    "adapters go to block 2. Copy by name.",
+)
+def sorted_as_text(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
+        raise ValueError("sites or shapes do not fit")
+    theirs = sorted(state, key=lambda n: (n.split(".", 2)[2], n.split(".")[1]))
+    ours = sorted(own, key=lambda n: (n.split(".", 2)[2], int(n.split(".")[1])))
+    for mine, name in zip(ours, theirs, strict=True):
+        own[mine].copy_(state[name])
+
+
+@wrong(
+    "calc_sft_loss",
+    "contiguous() copies nothing where there is a single row, so that -100 is written into the "
+    "caller's tokens. Clone them, or use masked_fill.",
+)
+def labels_written_into_one_row(logits, tokens, loss_mask):
+    labels = tokens[:, 1:].contiguous()
+    labels[~loss_mask[:, 1:]] = -100
+    return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels.flatten())
