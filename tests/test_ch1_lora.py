@@ -808,12 +808,10 @@ class OfTheClassAsked:
         return ByHuggingFace(*args, **kwargs)
 
 
-@check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
-def initial_adapters(student, rng):
-    """On each of 11 blocks: an A of its own and B = 0; in a subclass as well"""
+def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
     rank, sites = rng.integer(17, 24), ("mlp.out", "attn.q")
     descendant = type(f"Descendant{rng.integer(0, 10**6)}", (student.TransformerWithLora,), {})
-    model = boot(SimpleNamespace(TransformerWithLora=descendant), "deep", rank=rank, sites=sites)
+    model = boot(SimpleNamespace(TransformerWithLora=descendant), kind, rank=rank, sites=sites)
     trained = list(model.trainable_parameters())
     found = {
         "the class of what a subclass builds": type(model).__name__,
@@ -822,7 +820,7 @@ def initial_adapters(student, rng):
             int(p.count_nonzero()) for p in trained if p.shape[-1] != rank
         ),
     }
-    for d_in in (get_sizes("deep", site)[0] for site in sites):
+    for d_in in (get_sizes(kind, site)[0] for site in sites):
         # Each of them in units of the bound: uniform in ±1.
         started = [p.detach() * d_in**0.5 for p in trained if p.shape == (d_in, rank)]
         pairs = itertools.combinations(started, 2)
@@ -836,6 +834,18 @@ def initial_adapters(student, rng):
             ),
         }
     return found
+
+
+@check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
+def initial_adapters(student, rng):
+    """On each of two blocks: an A of its own and B = 0; in a subclass as well"""
+    return _look_at_new_adapters(student, rng, "gpt2")
+
+
+@check("TransformerWithLora.from_pretrained", slow=True, expected=OfTheClassAsked(), **CLOSE)
+def adapters_of_eleven_blocks(student, rng):
+    """On each of 11 blocks: an A of its own and B = 0; in a subclass as well"""
+    return _look_at_new_adapters(student, rng, "deep")
 
 
 # The relative error of the logits is about 7e-3 and 8e-4; in float32 it is 2e-7.
@@ -880,10 +890,17 @@ def sites_that_do_not_fire(student, rng):
 
 
 @check(
-    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("deep"), **CLOSE
+    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("shallow"), **CLOSE
 )
 def one_row(student, rng):
-    """One row, 11 blocks: the logits with A B alpha/rank added to the weights of every site"""
+    """One row, no mask: the logits with A B alpha/rank added to the weights of every site"""
+    model = set_alike(boot(student, "shallow"), rng)
+    return model(rng.integers(3, 512, 1, 5))
+
+
+@check("TransformerWithLora.forward", slow=True, expected=forward_by_hugging_face("deep"), **CLOSE)
+def eleven_blocks(student, rng):
+    """11 blocks, each with adapters of its own"""
     model = set_alike(boot(student, "deep"), rng)
     return model(rng.integers(3, 512, 1, 5))
 
@@ -1240,11 +1257,9 @@ def _is_the_same_model(observed, reference):
     return None
 
 
-@check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
-def restored_bit_for_bit(student, rng):
-    """Different adapters on all of 11 blocks: merged is hooked; all comes back, after errors too"""
+def _merge_and_leave(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
-    model = set_apart(boot(student, "deep"), rng)
+    model = set_apart(boot(student, kind), rng)
     found = {"hooked": score(model, ids, mask)}
     with model.reference():
         found["reference"] = score(model, ids, mask)
@@ -1281,6 +1296,18 @@ def restored_bit_for_bit(student, rng):
     found["merged() once more"] = is_error(enter, model.merged)
     found["other weights changed"] = len(list_changed(weights, model))
     return found | {"hooks left behind": count_hooks(model) - hooks}
+
+
+@check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
+def restored_bit_for_bit(student, rng):
+    """Different adapters on each site: merged is hooked; all comes back, after errors too"""
+    return _merge_and_leave(student, rng, "gpt2")
+
+
+@check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model)
+def merged_in_eleven_blocks(student, rng):
+    """11 blocks, each with adapters of its own: merged is hooked; all comes back"""
+    return _merge_and_leave(student, rng, "deep")
 
 
 @check(
@@ -1552,7 +1579,14 @@ def _save_and_load(
 
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
-    """11 blocks: a new adapter is saved as safetensors, then another; what loads it is the same"""
+    """A new adapter is saved as safetensors, then another one; what loads it becomes the same"""
+    sites = ("attn.q",)
+    return _save_and_load(student, rng, "gpt2", sites, sites, str, "adapter.safetensors")
+
+
+@check("TransformerWithLora.save_adapter", slow=True, holds=_holds_the_adapters)
+def saved_from_eleven_blocks(student, rng):
+    """11 blocks, each with an adapter of its own in the file"""
     sites = ("attn.q",)
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter.safetensors")
 
@@ -1571,6 +1605,13 @@ def loaded_into_another(student, rng):
     return _save_and_load(student, rng, "gpt2", sites, sites[::-1], str, "adapter")
 
 
+@check("TransformerWithLora.load_adapter", slow=True, holds=_is_loaded)
+def loaded_into_eleven_blocks(student, rng):
+    """11 blocks, each of which gets its own adapter from the file"""
+    sites = ("attn.q",)
+    return _save_and_load(student, rng, "deep", sites, sites, str, "adapter")
+
+
 LOADED_WRONGLY = {
     "the same shapes of another site": ("k and in", "v and in"),
     "a site too few": ("k and in", "k"),
@@ -1578,8 +1619,8 @@ LOADED_WRONGLY = {
     "rank 1 into rank 3": ("k and in", "k and in, rank 1"),
     "rank 6 into rank 3": ("k and in", "k and in, rank 6"),
     "transposed matrices": ("k and in", "k and in, transposed"),
-    "one block into eleven": ("q of eleven blocks", "q of one block"),
-    "eleven blocks into one": ("q of one block", "q of eleven blocks"),
+    "one block into two": ("q of two blocks", "q of one block"),
+    "two blocks into one": ("q of one block", "q of two blocks"),
     "an A of one row": ("k and in", "k and in, one row"),
     "one B of one column": ("k and in", "k and in, one column"),
 }
@@ -1623,7 +1664,7 @@ def adapters_that_do_not_fit(student, rng):
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     built = {name: boot(student, "llama", sites=chosen) for name, chosen in sites.items()}
-    built["q of eleven blocks"] = boot(student, "deep", sites=("attn.q",))
+    built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
     changes |= {"one row": _cut_to_a_row, "one column": _cut_to_a_column}

@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from transformer_lens.model_bridge import TransformerBridge
 from transformers import AutoModelForCausalLM
 
 from solutions.ch1_lora import (
@@ -25,7 +26,7 @@ from tests.course.helpers import (
     ragged_batch,
     randomize,
 )
-from utils.models.loading import ALL_LINEAR_SITES
+from utils.models.loading import ALL_LINEAR_SITES, NativeLayerNorm, load_base_model
 
 
 def test_a_new_layer_is_uniform_in_a_and_zero_in_b():
@@ -401,3 +402,31 @@ def test_sft_teaches_one_mood(embedded):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def look_into_a_layer_norm(base, ids):
+    """Logits, a gradient, logits when a hook doubles a norm's inside, and what the hooks saw."""
+    seen = []
+    ends = [(f"blocks.1.ln2.hook_{end}", lambda x, hook: seen.append(x)) for end in ("in", "out")]
+    with base.hooks(fwd_hooks=ends):
+        logits = base(ids)
+    weight = base.blocks[0].attn.o.original_component.weight
+    (gradient,) = torch.autograd.grad(logits.square().mean(), weight)
+    inside = [("blocks.1.ln2.hook_normalized", lambda x, hook: seen.append(x) or 2 * x)]
+    with base.hooks(fwd_hooks=inside):
+        changed = base(ids)
+    assert len(seen) == 3
+    assert not torch.allclose(changed, logits, atol=1e-2)
+    return [logits, gradient, changed, *seen]
+
+
+def test_layer_norms_are_native_until_someone_looks_inside(checkpoints):
+    """The values, the gradients and what hooks see are those of the bridge that TransformerLens
+    boots."""
+    ours = load_base_model(checkpoints["gpt2"], device="cpu")
+    theirs = TransformerBridge.boot_transformers(str(checkpoints["gpt2"]), device="cpu")
+    ids = torch.arange(3, 23).reshape(2, 10)
+    found = [look_into_a_layer_norm(base.train(False), ids) for base in (ours, theirs)]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert sum(isinstance(m, NativeLayerNorm) for m in ours.modules()) == 5

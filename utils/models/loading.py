@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import NormalizationBridge
 from transformers.utils import logging
 
 from utils.validation import require
@@ -11,6 +13,20 @@ from utils.validation import require
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 CONTROL_MODEL = Path(__file__).parent / "control"  # of chapter 5's control experiment
 ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")  # of GPT-2
+
+
+class NativeLayerNorm(NormalizationBridge):
+    """A bridge's layer norm by PyTorch's own kernel, unless someone looks inside it.
+
+    The bridge composes it of eight operations, whose backward passes are a fifth of an update on
+    the embedded model.
+    """
+
+    def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        points = (self.hook_scale, self.hook_normalized)
+        if any(point.fwd_hooks or point.bwd_hooks for point in points):
+            return super().forward(hidden_states, **kwargs)
+        return self.hook_out(self.original_component(self.hook_in(hidden_states)))
 
 
 def load_base_model(
@@ -41,7 +57,7 @@ def load_base_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     logging.disable_progress_bar()
     try:
-        return TransformerBridge.boot_transformers(
+        base = TransformerBridge.boot_transformers(
             str(name), device=device, dtype=dtype or torch.float32
         )
     except OSError as error:
@@ -49,3 +65,7 @@ def load_base_model(
             f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
             f"hub, but there is no folder {given!r} here and the hub did not give it: {error}"
         ) from error
+    for module in base.modules():
+        if type(module) is NormalizationBridge and type(module.original_component) is nn.LayerNorm:
+            module.__class__ = NativeLayerNorm
+    return base
