@@ -2421,8 +2421,8 @@ ON_OTHER_MODELS = [
         "for site, layer in self.adapters.items())",
         "for block in range(self.cfg.n_layers) for site, layer in self.adapters.items() "
         "if site.startswith(f'blocks.{block}'))",
-        "`blocks.1` begins `blocks.10` too, whose adapters are then on twice. Compare with the dot "
-        "that follows: `blocks.1.`",
+        "`blocks.1` begins `blocks.10` too, whose adapters are then on twice. Compare with "
+        "`blocks.1.`, the dot included.",
         within=RUN,
     ),
 ]
