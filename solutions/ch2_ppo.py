@@ -607,7 +607,7 @@ class RLHFTrainer:
         prompts = [all_prompts[row] for row in rows]
         with self.model.merged():
             samples = get_samples(
-                get_decoder(self.model.base),  # the same samples as the model's own, sooner
+                get_decoder(self.model),  # the same samples, sooner
                 prompts,
                 args.gen_len,
                 args.temperature,
@@ -718,6 +718,8 @@ class RLHFTrainer:
 
     def measure_entropy(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
         """The policy's entropy at the sampling temperature, in nats per token."""
+        if self.args.ent_coef == 0:
+            logits = logits.detach()  # it is only recorded
         scaled = self._select_scaled(minibatch, logits)
         entropy = calc_entropy_bonus(scaled, minibatch.mask, ent_coef=1.0)
         self.metrics["entropy"].append(entropy.item())

@@ -26,7 +26,7 @@ def sample_prompts(
     generator = torch.Generator(device).manual_seed(seed)
     batches = []
     with model.merged():
-        decoder = get_decoder(model.base)
+        decoder = get_decoder(model)
         for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
             batch = prompts[start : start + rows]
             batches.append(get_samples(decoder, batch, gen_len, temperature, generator=generator))

@@ -30,7 +30,7 @@ def assert_same(ours, plain):
 def test_samples_are_those_of_the_plain_sampler(embedded, seed, options):
     model = randomize(embedded)
     with model.merged():
-        decoder = get_decoder(model.base)
+        decoder = get_decoder(model)
         assert isinstance(decoder, Gpt2Decoder)
         assert_same(sample(decoder, seed=seed, **options), sample(model, seed=seed, **options))
 
@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_bridge_beyond_the_allocated_cache(embedded):
     ids, mask = encode_prompts(model, PROMPTS, 100, prepend_bos=True)
     generator = torch.Generator().manual_seed(0)
     with model.merged():
-        decoder, caches = get_decoder(model.base), [None, None]
+        decoder, caches = get_decoder(model), [None, None]
         step = ids
         for _ in range(100):
             found = []
@@ -61,9 +61,9 @@ def test_logits_are_those_of_the_bridge_beyond_the_allocated_cache(embedded):
 def test_it_has_the_weights_of_the_context_that_it_is_made_in(embedded):
     model = randomize(embedded)
     with model.merged():
-        policy = sample(get_decoder(model.base))
+        policy = sample(get_decoder(model))
     with model.reference():
-        reference = sample(get_decoder(model.base))
+        reference = sample(get_decoder(model))
         assert_same(reference, sample(model))
     assert policy.texts != reference.texts
 
@@ -79,7 +79,7 @@ def test_each_distinct_prompt_is_read_once_and_rows_that_ended_leave(embedded, m
     monkeypatch.setattr(Gpt2Block, "project", count)
     prompts = ["Q: 12+34\n"] * 20 + ["Q: 5+6\n"] * 20
     with embedded.merged():
-        samples = sample(get_decoder(embedded.base), prompts)
+        samples = sample(get_decoder(embedded), prompts)
     rows = rows[:: embedded.cfg.n_layers]
     assert rows[0] == (2, samples.prompt_len)
     going_on = samples.attention_mask[:, samples.prompt_len :].sum(0)  # [completion]
@@ -90,19 +90,32 @@ def test_each_distinct_prompt_is_read_once_and_rows_that_ended_leave(embedded, m
     assert rows[-1][0] < 20  # the test would be empty if all ended together
 
 
-def test_other_architectures_and_hooked_models_are_left_as_they_are(embedded, checkpoints):
-    llama = TransformerWithLora.from_pretrained(checkpoints["llama"], device="cpu").base
-    assert get_decoder(llama) is llama
-    base = embedded.base
-    with base.hooks(fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x)]):
-        assert get_decoder(base) is base
-    base.original_model.config.scale_attn_by_inverse_layer_idx = True
-    assert get_decoder(base) is base
+def test_logits_in_bfloat16_are_those_of_the_bridge(checkpoints):
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu", dtype=torch.bfloat16)
+    ids, mask = encode_prompts(randomize(model), PROMPTS, 4, prepend_bos=True)
+    options = {"attention_mask": mask, "use_cache": True, "return_type": "logits_and_cache"}
+    with model.merged(), torch.no_grad():
+        plain, fast = (called(ids, **options)[0][:, -1] for called in (model, get_decoder(model)))
+    error = (fast.float() - plain).norm() / plain.norm()
+    assert error < 0.02  # a bfloat16 has 8 binary digits
+
+
+def test_what_cannot_be_decoded_is_left_as_it_is(embedded, checkpoints):
+    llama = TransformerWithLora.from_pretrained(checkpoints["llama"], device="cpu")
+    with llama.merged():
+        assert get_decoder(llama) is llama
+    assert get_decoder(embedded) is embedded  # its adapters are hooks
+    with embedded.reference():
+        with embedded.base.hooks(fwd_hooks=[("blocks.0.hook_out", lambda x, hook: x)]):
+            assert get_decoder(embedded) is embedded
+        assert isinstance(get_decoder(embedded), Gpt2Decoder)
+        embedded.base.original_model.config.scale_attn_by_inverse_layer_idx = True
+        assert get_decoder(embedded) is embedded
 
 
 def test_a_model_with_grouped_attention_or_dropout_samples_as_before(lora):
     with lora.merged():
-        assert_same(sample(get_decoder(lora.base), tokens=12), sample(lora, tokens=12))
+        assert_same(sample(get_decoder(lora), tokens=12), sample(lora, tokens=12))
 
 
 def test_the_trainer_samples_the_same_with_and_without(tmp_path, monkeypatch):
@@ -114,7 +127,7 @@ def test_the_trainer_samples_the_same_with_and_without(tmp_path, monkeypatch):
 
     torch.manual_seed(0)
     ours = roll()
-    monkeypatch.setattr("solutions.ch2_ppo.get_decoder", lambda base: base)
+    monkeypatch.setattr("solutions.ch2_ppo.get_decoder", lambda model: model)
     torch.manual_seed(0)
     plain = roll()
     for name in ("input_ids", "attention_mask", "mask", "logprobs", "advantages"):

@@ -1,15 +1,15 @@
 """A faster forward pass for sampling: what a TransformerBridge of a GPT-2 computes, with less work.
 
 `get_samples` in chapter 0 is the plain sampler. It calls a model once a token, and accepts
-whatever is called as a bridge is: `get_decoder(base)` is such a thing. The loop, the random
+whatever is called as a bridge is: `get_decoder(model)` is such a thing. The loop, the random
 numbers and, to rounding, the logits stay the same; what is left out is
 
 - the hooks, some thirty Python calls a block;
 - the prompt's forward pass for all but one of its copies in a group;
 - a copy of the whole cache a token: the cache is allocated ahead, and grows by steps;
-- three of four multiplications for queries, keys and values: one product with their weights
-  side by side;
-- the rows that have ended: they leave the batch.
+- two of three products for queries, keys and values: their weights stand side by side;
+- the forward pass of rows that have ended (they are still drawn for, as the random numbers are
+  those of the plain sampler).
 
 Other architectures are decoded by the bridge itself.
 """
@@ -28,18 +28,21 @@ GROW = 64  # tokens by which a cache grows
 LEAVE = 0.75  # rows leave when at most this share of those in the cache goes on
 
 
-def get_decoder(base: TransformerBridge) -> "TransformerBridge | Gpt2Decoder":
-    """`base` made faster for `get_samples`, with its weights as they are now.
+def get_decoder(model: nn.Module) -> "nn.Module | Gpt2Decoder":
+    """A `TransformerWithLora` made faster for `get_samples`, with its weights as they are now.
 
-    Inside `merged()` that is the policy, inside `reference()` the reference. A model of another
-    architecture, or with hooks of the reader's own, is returned as it is.
+    Inside `merged()` that is the policy, inside `reference()` the reference. Outside of both, where
+    the adapters are hooks, `model` itself is returned; likewise for other architectures and for
+    models with hooks of the reader's own.
     """
+    base = model.base
     config = base.original_model.config
     is_plain = config.model_type == "gpt2" and not (
         config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn
     )
     has_hooks = any(point.fwd_hooks for point in base.hook_dict.values())
-    return Gpt2Decoder(base) if is_plain and not has_hooks else base
+    is_bare = is_plain and not has_hooks and model._mode != "hooked"
+    return Gpt2Decoder(base) if is_bare else model
 
 
 @dataclass
@@ -88,7 +91,9 @@ class Gpt2Decoder:
             return self._read_prompts(input_ids, attention_mask)
         return self._read_token(input_ids, attention_mask, past_key_values)
 
-    def _read_prompts(self, input_ids, attention_mask):
+    def _read_prompts(
+        self, input_ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch seq"]
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
         """Each distinct prompt once; its copies share the result."""
         seq = input_ids.shape[1]
         both, copies = torch.unique(
@@ -109,23 +114,29 @@ class Gpt2Decoder:
             cache.values.append(F.pad(v[copies], (0, 0, 0, GROW)))
         return self._unembed(x[:, -1:])[copies], cache
 
-    def _read_token(self, input_ids, attention_mask, cache: Cache):
+    def _read_token(
+        self,
+        input_ids: Int[Tensor, "batch 1"],
+        attention_mask: Int[Tensor, "batch total"],
+        cache: Cache,
+    ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
         goes_on = attention_mask[cache.rows, -1].nonzero().squeeze(-1)
         if len(goes_on) <= LEAVE * len(cache.rows):
             cache.keep(goes_on)
         if cache.length == cache.keys[0].shape[2]:
             cache.grow()
-        here, cache.length = cache.length, cache.length + 1
+        position, cache.length = cache.length, cache.length + 1
+        here = slice(position, position + 1)
         mask = attention_mask[cache.rows]
         heads = self.cfg.n_heads
-        hidden = torch.zeros(mask.shape, dtype=cache.keys[0].dtype, device=mask.device)
-        hidden = hidden.masked_fill_(mask == 0, -torch.inf).repeat_interleave(heads, dim=0)
+        bias = torch.zeros(mask.shape, dtype=cache.keys[0].dtype, device=mask.device)
+        bias = bias.masked_fill_(mask == 0, -torch.inf).repeat_interleave(heads, dim=0)
         x = self._embed(input_ids[cache.rows], mask.sum(-1, keepdim=True) - 1)
         for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            q, keys[:, :, here : here + 1], values[:, :, here : here + 1] = block.project(x)
+            q, keys[:, :, here], values[:, :, here] = block.project(x)
             # For one query a row, two products of batches beat the fused attention on a CPU.
             q, k, v = (part.flatten(0, 1)[:, : cache.length] for part in (q, keys, values))
-            scores = torch.baddbmm(hidden[:, None], q, k.mT, alpha=q.shape[-1] ** -0.5)
+            scores = torch.baddbmm(bias[:, None], q, k.mT, alpha=q.shape[-1] ** -0.5)
             attended = scores.softmax(-1) @ v  # [(row head) 1 d_head]
             x = block.finish(x, attended.unflatten(0, (-1, heads)))
         logits = self._unembed(x)
@@ -134,13 +145,15 @@ class Gpt2Decoder:
         everyone = logits.new_zeros(len(input_ids), *logits.shape[1:])
         return everyone.index_copy(0, cache.rows, logits), cache
 
-    def _embed(self, ids, positions) -> Float[Tensor, "row seq d_model"]:
-        tokens, places = (
+    def _embed(
+        self, ids: Int[Tensor, "row seq"], positions: Int[Tensor, "row seq"]
+    ) -> Float[Tensor, "row seq d_model"]:
+        wte, wpe = (
             part.original_component.weight for part in (self.base.embed, self.base.pos_embed)
         )
-        return F.embedding(ids, tokens) + F.embedding(positions, places)
+        return F.embedding(ids, wte) + F.embedding(positions, wpe)
 
-    def _unembed(self, x) -> Float[Tensor, "row seq vocab"]:
+    def _unembed(self, x: Float[Tensor, "row seq d_model"]) -> Float[Tensor, "row seq vocab"]:
         return self.base.unembed.original_component(self.base.ln_final.original_component(x))
 
 
@@ -166,7 +179,9 @@ class Gpt2Block:
             qkv, "row seq (part head d) -> part row head seq d", part=3, head=self.n_heads
         )
 
-    def finish(self, x, attended: Float[Tensor, "row head seq d_head"]):
+    def finish(
+        self, x: Float[Tensor, "row seq d_model"], attended: Float[Tensor, "row head seq d_head"]
+    ) -> Float[Tensor, "row seq d_model"]:
         """The rest of the block, from what attention read."""
         x = x + self.out(rearrange(attended, "row head seq d -> row seq (head d)"))
         return x + self.mlp_out(self.act(self.mlp_in(self.ln2(x))))

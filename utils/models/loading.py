@@ -18,8 +18,8 @@ ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")
 class NativeLayerNorm(NormalizationBridge):
     """A bridge's layer norm by PyTorch's own kernel, unless someone looks inside it.
 
-    The bridge composes it of eight operations, whose backward passes are a fifth of an update on
-    the embedded model.
+    The bridge composes it of eight operations, whose backward passes took 4 to 20% of an update of
+    the embedded model on a CPU.
     """
 
     def forward(self, hidden_states: Tensor, **kwargs) -> Tensor:
