@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all start chapters release
+.PHONY: demo test test-all start chapters release bench
 demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
 	$(PY) -m utils.demo
 
@@ -22,6 +22,9 @@ chapters: $(VENV)/.installed  ## rebuild the notebooks, and run those with solut
 
 release: $(VENV)/.installed  ## course bundles and the autograder, into dist/
 	$(PY) -m utils.authoring.release
+
+bench: $(VENV)/.installed  ## against TRL, generate() and the machine, side by side: runs/bench.json
+	$(PY) -m utils.bench
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" || \

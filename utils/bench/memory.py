@@ -1,0 +1,78 @@
+"""Peak memory of a PPO phase as batch, vocabulary and length grow.
+
+The textbook's way stores the reference's logits with the rollout; ours computes them for each
+minibatch and lets go of them. Minibatches have 16 rows everywhere.
+"""
+
+from pathlib import Path
+
+from utils.bench.measuring import measure_peak, run_apart
+from utils.bench.models import Work, make_trainer, run_step, save_random
+
+ROWS = 16  # in a minibatch
+VOCABULARIES = (512, 50257)
+BATCHES, LENGTHS = (16, 32, 64), (20, 40, 80)
+
+
+def measure_memory(folder: Path, rounds: int) -> dict:
+    """MiB that a phase adds to the process, by vocabulary, batch and length, for both ways."""
+    del rounds  # a peak is no time
+    results = []
+    for vocabulary in VOCABULARIES:
+        path = save_random(folder / f"vocab-{vocabulary}", 4, 128, 4, vocabulary)
+        cases = [(batch, 40) for batch in BATCHES] + [(32, length) for length in LENGTHS]
+        for batch, length in dict.fromkeys(cases):
+            row = {"vocabulary": vocabulary, "batch": batch, "length": length}
+            for way in ("ours", "textbook"):
+                row[way] = run_apart(_measure_phase, path, batch, length, way)["added"]
+            results.append(row)
+    return results
+
+
+def _measure_phase(folder: Path, batch: int, length: int, way: str) -> dict:
+    work = Work(n_prompts=batch, group_size=1, gen_len=length)
+    trainer = make_trainer(folder, work, "ppo", num_minibatches=batch // ROWS)
+    if way == "textbook":
+        store_reference_logits(trainer)
+    run_step(make_trainer(folder, Work(1, 1, 2), "ppo"))  # what a first phase loads
+    return measure_peak(lambda: run_step(trainer))
+
+
+def store_reference_logits(trainer) -> None:
+    """Make `trainer` keep the reference's logits with the rollout, as textbooks do."""
+    import torch
+
+    from solutions.ch0_sampling import select_completion
+    from solutions.ch2_ppo import calc_kl_penalty
+
+    rollout_phase = trainer.rollout_phase
+
+    stored = {}
+
+    @torch.no_grad()
+    def roll():
+        memory = rollout_phase()
+        prompt_len, rows = (
+            memory.input_ids.shape[1] - memory.mask.shape[1],
+            trainer.args.minibatch_size,
+        )
+        with trainer.model.reference():
+            for start in range(0, memory.n_rows, rows):
+                chosen = slice(start, start + rows)
+                logits = trainer.model(memory.input_ids[chosen], memory.attention_mask[chosen])
+                if start == 0:
+                    shape = memory.n_rows, memory.mask.shape[1], logits.shape[-1]
+                    stored["logits"] = logits.new_empty(shape)
+                stored["logits"][chosen] = select_completion(logits, prompt_len)
+        memory.row = torch.arange(memory.n_rows)
+        memory.names.append("row")
+        return memory
+
+    def measure_kl(minibatch, logits):
+        prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
+        logits, ref_logits = select_completion(logits, prompt_len), stored["logits"][minibatch.row]
+        kl = calc_kl_penalty(logits, ref_logits, minibatch.mask, kl_coef=1.0)
+        trainer.metrics["kl_exact"].append(kl.item())
+        return kl
+
+    trainer.rollout_phase, trainer.measure_kl = roll, measure_kl

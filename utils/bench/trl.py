@@ -1,0 +1,130 @@
+"""The same GRPO step by `trl.GRPOTrainer` with PEFT, in the best configuration found for a CPU."""
+
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformer_lens  # noqa: F401  before transformers
+from datasets import Dataset
+from peft import LoraConfig
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from utils.bench.models import PEFT_SITES, Work, make_data, save_embedded
+
+EAGER, STATIC = {"attn_implementation": "eager"}, {"cache_implementation": "static"}
+CONFIGURATIONS = {  # that were tried; TRL's own defaults are the last but one
+    "float32, sdpa": {},
+    "float32, eager attention": EAGER,
+    "float32, sdpa, static cache": STATIC,
+    "float32, eager attention, static cache": EAGER | STATIC,
+    "bfloat16 autocast, checkpointing": {"bf16": True, "gradient_checkpointing": True},
+    "bfloat16 autocast": {"bf16": True},
+}
+
+
+def reward(completions: list[str], answers: list[str], **_) -> list[float]:
+    """`reward_fn_addition`, for TRL."""
+    return [
+        float(text.endswith(f"A: {answer}"))
+        for text, answer in zip(completions, answers, strict=True)
+    ]
+
+
+class AfterStep(TrainerCallback):
+    """Measures TRL's steps, and calls `between` between them, outside the measurement.
+
+    Stops the training when `between` returns True.
+    """
+
+    def __init__(self, between: Callable[[int], bool | None]):
+        self.between, self.seconds, self.start = between, [], None
+
+    def on_train_begin(self, *_, **__):
+        self.start = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **_):
+        self.seconds.append(time.perf_counter() - self.start)
+        if self.between(len(self.seconds)):
+            control.should_training_stop = True
+        self.start = time.perf_counter()
+
+
+def make_trl_trainer(
+    folder: Path | str,
+    out: Path | str,
+    work: Work,
+    steps: int,
+    between: Callable[[int], bool | None] = lambda step: None,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    **options,
+) -> tuple[GRPOTrainer, AfterStep]:
+    """A trainer for `steps` steps of `work`, and the callback that has their seconds."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts, answers = make_data()
+    prompts = [tokenizer.bos_token + prompt for prompt in prompts]  # TRL prepends none
+    config = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": work.batch_size,
+        "num_generations": work.group_size,
+        "max_completion_length": work.gen_len,
+        "learning_rate": work.lr,
+        "lr_scheduler_type": "constant",
+        "beta": work.beta,
+        "loss_type": "grpo",
+        "max_steps": steps,
+        "max_grad_norm": 1.0,
+        "seed": seed,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    callback = AfterStep(between)
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attn_implementation, dtype=torch.float32
+        ),
+        args=GRPOConfig(**config | options),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_dict({"prompt": prompts, "answers": answers}),
+        processing_class=tokenizer,
+        peft_config=LoraConfig(
+            r=work.rank,
+            lora_alpha=32,
+            lora_dropout=0.0,
+            target_modules=PEFT_SITES,
+            fan_in_fan_out=True,
+        ),
+        callbacks=[callback],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer, callback
+
+
+@functools.cache
+def choose_configuration(steps: int = 3) -> tuple[str, dict[str, float]]:
+    """The fastest of `CONFIGURATIONS` at `Work()` on the embedded model, and the median seconds a
+    step of each: there and back through the list, `steps` steps each time after a first one."""
+    seconds = {name: [] for name in CONFIGURATIONS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_embedded(Path(name) / "embedded")
+        order = [*CONFIGURATIONS, *reversed(CONFIGURATIONS)]
+        for tried in tqdm(order, desc="TRL's configurations", leave=False):
+            trainer, clock = make_trl_trainer(
+                folder, Path(name) / "out", Work(), steps + 1, **CONFIGURATIONS[tried]
+            )
+            trainer.train()
+            seconds[tried] += clock.seconds[1:]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return min(medians, key=medians.get), medians
