@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from utils.models.loading import EMBEDDED_MODEL
+from utils.models.loading import EMBEDDED_MODEL, keep_booted
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1, "qwen": 1}
@@ -52,6 +52,7 @@ def get_checkpoint(kind: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     save_checkpoint(kind, folder)
+    keep_booted(folder)
     return folder
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch2_ppo
-from solutions.ch0_sampling import get_samples
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from tests import models, trainers
 from tests.inputs import (
@@ -1845,9 +1844,7 @@ def a_short_run_that_learns(student, rng):
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         trainer = student.RLHFTrainer(args, model)
         for name in ("before", "after"):
-            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
-            ids = samples.completion_ids * samples.completion_mask
-            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
+            sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
     return sampled

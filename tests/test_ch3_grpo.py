@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch3_grpo
-from solutions.ch0_sampling import get_logprobs, get_samples
+from solutions.ch0_sampling import get_logprobs
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import (
     ReplayMemory,
@@ -1381,9 +1381,7 @@ def a_short_run_of_grpo(student, rng):
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         trainer = student.GrpoTrainer(args, model)
         for name in ("before", "after"):
-            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
-            ids = samples.completion_ids * samples.completion_mask
-            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
+            sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
     return sampled

@@ -4,8 +4,6 @@ The order of `trainable_parameters()` is free, so parameters of one shape get th
 what is observed of them is sorted.
 """
 
-import copy
-import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformer_lens.model_bridge import TransformerBridge
 
-from solutions.ch0_sampling import Samples
+from solutions.ch0_sampling import Samples, get_samples
 from tests import models
 from tests.inputs import NAN, poison, ragged_mask
+from utils.models.decoding import get_decoder
 from utils.models.loading import load_base_model
 
 RANK = 3  # no other size of the small models: it tells adapters from the value head
@@ -47,12 +45,6 @@ def set_gradients(parameters: list[Tensor], rng) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
-@functools.cache
-def _boot(kind: str, dtype: torch.dtype) -> TransformerBridge:
-    """Only ever copied: booting takes three times as long."""
-    return load_base_model(models.get_checkpoint(kind), "cpu", dtype)
-
-
 def make_model(
     model_class: type,
     rng,
@@ -61,7 +53,7 @@ def make_model(
     **options: Any,
 ) -> nn.Module:
     """What `model_class.from_pretrained` gives, on a base of its own, filled by `rng`."""
-    base = copy.deepcopy(_boot(kind, dtype or rng.dtype))
+    base = load_base_model(models.get_checkpoint(kind), "cpu", dtype or rng.dtype)
     return fill(model_class(base, RANK, **options), rng)
 
 
@@ -345,6 +337,14 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
     if (surprise - policy.entropy()).sum().abs() > 8 * variance.sum().sqrt():
         return "the tokens do not have the probabilities of the adapted policy at its temperature"
     return None
+
+
+def sample_ids(model, prompt: str, rng) -> Tensor:
+    """64 completions of 12 tokens, 0 behind an end."""
+    with model.merged():
+        samples = get_samples(get_decoder(model), [prompt] * 64, 12, generator=rng.new_generator())
+    ids = samples.completion_ids * samples.completion_mask
+    return F.pad(ids, (0, 12 - ids.shape[1]))
 
 
 def find_no_learning(observed, reference):

@@ -26,7 +26,8 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     The KL is the exact one where the run computed it, else the k3 estimate; a run without a
     reference has no line there. Saved as an image if `path` is given.
     """
-    figure = Figure(figsize=(11, 6.5), layout="constrained")
+    figure = Figure(figsize=(11, 6.5))
+    figure.subplots_adjust(0.06, 0.08, 0.98, 0.9, wspace=0.15, hspace=0.35)
     if len(histories) == 1:
         figure.suptitle(next(iter(histories)))
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from tests.attacks.containers import make_containers, make_notebook
+from utils.grading import batch as batch_module
 from utils.grading import sandbox
 from utils.grading.answers import get_mistakes, make_source
 from utils.grading.checks import get_checks, get_stems
-from utils.grading.intake import name_submissions, read_submission
+from utils.grading.intake import VARIANTS, get_variant, name_submissions, read_submission
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, format_points, load_points
 from utils.grading.probes import collect_sources
@@ -405,6 +406,20 @@ def test_wrong_arguments_are_named(arguments, said, tmp_path):
     result = run_grade(*[str(tmp_path / "out") if a == "OUT" else a for a in arguments])
     assert result.returncode == 2
     assert said in result.stderr
+
+
+def test_a_worker_goes_on_with_the_seeds_that_it_has_met():
+    """The reference runs once for each worker and seeds: at most once more than there are seeds."""
+    waiting = [f"student-{number:02}" for number in range(40)]
+    pairs = [batch_module.Pair(None, (0, 0)) for _ in range(2)]
+    for turn in range(40):  # one worker is three times as fast
+        pair = pairs[turn % 4 == 0]
+        name = batch_module._choose(waiting, pair, pairs)
+        waiting.remove(name)
+        pair.variants.add(get_variant(name))
+    assert waiting == []
+    assert pairs[0].variants | pairs[1].variants == set(range(VARIANTS))
+    assert sum(len(pair.variants) for pair in pairs) <= VARIANTS + 1
 
 
 # --- Mistakes ----------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ import nbformat
 import pytest
 import torch
 
+from tests import models
 from utils.grading import answers, engine, mutants
 from utils.grading.checks import Rng, get_checks, get_reference, get_stems
 from utils.grading.comparison import find_mismatch, measure_gap
 from utils.grading.notebook import check as check_in_notebook
 from utils.grading.observation import Answers, NotDefined, Raised, observe, to_plain
 from utils.grading.submission import load_submission
+from utils.models import loading
 
 ROOT = Path(__file__).parents[2]
 STEMS = get_stems()
@@ -431,3 +433,22 @@ def test_one_exercise_is_chosen_by_name():
     assert all("calc_reinforce_objective" in line for line in lines)
     assert any("mistake:" in line for line in lines)
     assert any("alternative:" in line for line in lines)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in models.N_LAYERS if kind != "deep"])
+def test_the_models_of_the_checks_are_copies_that_share_nothing(kind):
+    folder = models.get_checkpoint(kind)
+    booted = loading._boot(str(folder), "cpu", torch.float32)
+    one, other = (loading.load_base_model(folder, device="cpu") for _ in range(2))
+    parts = [{*map(id, [*m.modules(), *m.parameters(), *m.buffers()])} for m in (one, other)]
+    assert parts[0].isdisjoint(parts[1])
+    assert list(one.state_dict()) == list(booted.state_dict())
+    ids, fired = torch.tensor([[5, 7, 9]]), []
+    point = one.hook_dict["blocks.0.attn.o.hook_out"]
+    point.add_hook(lambda value, hook: fired.append(hook) or value + 1)
+    for parameter in one.parameters():
+        parameter.data += 1
+    torch.testing.assert_close(other(ids, return_type="logits"), booted(ids, return_type="logits"))
+    assert not fired
+    one(ids, return_type="logits")
+    assert fired == [point]

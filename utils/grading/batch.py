@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing import reduction
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.grading import sandbox
+from utils.grading.intake import get_variant
 
 ROOT = Path(__file__).parents[2]
 TRIES = 2
@@ -52,6 +52,7 @@ class Pair:
     connection: Connection
     pids: tuple[int, int]
     name: str | None = None
+    variants: set[int] = field(default_factory=set)  # of the seeds that it has met
 
 
 def grade_all(
@@ -61,14 +62,16 @@ def grade_all(
 
     Raises ValueError for a file of points that is wrong.
     """
-    waiting = deque(todo)
+    waiting = list(todo)
     tries: dict[str, int] = {}
     pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
     try:
         while True:
             for pair in pairs:
                 if pair.name is None and waiting:
-                    pair.name = waiting.popleft()
+                    pair.name = _choose(waiting, pair, pairs)
+                    waiting.remove(pair.name)
+                    pair.variants.add(get_variant(pair.name))
                     with contextlib.suppress(BrokenPipeError):
                         pair.connection.send((pair.name, todo[pair.name].absolute()))
             busy = {pair.connection: pair for pair in pairs if pair.name is not None}
@@ -84,13 +87,25 @@ def grade_all(
                     pairs[pairs.index(pair)] = _start(options)
                     tries[name] = tries.get(name, 0) + 1
                     if tries[name] < TRIES:
-                        waiting.appendleft(name)
+                        waiting.insert(0, name)
                         continue
                     report = make_empty_report(name, "grading it ended the grader's process")
                 yield name, report
     finally:
         for pair in pairs:
             _stop(pair)
+
+
+def _choose(waiting: list[str], pair: Pair, pairs: list[Pair]) -> str:
+    """A submission for whose seeds the pair's worker has run the reference, if one is left; else
+    one for whose seeds no worker has."""
+    met = set().union(*(other.variants for other in pairs))
+
+    def rank(name: str) -> tuple[bool, bool]:
+        variant = get_variant(name)
+        return variant not in pair.variants, variant in met
+
+    return min(waiting, key=rank)
 
 
 def _receive(connection: Connection) -> Any:

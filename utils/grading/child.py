@@ -7,6 +7,7 @@ the fork, and never with a solution, an oracle or the checks' modules as they ar
 import ast
 import contextlib
 import importlib
+import marshal
 import os
 import sys
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,7 @@ from utils.grading.extraction import (
 from utils.grading.observation import Answers, Raised, observe
 from utils.grading.stand_in import Chapter, alone, answer_with, build_module, find_answer
 from utils.models.loading import load_base_model
+from utils.plotting import plot_history
 
 
 def prepare() -> None:
@@ -43,13 +45,13 @@ def run(action: str, arguments: dict[str, Any]) -> bytes:
 
 
 def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
-    """What a file defines of the chapters' names. Only parses.
+    """What a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
-    Gives, by chapter, the defined names; the selected source and what to compile it with; what is
-    wrong with the file; and how many definitions are stubs.
+    Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file;
+    and how many definitions are stubs.
     """
     defined: set[str] = set()
-    problems, stubs, flags, selected = {}, 0, 0, ""
+    problems, stubs, code = {}, 0, b""
     for name, data in files:
         try:
             parsed = parse(data, name)
@@ -59,18 +61,29 @@ def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[
         else:
             defined |= set().union(*map(get_bound_names, statements))
             stubs += count_stubs(statements)
-            flags, selected = get_future_flags(parsed), join(statements)
+            code = compile_each(join(statements), name, get_future_flags(parsed))
     return {
         "stubs": stubs,
         "defined": {stem: sorted(defined & mine) for stem, mine in names.items() if defined & mine},
         "problems": problems,
-        "flags": flags,
-        "selected": torch.tensor([*selected.encode(errors="replace")], dtype=torch.uint8),
+        "code": torch.frombuffer(bytearray(code), dtype=torch.uint8),
     }
 
 
+def compile_each(source: str, name: str, flags: int) -> bytes:
+    """Of each statement its line and its code; in place of what the compiler refuses, an error."""
+    compiled = []
+    for statement in ast.parse(source).body:
+        try:
+            code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
+        except Exception as error:
+            code = compile(f"raise SyntaxError({str(error)!r})", name, "exec")
+        compiled.append((statement.lineno, code))
+    return marshal.dumps(compiled)
+
+
 def check(
-    files: list[tuple[str, str, int]],
+    files: list[tuple[str, bytes]],
     helpers: list[tuple[str, bytes]],
     chapter: Chapter,
     exercise: str,
@@ -81,7 +94,7 @@ def check(
 ) -> dict[str, Any]:
     """Run a probe with every seed on what the files define.
 
-    files: of each its name, the selected source, and flags for `compile`.
+    files: of each its name and its code, from `compile_each`.
     helpers: scripts of the submission that hold no exercise, for it to import.
     chapter: this chapter's, without the exercise. modules: the probe's (`probes.collect_sources`).
     """
@@ -129,29 +142,28 @@ def offer(helpers: list[tuple[str, bytes]]) -> None:
     sys.path.append(os.getcwd())
 
 
-def load(files: list[tuple[str, str, int]], stem: str) -> tuple[dict[str, Any], str]:
+def load(files: list[tuple[str, bytes]], stem: str) -> tuple[dict[str, Any], str]:
     """What the files define, and what went wrong while they did."""
     module = build_module(stem, "from __future__ import annotations")
     said = []
-    for name, source, flags in files:
-        for statement in ast.parse(source).body:
+    for name, data in files:
+        for line, code in marshal.loads(data):
             try:
-                code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
                 exec(code, module.__dict__)
             except BaseException as error:  # costs what it defines
-                where = f"{name}, line {statement.lineno}"
-                said.append(f"{where}: {type(error).__name__}: {error}"[:300])
+                said.append(f"{name}, line {line}: {type(error).__name__}: {error}"[:300])
     return module.__dict__, "\n".join(said[:20])
 
 
 def warm_up(name: str) -> None:
-    """Before the fork: what boots, runs and trains a model for the first time takes longer."""
+    """Before the fork: what boots, runs, trains and plots for the first time takes longer."""
     model = load_base_model(name, device="cpu")
     ids = torch.ones(2, 4, dtype=torch.long)
     model(ids, attention_mask=ids, return_type="logits").sum().backward()
     with torch.no_grad():
         model(ids, attention_mask=ids, use_cache=True, return_type="logits_and_cache")
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+    plot_history({"run": [{"phase": 1, "reward": 0.0}]}, Path(os.devnull))
 
 
 def import_all(modules: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 SUFFIXES = (".ipynb", ".py")
 MOST_FILES = 200
 MOST_BYTES = 2**25  # of all files together
+VARIANTS = 2  # of the seeds, among the submissions: a worker runs the reference once for each
 SKIPPED = {"__MACOSX", "__pycache__", "node_modules", "site-packages", "venv"}
 
 
@@ -49,6 +50,11 @@ def name_submissions(paths: list[Path]) -> dict[str, Path]:
         name if counts[name] == 1 else f"{name}-{hashlib.sha256(bytes(path)).hexdigest()[:8]}": path
         for path, name in names.items()
     }
+
+
+def get_variant(name: str) -> int:
+    """Which of the seeds a submission gets."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % VARIANTS
 
 
 def _clean(name: str) -> str:

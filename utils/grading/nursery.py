@@ -22,17 +22,21 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from utils.grading import child, zygote
+from utils.grading import child, sandbox, zygote
 from utils.grading.intake import read_submission
+from utils.models.loading import boot_ahead
 
 ROOT = Path(__file__).parents[2]
 # What chapters and probes import, some of it only when it is used: a child cannot.
 PRELOADED = (
     "transformer_lens", "torch", "torch._dynamo", "torch.distributions", "torch.func",
-    "torch.multiprocessing.reductions", "numpy", "einops", "jaxtyping", "tabulate", "tqdm.auto",
-    "matplotlib.pyplot", "safetensors.torch", "transformers", "wandb", "IPython.display",
+    "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
+    "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
+    "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
+    "wandb", "IPython.display",
     "utils.course", "utils.evaluation", "utils.plotting", "utils.rewards", "utils.tracking",
-    "utils.validation", "utils.models.corpus", "utils.models.loading",
+    "utils.validation", "utils.models.corpus", "utils.models.decoding", "utils.models.loading",
 )  # fmt: skip
 
 
@@ -64,8 +68,11 @@ def prepare(folder: Path) -> None:
     os.waitpid(maker, 0)
     os.environ["COURSE_CHECKPOINTS"] = str(folder)
     child.warm_up(f"{folder}/shallow")
+    for name in ("embedded", *(path.parent for path in folder.glob("*/config.json"))):
+        boot_ahead(name)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page
+    sandbox.use_huge_pages()
 
 
 def _save_checkpoints(folder: Path) -> None:
@@ -78,9 +85,10 @@ def _save_checkpoints(folder: Path) -> None:
 def _start(theirs: Connection) -> tuple[int, int]:
     """Fork a zygote, then the worker that it serves."""
     to_zygote, of_zygote = Pipe()
+    place = _get_place()
     first = os.fork()
     if first == 0:
-        _become(lambda own: zygote.serve(own, _get_place()), of_zygote)
+        _become(lambda own: zygote.start(own, place), of_zygote)
     of_zygote.close()
     second = os.fork()
     if second == 0:
@@ -125,7 +133,7 @@ def _get_place() -> zygote.Place:
     }
     folders |= {str(ROOT / "utils" / "models" / "embedded"), os.environ["COURSE_CHECKPOINTS"]}
     inside = {f for f in folders if not ROOT.is_relative_to(f)}
-    return zygote.Place(tuple(sorted(inside)), str(Path(__file__)))
+    return zygote.Place(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
 
 
 def _work(connection: Connection, to_zygote: Connection) -> None:

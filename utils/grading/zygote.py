@@ -1,9 +1,9 @@
 """Processes that run a student's code: one is forked for each check, from one that imported torch.
 
 The zygote holds no solution, no check and no student code. It gets jobs from the trusted process,
-and for each forks a keeper, which forks the child in namespaces of its own, reads its reply up to
-a length and a time, and ends it with all that it started. The reply is bytes (`wire`): nothing of
-it is executed or unpickled.
+and for each forks a child in namespaces of its own, reads its reply up to a length and a time, and
+ends it with all that it started. The reply is bytes (`wire`): nothing of it is executed or
+unpickled.
 """
 
 import contextlib
@@ -24,15 +24,16 @@ from utils.grading import child, sandbox
 from utils.grading.wire import MOST_BYTES
 
 _HEADER = struct.Struct("<Q")
-SPARE_SECONDS = 20  # that a keeper gets beyond its child's, before it is given up
 
 
 @dataclass(frozen=True)
 class Place:
-    """What is the same for all jobs: what a child may read, and a file that it may not."""
+    """What is the same for all jobs: what a child may read, a file that it may not, and a process
+    outside."""
 
     readable: tuple[str, ...]
     forbidden: str
+    outside: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,15 @@ class Job:
     seconds: int
     arguments: dict = field(default_factory=dict)
     earlier: dict = field(default_factory=dict)  # source of the solutions of earlier chapters
+
+
+def start(connection: Connection, place: Place) -> None:
+    """`serve`, in namespaces where processes may be separated."""
+    if sandbox.become_root() and (pid := os.fork()) != 0:
+        os.waitpid(pid, 0)
+        return
+    sandbox.end_with_parent()
+    serve(connection, place)
 
 
 def serve(connection: Connection, place: Place) -> None:
@@ -104,54 +114,32 @@ def ask(connection: Connection, job: Job) -> Reply:
 
 
 def _run(job: Job, place: Place) -> bytes:
-    """Fork the keeper, and pass on what it says."""
+    """Fork the child, read its reply up to a length and a time, end it with all that it started."""
     folder = tempfile.mkdtemp(prefix="grading-")
     reader, writer = os.pipe()
-    keeper = os.fork()
-    if keeper == 0:
-        _keep(job, place, folder, writer)
-    os.close(writer)
     try:
-        data, _ = _read(reader, time.monotonic() + job.seconds + SPARE_SECONDS)
-    finally:
-        os.close(reader)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(keeper, signal.SIGKILL)
-        os.waitpid(keeper, 0)
-        shutil.rmtree(folder, ignore_errors=True)
-    return data or _pack_reply(Reply("ended"))
-
-
-def _keep(job: Job, place: Place, folder: str, out: int) -> None:
-    """The keeper: start the child, wait for its reply, end it. Does not return."""
-    try:
-        sandbox.end_with_parent()
-        entered = sandbox.separate()
-        keeper = os.getpid()
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            _be_child(job, place, folder, entered, writer, keeper)
+        with sandbox.separate_processes():
+            pid = os.fork()
+            if pid == 0:
+                _be_child(job, place, folder, writer)
         os.close(writer)
         data, outcome = _read(reader, time.monotonic() + job.seconds)
         for end in (os.kill, os.killpg):  # the group, where there is no namespace to end with it
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 end(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        frames = _split(data)
-        protections = json.loads(frames[0]) if frames else []
-        if outcome == "done" and len(frames) < 2:
-            outcome = "ended"
-        protections = (*protections, "wall clock") if protections else ()
-        reply = Reply(outcome, frames[1] if outcome == "done" else b"", protections)
-        _write(out, _pack_reply(reply))
     finally:
-        os._exit(0)
+        os.close(reader)
+        shutil.rmtree(folder, ignore_errors=True)
+    frames = _split(data)
+    protections = json.loads(frames[0]) if frames else []
+    if outcome == "done" and len(frames) < 2:
+        outcome = "ended"
+    protections = (*protections, "wall clock") if protections else ()
+    return _pack_reply(Reply(outcome, frames[1] if outcome == "done" else b"", protections))
 
 
-def _be_child(
-    job: Job, place: Place, folder: str, entered: list[str], writer: int, keeper: int
-) -> None:
+def _be_child(job: Job, place: Place, folder: str, writer: int) -> None:
     """The child: nothing open but the way back, sandboxed, then the job. Does not return."""
     try:
         sandbox.end_with_parent()
@@ -164,8 +152,8 @@ def _be_child(
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         with contextlib.suppress(OSError):  # short of memory, the system should end this one first
             Path("/proc/self/oom_score_adj").write_text("1000")
-        limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, keeper)
-        _write_frame(writer, json.dumps(sandbox.enter(limits, entered)).encode())
+        limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, place.outside)
+        _write_frame(writer, json.dumps(sandbox.enter(limits)).encode())
         _write_frame(writer, child.run(job.action, job.arguments))
     finally:
         os._exit(0)  # an error here, or an exit of the student's: there is no reply
