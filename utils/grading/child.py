@@ -10,6 +10,7 @@ import importlib
 import marshal
 import os
 import sys
+import tempfile
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -66,7 +67,7 @@ def inspect(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[
         "stubs": stubs,
         "defined": {stem: sorted(defined & mine) for stem, mine in names.items() if defined & mine},
         "problems": problems,
-        "code": torch.frombuffer(bytearray(code), dtype=torch.uint8),
+        "code": torch.tensor([*code], dtype=torch.uint8),
     }
 
 
@@ -163,7 +164,8 @@ def warm_up(name: str) -> None:
     with torch.no_grad():
         model(ids, attention_mask=ids, use_cache=True, return_type="logits_and_cache")
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
-    plot_history({"run": [{"phase": 1, "reward": 0.0}]}, Path(os.devnull))
+    with tempfile.TemporaryDirectory() as folder:
+        plot_history({"run": [{"phase": 1, "reward": 0.0}]}, Path(folder, "metrics.png"))
 
 
 def import_all(modules: tuple[str, ...]) -> None:

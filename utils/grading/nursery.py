@@ -29,7 +29,7 @@ from utils.models.loading import boot_ahead
 ROOT = Path(__file__).parents[2]
 # What chapters and probes import, some of it only when it is used: a child cannot.
 PRELOADED = (
-    "transformer_lens", "torch", "torch._dynamo", "torch.distributions", "torch.func",
+    "encodings.utf_8_sig", "transformer_lens", "torch", "torch._dynamo", "torch.distributions", "torch.func",
     "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
     "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
