@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more hang in a forked child
 
 from tqdm import tqdm
 
-from utils.grading import batch, reporting, sandbox
+from utils.grading import batch, protections, reporting
 from utils.grading.intake import name_submissions, read_submission
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +118,7 @@ def _show_progress(done: Iterable, total: int, left: int) -> Iterable:
 def _find_lacking(reports: list[dict[str, Any]]) -> list[str]:
     """The protections that some graded submission did without."""
     active = [set(report["protections"]) for report in reports if report["chapters"]]
-    return sorted(set(sandbox.PROTECTIONS) - set.intersection(*active)) if active else []
+    return sorted(set(protections.PROTECTIONS) - set.intersection(*active)) if active else []
 
 
 def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from tests.attacks.containers import make_containers, make_notebook
 from utils.grading import batch as batch_module
-from utils.grading import sandbox
+from utils.grading import protections
 from utils.grading.answers import get_mistakes, make_source
 from utils.grading.checks import get_checks, get_stems
 from utils.grading.intake import VARIANTS, get_variant, name_submissions, read_submission
@@ -208,7 +208,7 @@ def test_attacks_change_nothing_outside(batch):
 
 @linux
 def test_every_protection_is_reported(batch):
-    assert set(batch["reports"]["full"]["protections"]) == set(sandbox.PROTECTIONS)
+    assert set(batch["reports"]["full"]["protections"]) == set(protections.PROTECTIONS)
 
 
 @linux

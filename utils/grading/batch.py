@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-from utils.grading import sandbox
+from utils.grading import protections
 from utils.grading.intake import get_variant
 
 ROOT = Path(__file__).parents[2]
@@ -125,14 +125,14 @@ def make_empty_report(name: str, problem: str) -> dict[str, Any]:
 
 
 def find_missing_protections(options: Options) -> list[str]:
-    """Those of `sandbox.PROTECTIONS` that a child does not have here."""
+    """Those of `protections.PROTECTIONS` that a child does not have here."""
     pair = _start(options)
     try:
         pair.connection.send(None)
         active = _receive(pair.connection)
     finally:
         _stop(pair)
-    return [name for name in sandbox.PROTECTIONS if name not in active]
+    return [name for name in protections.PROTECTIONS if name not in active]
 
 
 @functools.cache

@@ -29,14 +29,14 @@ from utils.models.loading import boot_ahead
 ROOT = Path(__file__).parents[2]
 # What chapters and probes import, some of it only when it is used: a child cannot.
 PRELOADED = (
-    "encodings.utf_8_sig", "transformer_lens", "torch", "torch._dynamo", "torch.distributions", "torch.func",
-    "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
+    "encodings.utf_8_sig", "transformer_lens", "torch", "torch._dynamo", "torch.distributions",
+    "torch.func", "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
     "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
-    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
-    "wandb", "IPython.display",
-    "utils.course", "utils.evaluation", "utils.plotting", "utils.rewards", "utils.tracking",
-    "utils.validation", "utils.models.corpus", "utils.models.decoding", "utils.models.loading",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
+    "IPython.display", "utils.course", "utils.evaluation", "utils.plotting", "utils.rewards",
+    "utils.tracking", "utils.validation", "utils.models.corpus", "utils.models.decoding",
+    "utils.models.loading",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from utils.grading import child, sandbox
+from utils.grading import child, protections, sandbox
 from utils.grading.wire import MOST_BYTES
 
 _HEADER = struct.Struct("<Q")
@@ -153,7 +153,8 @@ def _be_child(job: Job, place: Place, folder: str, writer: int) -> None:
         with contextlib.suppress(OSError):  # short of memory, the system should end this one first
             Path("/proc/self/oom_score_adj").write_text("1000")
         limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, place.outside)
-        _write_frame(writer, json.dumps(sandbox.enter(limits)).encode())
+        sandbox.enter(limits)
+        _write_frame(writer, json.dumps(protections.confirm(limits)).encode())
         _write_frame(writer, child.run(job.action, job.arguments))
     finally:
         os._exit(0)  # an error here, or an exit of the student's: there is no reply
