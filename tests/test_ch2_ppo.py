@@ -171,8 +171,8 @@ def random_review(rng, words, n):
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
-        after = choose(rng, ("", "", ".", ",", "!", "?", ";", ":", "...", '"', "'", ")"))
-        text += choose(rng, ("", "", "", '"', "'", "(")) + word + after + choose(rng, "  \n\n/")
+        after = choose(rng, ("", "", *".,!?;:\"')*]-&", "..."))
+        text += choose(rng, ("", "", "", *"\"'(*[-")) + word + after + choose(rng, "  \n\n/")
     return text
 
 
@@ -185,7 +185,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of every kind, in any case, with line breaks, and as "great", (dull) or bad/boring"""
+    """Words of any kind and case, with line breaks, and as "great", *fine*, [dull] or bad/boring"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     return reward_each(student, [random_review(rng, words, n) for n in range(12)])
 
@@ -260,12 +260,14 @@ def worked_normal_rewards(student, rng):
 
 @check("normalize_reward", points=2, seeds=2, expected=reward_by_statistics)
 def random_rewards(student, rng):
-    """Random rewards, 2 and more, several eps; the rewards stay as they were"""
+    """Random rewards, 2 and more, several eps, no gradient; the rewards stay as they were"""
     rewards, f = rng.normal(9, mean=4, std=3), student.normalize_reward
+    weights = rng.normal(9)
     return by_case(
         {
             "default eps": with_inputs_after(f, rewards),
             "eps 0.7": with_inputs_after(f, rewards, eps=0.7),
+            "weighted": call_with_gradients(lambda r: f(r) * weights, rewards=rewards),
         }
     ) | {
         "two rewards": f(rewards[:2]),
@@ -1020,9 +1022,17 @@ def _head_is_a_part_of_the_model(observed, reference):
             return message
     if torch.allclose(observed["logits"], observed["by reference"], atol=1e-2):
         return "the adapters should be on in forward_with_value_head"
+    if not torch.allclose(observed["values in bfloat16"], observed["values"], atol=0.3, rtol=0.1):
+        return "a base in bfloat16 should give the same values, up to its rounding"
+    if observed["hooks more after a second call"] > 0:
+        return "each call leaves a hook behind, which goes on running at every later forward"
     if observed["trainable"] != reference["trainable"]:
         return "trainable_parameters() should hold the adapters and the head"
     return None
+
+
+def _count_hooks(model) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
 
 
 @check(
@@ -1031,7 +1041,7 @@ def _head_is_a_part_of_the_model(observed, reference):
     holds=_head_is_a_part_of_the_model,
 )
 def head_and_model(student, rng):
-    """The head is trained, saved and loaded with the adapters; merged() and reference() hold"""
+    """The head is trained, saved, loaded; merged() and reference() hold; a base in bfloat16"""
     sites = ("attn.q", "mlp.out")
     model = make_model(student.TransformerWithValueHeadLora, rng, sites=sites)
     samples = make_samples(rng, rows=3)
@@ -1041,7 +1051,9 @@ def head_and_model(student, rng):
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids, attention)
         found = {"logits": logits[real], "values": values[real]}
+        n_hooks = _count_hooks(model)
         found["values again"] = model.forward_with_value_head(ids, attention)[1][real]
+        found["hooks more after a second call"] = _count_hooks(model) - n_hooks
         found["by forward"] = model(ids, attention)[real]
         with model.merged():
             logits, values = model.forward_with_value_head(ids, attention)
@@ -1061,6 +1073,9 @@ def head_and_model(student, rng):
             )
             other.load_adapter(path)
         found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
+        other.base.to(torch.bfloat16)  # the head stays in float32, as the adapters do
+        values = other.forward_with_value_head(ids, attention)[1][real]
+        found["values in bfloat16"] = values.to(rng.dtype)
     sizes = sorted(parameter.numel() for parameter in model.trainable_parameters())
     return found | {"trainable": sizes}
 
@@ -1478,7 +1493,7 @@ KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 def _roll_out(student, rng, with_first=False, **options):
     """A second rollout, and everything that says where it came from; what the first one sampled."""
-    reward_fn = trainers.RecordingReward()
+    reward_fn = trainers.make_recording_reward(options)
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
@@ -1490,6 +1505,7 @@ def _roll_out(student, rng, with_first=False, **options):
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
+    found["numbers"] = reward_fn.numbers
     tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
     found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
     if with_first:
@@ -1558,12 +1574,13 @@ OTHER_ROLLOUT = {
     "temperature": 1.3,
     "gamma": 0.9,
     "prepend_bos": False,
+    "columns": trainers.COLUMNS,
 }
 
 
 @check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
 def rollout_with_other_arguments(student, rng):
-    """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument reaches its place"""
+    """kl_in "reward", raw rewards, top_k 5, no bos, columns: every argument reaches its place"""
     return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
@@ -1675,11 +1692,17 @@ def objective_by_definition(self, minibatch):
         reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
         ratio = (policy.log_prob(ids[row, at + 1]) - minibatch.logprobs[row, t]).exp()
         advantage = minibatch.advantages[row, t]
-        low, high = 1 - args.clip_coef, 1 + args.clip_coef
+        low = 1 - args.clip_coef
+        high = 1 + (args.clip_coef if args.clip_coef_high is None else args.clip_coef_high)
         gain = ratio * advantage
         if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
             gain = ratio.detach().clamp(low, high) * advantage
-        error = (all_values[row, at] - minibatch.returns[row, t]) ** 2
+        value, old, target = (
+            x[row, i] for x, i in ((all_values, at), (minibatch.values, t), (minibatch.returns, t))
+        )
+        error = (value - target) ** 2
+        if (bound := args.vf_clip_coef) is not None:
+            error = torch.maximum(error, (old + (value - old).clamp(-bound, bound) - target) ** 2)
         term = gain - args.vf_coef / 2 * error + args.ent_coef * policy.entropy()
         if args.kl_in == "loss":
             term = term - args.kl_coef * kl_divergence(policy, reference)
@@ -1728,8 +1751,10 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL in the objective; no entropy bonus; one of two minibatches"""
-    return _objective(student, rng, kl_in="reward", ent_coef=0.0, batch_size=12, num_minibatches=2)
+    """kl_in "reward": no KL here; no entropy bonus; one of two minibatches; clips of their own"""
+    clips = {"clip_coef_high": 0.2, "vf_clip_coef": 0.3}
+    options = {"kl_in": "reward", "ent_coef": 0.0, "batch_size": 12, "num_minibatches": 2}
+    return _objective(student, rng, **options, **clips)
 
 
 @check(

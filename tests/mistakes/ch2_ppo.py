@@ -3297,3 +3297,76 @@ RATES_THAT_STAY = edit(
     "            self.scheduler.step()",
     "After the warm-up the schedule stands still. It falls from there on: a step of it each phase.",
 )
+
+
+# --- Arguments that are seldom set, and what only a longer run would show -----------------------
+
+SELDOM_LOOKED_AT = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "upper_clip_of_the_arguments_ignored",
+        "            args.clip_coef_high,\n",
+        "",
+        "args.clip_coef_high has no effect: pass it on to calc_clipped_surrogate_objective.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "values_never_clipped",
+        "            args.vf_clip_coef,\n",
+        "",
+        "args.vf_clip_coef has no effect: pass it on to calc_value_function_loss.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_forgotten",
+        '{"prompts": prompts} | columns',
+        '{"prompts": prompts}',
+        "args.columns never reach reward_fn, which may need them beside the prompts.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_in_their_own_order",
+        "[column[row] for row in rows]",
+        "[column[i % len(column)] for i in range(len(rows))]",
+        "The columns are passed in their own order. Each completion gets the value of the prompt "
+        "that was drawn for it.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "float32_base_taken_for_granted",
+        "hidden[0].to(self.value_head.weight.dtype)",
+        "hidden[0]",
+        "With a base in bfloat16 this fails: the head is in float32, as the adapters are. Convert "
+        "the hidden state to the head's dtype first.",
+    ),
+    edit(
+        "normalize_reward",
+        "not_detached",
+        "    rewards = rewards.detach()\n",
+        "",
+        "Rewards that require a gradient pass it on. A reward is a number: detach it.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "punctuation_by_a_list",
+        WORDS,
+        're.sub(r"[.,!?;:()\\"\'/]", " ", text.lower()).split()',
+        "Your list of punctuation has gaps: `*great*` and `[great]` are not found. Take the runs "
+        "of letters.",
+    ),
+]
+
+
+@wrong(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    "add_hook() stays: every call leaves one more hook behind, and what it keeps. Use hooks that "
+    "are removed after the forward.",
+)
+def hooks_pile_up(self, input_ids, attention_mask=None):
+    caught = []
+    self.base.add_hook("ln_final.hook_out", lambda x, hook: caught.append(x))
+    logits = self.forward(input_ids, attention_mask=attention_mask)
+    hidden = caught[-1].to(self.value_head.weight.dtype)
+    return logits, self.value_head(hidden).squeeze(-1)
