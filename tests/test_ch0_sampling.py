@@ -210,7 +210,7 @@ def impossible_tokens(student, rng):
     logits[:, 0] = rng.normal(4)
     # Where one token is left, which is exact at any size.
     certain = (mask.sum(1) <= 1).nonzero().flatten()
-    logits[certain[0]] -= 200
+    logits[certain[0]] -= 20_000
     logits[certain[1]] += 200
     return [
         value_and_gradients(student.calc_entropy, logits=x)
@@ -495,6 +495,7 @@ def generator(student, rng):
         "plain, later": sample(generator),
         "plain again": sample(torch.Generator().manual_seed(a)),
         "one row": student.sample_next_token(logits[:1].clone(), top_k=6),
+        "one row, temperature 0": student.sample_next_token(logits[:1].clone(), temperature=0.0),
         "seed a": draw(a),
         "seed a again": draw(a),
         "seed b": draw(b),
@@ -509,6 +510,7 @@ HARD = {
     "top_p, 200 tokens": {"top_p": 0.9},
     "temperature 0.001": {"temperature": 1e-3},
     "temperature 10": {"temperature": 10.0},
+    "temperature 1e-6": {"temperature": 1e-6},
 }
 
 
@@ -524,11 +526,13 @@ def _fits_hard_logits(observed, reference):
 
 @check("sample_next_token", holds=_fits_hard_logits)
 def hard_logits(student, rng):
-    """Logits of 1e4, -2e4 and -inf, a certain row, 200 tokens, temperatures 0.001 and 10"""
+    """Logits of 1e4, -2e4 and -inf, a certain row, 200 tokens, temperatures 1e-6, 0.001 and 10"""
     logits = rng.normal(4, 6)
     logits[0] += 1e4
     logits[1, rng.permutation(6)[:3]] = -torch.inf
     logits[2] *= 1e4
+    logits[3] -= 2e4
+    logits[3, rng.permutation(6)[:2]] = -torch.inf
     low = rng.tensor([-20000.0, -20000.5, -20001.0])
     given = {
         "no settings": logits,
@@ -538,6 +542,7 @@ def hard_logits(student, rng):
         "top_p, 200 tokens": torch.linspace(-1, 0, 200).to(logits)[None, rng.permutation(200)],
         "temperature 0.001": rng.tensor([[0.0, 0.001, -0.001]])[:, rng.permutation(3)],
         "temperature 10": rng.tensor([[0.0, 10.0, -10.0]])[:, rng.permutation(3)],
+        "temperature 1e-6": rng.tensor([[0.0, 1e-6, -1e-6]])[:, rng.permutation(3)],
     }
     draws = {
         name: student.sample_next_token(
@@ -649,7 +654,7 @@ def _sample(student, model, *args, **kwargs):
         "prompt_len": samples.prompt_len,
         "the completion mask": samples.completion_mask,
         "the ids of real tokens": samples.input_ids * mask,
-        "the attention of real tokens": samples.attention_mask * mask,
+        "the attention mask": samples.attention_mask,
         "the attention of the prompts": prompt,
         "the completion's ids": samples.completion_ids * samples.completion_mask,
         "texts": samples.texts,
@@ -706,11 +711,12 @@ def _boot(student, kind):
 
 def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
     prompts = [prompts[i] for i in rng.permutation(len(prompts)).tolist()]
-    ran = []
+    ran, recorded = [], []
 
     def count(module, args, kwargs):
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
         ran.append(ids.numel())
+        recorded.append(torch.is_grad_enabled())
 
     hook = None if model is None else model.register_forward_pre_hook(count, with_kwargs=True)
     found = _sample(student, model, prompts, max_new_tokens, temperature=0.0, **options)
@@ -718,7 +724,10 @@ def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
         hook.remove()
     once = found["the ids of real tokens"].numel()
     again = "the number of positions that run again, where a key-value cache would hold them,"
-    return found | {again: max(0, sum(ran) - once)}
+    return found | {
+        again: max(0, sum(ran) - once),
+        "the model runs with gradients, which nothing needs,": any(recorded),
+    }
 
 
 @check(

@@ -1623,3 +1623,69 @@ def marks_the_logits(logits, rewards, baseline):
     probs = logprobs.exp().detach()
     mean = probs @ gradients
     return mean, probs @ (gradients - mean) ** 2
+
+
+FROM_A_FOURTH_LOOK = [
+    edit(
+        "calc_entropy",
+        "impossible_tokens_at_minus_10000",
+        "at_least_float32(logits)",
+        "at_least_float32(logits).clamp(min=-1e4)",
+        "-inf becomes -1e4, which is likelier than a logit of -2e4. Leave -inf in the softmax.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_below_a_hundred_thousandth",
+        "if temperature == 0:",
+        "if temperature < 1e-5:",
+        "Small temperatures are taken for 0. Where logits are as close as the temperature is small "
+        "there is a choice: only 0 is greedy.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_below_a_thousandth",
+        "if temperature == 0:",
+        "if temperature < 1e-3:",
+        "Small temperatures are taken for 0. Where logits are as close as the temperature is small "
+        "there is a choice: only 0 is greedy.",
+    ),
+    edit(
+        "sample_next_token",
+        "floor_of_1e_4_under_the_temperature",
+        "keepdim=True)) / temperature",
+        "keepdim=True)) / max(temperature, 1e-4)",
+        "Small temperatures are raised to a floor, and are then not those that were asked for.",
+    ),
+    edit(
+        "sample_next_token",
+        "every_axis_squeezed_if_greedy",
+        "return logits.argmax(-1)",
+        "return logits.argmax(-1, keepdim=True).squeeze()",
+        "At temperature 0 one row gives a result without an axis: squeeze() drops every axis of "
+        "size 1. It should be [batch].",
+    ),
+    edit(
+        "sample_next_token",
+        "impossible_tokens_at_minus_10000",
+        "logits = at_least_float32(logits)",
+        "logits = torch.nan_to_num(at_least_float32(logits), neginf=-1e4)",
+        "-inf becomes -1e4, and where the other logits lie below it, the impossible tokens are the "
+        "likeliest. Leave -inf in the softmax.",
+    ),
+    edit(
+        "get_samples",
+        "attention_goes_on_after_the_eos",
+        "torch.cat([prompt_mask, mask.long()], dim=1)",
+        "torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)",
+        "The attention mask is 1 on the pads after an eos. It should be 0 on padding of either "
+        "side: put the completion mask behind the prompts' mask.",
+    ),
+    edit(
+        "get_samples",
+        "gradients_while_sampling",
+        "@torch.no_grad()\n",
+        "",
+        "The model records gradients while it samples, and the cache keeps every step's graph. "
+        "Nothing is trained here: keep @torch.no_grad().",
+    ),
+]
