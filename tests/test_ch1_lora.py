@@ -140,7 +140,7 @@ def new_adapters(student, rng):
 def random_adapters(student, rng):
     """Random A and B, several ranks and alphas, no to three leading axes; gradients; eval()"""
     found = {}
-    for rank, alpha in ((1, 1), (2, 5), (6, 4)):
+    for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 1.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
         found[f"rank {rank}, alpha {alpha}"] = [
             layer_and_gradients(layer, rng.normal(*leading, 5)) for leading in ((), (1,), (2, 3))
@@ -758,7 +758,7 @@ def rank_alpha_and_sites(student, rng):
     ids, mask = ragged_batch(rng)
     build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
     models_built = {
-        "chosen": build(path, 5, 2, ("mlp.out", "attn.v", "mlp.in")),
+        "chosen": build(path, 5, 2.5, ("mlp.out", "attn.v", "mlp.in")),
         "defaults": build(path),
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
@@ -860,16 +860,20 @@ def _is_in_the_dtype(observed, reference):
             return f"with dtype={dtype}, the base should be in it; the logits are too exact"
         if error > most:
             return f"with dtype={dtype}, the logits are wrong by more than rounding"
+        if observed[f"adapters of 16 bits, {dtype}"] > 0:
+            return f"with dtype={dtype}, the base is in it and the adapters stay in float32"
     return None
 
 
 @check("TransformerWithLora.from_pretrained", holds=_is_in_the_dtype)
 def base_dtype(student, rng):
-    """The base in bfloat16 or float16 when asked for"""
+    """The base in bfloat16 or float16 when asked for, and the adapters in float32"""
     ids, found = rng.integers(3, 512, 2, 6), {}
     for dtype in BASE_DTYPES:
         model = boot(student, "llama", sites=("attn.q", "attn.o"), dtype=dtype)
         found[str(dtype)] = model(ids).float()
+        trained = list(model.trainable_parameters())
+        found[f"adapters of 16 bits, {dtype}"] = sum(p.element_size() == 2 for p in trained)
     return {"ids": ids} | found
 
 
@@ -1126,12 +1130,21 @@ def errors_inside_reference(student, rng):
     with model.reference():
         found["another model's logits"] = score(other, ids, mask)
     found["parameters that require a gradient"] = list_trained(model)
+    freeze_and_enter(other, "reference")
+    found["frozen adapters that require a gradient after reference()"] = list_trained(other)
     return found | {"hooks that are left behind": count_hooks(model) - hooks}
 
 
 def enter(context: Callable) -> None:
     with context():
         pass
+
+
+def freeze_and_enter(model, context: str) -> None:
+    """Freeze the adapters, as for a model that is only scored, and enter a context."""
+    for parameter in list(model.trainable_parameters()):
+        parameter.requires_grad_(False)
+    enter(getattr(model, context))
 
 
 def _try_to_nest(student, rng, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
@@ -1330,13 +1343,16 @@ def merged_between_forward_and_backward(student, rng):
     with torch.no_grad():
         enter(model.merged)
         enabled = torch.is_grad_enabled()
+    unfrozen_afterwards = list_unfrozen(model)
+    freeze_and_enter(model, "merged")
     return {
         "gradients after merged() under no_grad": enabled,
         "inside": inside,
         "nesting": nested,
         "inside, after a refused merged()": still_inside,
         "weights of the base that require a gradient inside": unfrozen_inside,
-        "weights of the base that require a gradient afterwards": list_unfrozen(model),
+        "weights of the base that require a gradient afterwards": unfrozen_afterwards,
+        "frozen adapters that require a gradient after merged()": list_trained(model),
     } | gradients_after
 
 

@@ -2513,3 +2513,54 @@ def labels_written_into_one_row(logits, tokens, loss_mask):
     labels = tokens[:, 1:].contiguous()
     labels[~loss_mask[:, 1:]] = -100
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels.flatten())
+
+
+FROM_A_FOURTH_LOOK = [
+    edit(
+        "LoraLayer",
+        "alpha_rounded",
+        "self.scaling = alpha / rank",
+        "self.scaling = int(alpha) / rank",
+        "alpha is cut to an integer, but any positive number will do. Divide it as it is.",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "alpha_rounded",
+        "_get_in_out(linear), rank, alpha)",
+        "_get_in_out(linear), rank, int(alpha))",
+        "alpha is cut to an integer, but any positive number will do. Hand it on as it is.",
+        within="TransformerWithLora.__init__",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "adapters_in_the_dtype_of_the_base",
+        "torch.promote_types(weight.dtype, torch.float32))",
+        "weight.dtype)",
+        "On a base in bfloat16 the adapters are in bfloat16 too, where a small step of the "
+        "optimizer is rounded away. Keep them in float32.",
+        within="TransformerWithLora.__init__",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "adapters_unfrozen_on_leaving",
+        "            yield self",
+        "            self._layers.requires_grad_(False)\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self._layers.requires_grad_(True)",
+        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
+        "the hooks off, no gradient reaches them.",
+    ),
+    edit(
+        "TransformerWithLora.merged",
+        "adapters_unfrozen_on_leaving",
+        "                yield self\n            finally:\n",
+        "                self._layers.requires_grad_(False)\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self._layers.requires_grad_(True)\n",
+        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
+        "the hooks off, no gradient reaches them.",
+    ),
+]
