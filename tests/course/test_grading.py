@@ -435,6 +435,14 @@ def test_one_exercise_is_chosen_by_name():
     assert any("alternative:" in line for line in lines)
 
 
+def get_shared(model) -> list[set[str]]:
+    """The names of the parameters that lie in the same memory."""
+    by_storage = {}
+    for name, parameter in model.named_parameters():
+        by_storage.setdefault(parameter.untyped_storage().data_ptr(), set()).add(name)
+    return [names for names in by_storage.values() if len(names) > 1]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in models.N_LAYERS if kind != "deep"])
 def test_the_models_of_the_checks_are_copies_that_share_nothing(kind):
     folder = models.get_checkpoint(kind)
@@ -443,6 +451,8 @@ def test_the_models_of_the_checks_are_copies_that_share_nothing(kind):
     parts = [{*map(id, [*m.modules(), *m.parameters(), *m.buffers()])} for m in (one, other)]
     assert parts[0].isdisjoint(parts[1])
     assert list(one.state_dict()) == list(booted.state_dict())
+    assert get_shared(one) == get_shared(booted)
+    assert (get_shared(one) == []) == (kind in ("llama", "qwen"))
     ids, fired = torch.tensor([[5, 7, 9]]), []
     point = one.hook_dict["blocks.0.attn.o.hook_out"]
     point.add_hook(lambda value, hook: fired.append(hook) or value + 1)

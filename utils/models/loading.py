@@ -50,6 +50,19 @@ def boot_ahead(name: str | Path) -> None:
         models.append(copied)
 
 
+def _copy(model: TransformerBridge) -> TransformerBridge:
+    """A copy whose parameters share memory where the model's do, as GPT-2's q, k, v and `c_attn`;
+    of itself, `deepcopy` gives each its own."""
+    storages, copies = {}, {}
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage()
+        own = storages.setdefault(storage.data_ptr(), storage.clone())
+        view = (parameter.storage_offset(), parameter.shape, parameter.stride())
+        data = parameter.detach().new_empty(0).set_(own, *view)
+        copies[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+    return copy.deepcopy(model, copies)
+
+
 def load_base_model(
     name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
 ) -> TransformerBridge:
@@ -82,7 +95,7 @@ def load_base_model(
     key = (str(device), dtype or torch.float32, torch.get_default_dtype())
     if key not in kept:
         kept[key] = [_boot(str(name), *key[:2])]
-    return kept[key].pop() if len(kept[key]) > 1 else copy.deepcopy(kept[key][0])
+    return kept[key].pop() if len(kept[key]) > 1 else _copy(kept[key][0])
 
 
 def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> TransformerBridge:
