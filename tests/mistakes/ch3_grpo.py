@@ -3,7 +3,7 @@
 import torch
 
 from solutions.ch0_sampling import Samples, get_logprobs, get_samples, select_completion
-from solutions.ch2_ppo import calc_kl_penalty
+from solutions.ch2_ppo import ReplayMinibatch, calc_kl_penalty
 from solutions.ch3_grpo import (
     calc_grpo_objective,
     calc_per_token_kl,
@@ -2691,3 +2691,105 @@ def kl_coef_left_at_zero(self, minibatch):
         return penalty
 
     return _objective_with(self, minibatch, calc_penalty)
+
+
+# --- Arguments that are seldom set, and what a call leaves behind --------------------------------
+
+SELDOM_LOOKED_AT = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "upper_clip_of_the_arguments_ignored",
+        "            args.clip_coef_high,\n",
+        "",
+        "args.clip_coef_high has no effect: pass it on to calc_grpo_objective.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "upper_clip_of_zero_taken_for_none",
+        "            args.clip_coef_high,\n",
+        "            args.clip_coef_high or args.clip_coef,\n",
+        "A clip_coef_high of 0 is a value, but `or` takes it for a missing one. Ask whether it is "
+        "None.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_in_float32",
+        "step_rewards[0].new_zeros(len(step_rewards), completion_len)",
+        "torch.zeros(len(step_rewards), completion_len)",
+        "torch.zeros is float32, and float64 rewards do not fit in. new_zeros has their dtype.",
+    ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "another_rollout",
+        "    ids, prompt_len = memory.input_ids,",
+        "    memory = trainer.rollout_phase()\n    ids, prompt_len = memory.input_ids,",
+        "You sample a rollout of your own, which moves the trainer's generator and fills its "
+        "metrics. Use the one that is there: memory.",
+    ),
+]
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "reward_fn gets the prompts, but not args.columns, which it may need as well. "
+    "self.sample_and_score passes both.",
+)
+@torch.no_grad()
+def columns_forgotten(self):
+    args, prompts = self.args, self.args.get_prompts()
+    n_groups = args.batch_size // args.group_size
+    chosen = torch.randint(len(prompts), (n_groups,), generator=self.generator).tolist()
+    prompts = [prompts[i] for i in chosen for _ in range(args.group_size)]
+    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
+    with self.model.merged():
+        samples = get_samples(
+            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
+        )
+    scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
+    logprobs, ref_logprobs = self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
+    return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+
+
+def _measure_by_the_trainers_objective(trainer):
+    """By compute_rlhf_objective without KL and entropy, on a rollout of which no trace is left."""
+    state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    memory = trainer.rollout_phase()
+    trainer.generator.set_state(state)
+    trainer.metrics.clear()
+    trainer.metrics.update(metrics)
+    fields = {name: getattr(memory, name) for name in memory.names}
+    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        logits = trainer.model(memory.input_ids, memory.attention_mask)
+    temperature = trainer.args.temperature
+    fields["logprobs"] = get_logprobs(logits, memory.input_ids, n_prompt, temperature)
+    trainer.args.kl_coef = trainer.args.ent_coef = 0.0
+    objective = trainer.compute_rlhf_objective(ReplayMinibatch(**fields))
+    found = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
+    return objective.item(), float(sum(g.square().sum() for g in found) ** 0.5)
+
+
+@wrong(
+    "measure_loss_and_gradient_at_start",
+    "kl_coef and ent_coef of the trainer's arguments are set to 0 and stay so: the run that "
+    "follows has neither. calc_grpo_objective with beta 0 needs no such change.",
+)
+def coefficients_left_at_zero(trainer):
+    metrics = dict(trainer.metrics)
+    found = _measure_by_the_trainers_objective(trainer)
+    trainer.metrics.clear()
+    trainer.metrics.update(metrics)
+    return found
+
+
+@wrong(
+    "measure_loss_and_gradient_at_start",
+    "compute_rlhf_objective records metrics, which are then averaged into the next phase's. "
+    "calc_grpo_objective records nothing.",
+)
+def metrics_left_behind(trainer):
+    args = trainer.args
+    kl_coef, ent_coef = args.kl_coef, args.ent_coef
+    found = _measure_by_the_trainers_objective(trainer)
+    args.kl_coef, args.ent_coef = kl_coef, ent_coef
+    return found
