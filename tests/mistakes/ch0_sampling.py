@@ -1638,23 +1638,23 @@ FROM_A_FOURTH_LOOK = [
         "greedy_below_a_hundred_thousandth",
         "if temperature == 0:",
         "if temperature < 1e-5:",
-        "Small temperatures are taken for 0. Where logits are as close as the temperature is small "
-        "there is a choice: only 0 is greedy.",
+        "Temperatures below 1e-5 are taken for 0. Where logits are as close as the temperature is "
+        "small there is a choice: only 0 is greedy.",
     ),
     edit(
         "sample_next_token",
         "greedy_below_a_thousandth",
         "if temperature == 0:",
         "if temperature < 1e-3:",
-        "Small temperatures are taken for 0. Where logits are as close as the temperature is small "
-        "there is a choice: only 0 is greedy.",
+        "Temperatures below 1e-3 are taken for 0. Where logits are as close as the temperature is "
+        "small there is a choice: only 0 is greedy.",
     ),
     edit(
         "sample_next_token",
         "floor_of_1e_4_under_the_temperature",
         "keepdim=True)) / temperature",
         "keepdim=True)) / max(temperature, 1e-4)",
-        "Small temperatures are raised to a floor, and are then not those that were asked for.",
+        "Temperatures below 1e-4 are raised to it, and are then not those that were asked for.",
     ),
     edit(
         "sample_next_token",
