@@ -11,6 +11,7 @@ al., 2025, arXiv:2503.20783); Schulman's note on approximating the KL
 (http://joschu.net/blog/kl-approx.html).
 """
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -291,7 +292,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """
-    state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
     samples_table = trainer.samples_table
     memory = trainer.rollout_phase()
     for _ in range(9):
@@ -299,8 +300,7 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
             break
         memory = trainer.rollout_phase()
     trainer.generator.set_state(state)
-    trainer.metrics.clear()
-    trainer.metrics.update(metrics)
+    trainer.metrics = metrics
     trainer.samples_table = samples_table
     require(
         bool(memory.advantages.any()),

@@ -1,5 +1,7 @@
 """Right answers to chapter 3, written differently."""
 
+import copy
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -532,11 +534,10 @@ def objective_in_one_piece(self, minibatch):
 
 @right("measure_loss_and_gradient_at_start")
 def measured_by_backward(trainer):
-    state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
     memory = trainer.rollout_phase()
     trainer.generator.set_state(state)
-    trainer.metrics.clear()
-    trainer.metrics.update(metrics)
+    trainer.metrics = metrics
     n = memory.mask.shape[1]
     prompt_len = memory.input_ids.shape[1] - n
     logits = trainer.model(memory.input_ids, memory.attention_mask)

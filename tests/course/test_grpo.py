@@ -269,13 +269,14 @@ def test_the_objective_starts_at_zero_and_its_gradient_does_not(tmp_path):
     args = GrpoArgs(batch_size=32, num_minibatches=1, gen_len=20, runs_dir=tmp_path, device="cpu")
     trainer = GrpoTrainer(args)
     randomize(trainer.model)
+    trainer.metrics["reward"].append(0.5)
     state = trainer.get_state()
     objective, grad_norm = measure_loss_and_gradient_at_start(trainer)
     assert abs(objective) < 1e-6
     assert grad_norm > 1e-3
     after = trainer.get_state()
     assert torch.equal(state["generator"], after["generator"])
-    assert not trainer.metrics
+    assert trainer.metrics == {"reward": [0.5]}
     assert all(p.grad is None for p in trainer.model.trainable_parameters())
     trainer.args.reward_fn = lambda samples: torch.ones(len(samples))
     with pytest.raises(ValueError, match="all are equal in every group"):

@@ -1,5 +1,7 @@
 """Wrong answers to chapter 3, each with what a good teacher would say of it."""
 
+import copy
+
 import torch
 
 from solutions.ch0_sampling import Samples, get_logprobs, get_samples, select_completion
@@ -2726,6 +2728,13 @@ SELDOM_LOOKED_AT = [
         "You sample a rollout of your own, which moves the trainer's generator and fills its "
         "metrics. Use the one that is there: memory.",
     ),
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "lists_of_metrics_shared",
+        "copy.deepcopy(trainer.metrics)",
+        "trainer.metrics.copy()",
+        "The copy of the metrics shares their lists, to which the rollout appends. Copy those too.",
+    ),
 ]
 
 
@@ -2752,11 +2761,10 @@ def columns_forgotten(self):
 
 def _measure_by_the_trainers_objective(trainer):
     """By compute_rlhf_objective without KL and entropy, on a rollout of which no trace is left."""
-    state, metrics = trainer.generator.get_state(), dict(trainer.metrics)
+    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
     memory = trainer.rollout_phase()
     trainer.generator.set_state(state)
-    trainer.metrics.clear()
-    trainer.metrics.update(metrics)
+    trainer.metrics = metrics
     fields = {name: getattr(memory, name) for name in memory.names}
     n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
     with torch.no_grad():
@@ -2775,10 +2783,9 @@ def _measure_by_the_trainers_objective(trainer):
     "follows has neither. calc_grpo_objective with beta 0 needs no such change.",
 )
 def coefficients_left_at_zero(trainer):
-    metrics = dict(trainer.metrics)
+    metrics = copy.deepcopy(trainer.metrics)
     found = _measure_by_the_trainers_objective(trainer)
-    trainer.metrics.clear()
-    trainer.metrics.update(metrics)
+    trainer.metrics = metrics
     return found
 
 
