@@ -743,18 +743,20 @@ def greedy_gpt2(student, rng):
 
 @check("get_samples", expected=_greedy_by_hugging_face("llama"), float64=False)
 def greedy_llama(student, rng):
-    """Greedy, no bos, rotary positions, a prompt with the pad's text, one that fills the context"""
-    prompts = [PROMPTS[0], "<pad>A", "7" * (models.N_CTX - 8)]  # each digit is a token
+    """Greedy, no bos, rotary positions, pads in prompts and pads that are drawn, a full context"""
+    # The model answers the first with a pad among others; each digit is a token.
+    prompts = ["music the", "<pad>A", "7" * (models.N_CTX - 8)]
     return _greedy(student, _boot(student, "llama"), prompts, rng, prepend_bos=False)
 
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
-    """Rows end at different steps, one at once, none by an eos in its prompt; one prompt alone"""
-    prompts = [*models.ENDING_PROMPTS, "No<eos> plot"]  # greedy: 8 tokens, the most
+    """Rows end at different steps, one at once, none by its prompt's eos or a bos; one prompt"""
+    # Greedy: 8 tokens, and 10 with a bos among them, the most.
+    prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and"]
     model = _boot(student, "ending")
     return {
-        "five prompts": _greedy(student, model, prompts, rng, max_new_tokens=10),
+        "six prompts": _greedy(student, model, prompts, rng, max_new_tokens=12),
         "one prompt": _greedy(student, model, prompts[:1], rng, max_new_tokens=10),
     }
 

@@ -763,9 +763,10 @@ def rank_alpha_and_sites(student, rng):
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
     found = {"the device that is asked for is ignored": _ignores_the_device(build, path)}
-    started = [list_started(models_built["defaults"]), list_started(build(str(path)))]
+    by_position = build(str(path), 4, 32, ATTENTION, "cpu", torch.float32)
+    started = [list_started(models_built["defaults"]), list_started(by_position)]
     found["As that are alike in two models"] = sum(
-        torch.equal(a, b) for a, b in itertools.product(*started)
+        torch.equal(a.cpu(), b) for a, b in itertools.product(*started)
     )
     for (_, model), model_rank in zip(models_built.items(), (5, 4), strict=True):
         set_alike(model, rng, rank=model_rank)
@@ -943,7 +944,7 @@ def _score_in_steps(model, ids: Tensor, mask: Tensor, when: str, ends: tuple) ->
 
     In their place the error of a step that raised, and of those that would have followed.
     """
-    found, past, failure = {}, {}, None
+    found, past, failure = {}, {"past_key_values": None}, None  # given, as `get_samples` does
     for start, end in zip((0, *ends), ends, strict=False):
         name = f"a mask of {[len(ids), end]} for {start} cached positions and {end - start} new"
         if failure is None:
@@ -1516,6 +1517,8 @@ def _is_loaded(observed, reference):
         return "the adapters have no effect on the logits"
     if not torch.equal(observed["logits saved"], observed["logits of the first afterwards"]):
         return "saving should not change the model"
+    if observed["trained after saving"] != reference["trained after saving"]:
+        return "saving should leave requires_grad as it was, of the adapters and of the base"
     if observed["loading"] != "no error":
         return "loading what was saved is an error"
     if torch.equal(loaded, before):
@@ -1567,6 +1570,7 @@ def _save_and_load(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / file_name
         first.save_adapter(path_type(path))
+        found["trained after saving"] = ", ".join(list_trained(first))
         is_error(second.load_adapter, path_type(path))
         found["logits saved, B = 0"] = score(first, ids, mask)
         found["logits loaded, B = 0"] = score(second, ids, mask)
@@ -1639,6 +1643,8 @@ LOADED_WRONGLY = {
     "two blocks into one": ("q of one block", "q of two blocks"),
     "an A of one row": ("k and in", "k and in, one row"),
     "one B of one column": ("k and in", "k and in, one column"),
+    "a file that is not there": ("k", "never saved"),
+    "a file that is cut off": ("k", "cut off"),
 }
 
 
@@ -1676,7 +1682,7 @@ def _rejects_what_does_not_fit(observed, reference):
 
 @check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit)
 def adapters_that_do_not_fit(student, rng):
-    """Another rank or size of A or B, other, too few or too many sites or blocks are errors"""
+    """Other sizes of A or B, too few or too many sites or blocks, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     built = {name: boot(student, "llama", sites=chosen) for name, chosen in sites.items()}
@@ -1694,6 +1700,9 @@ def adapters_that_do_not_fit(student, rng):
             name = f"k and in, {change}"
             new_path = Path(folder) / f"{name}.safetensors"
             paths[name] = rewrite_file(paths["k and in"], function, new_path)
+        paths["never saved"] = Path(folder) / "never saved.safetensors"
+        paths["cut off"] = Path(folder) / "cut off.safetensors"
+        paths["cut off"].write_bytes(paths["k"].read_bytes()[:-7])
         for case, (into, other) in LOADED_WRONGLY.items():
             found[case] = is_error(built[into].load_adapter, paths[other])
         for name, model in built.items():

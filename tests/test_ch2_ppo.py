@@ -399,12 +399,13 @@ def large_token_rewards(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
-    """Log-probs that require a gradient: a reward is a number, none comes out"""
+    """Scores and log-probs that require a gradient: a reward is a number, none comes out"""
     mask, scores = ragged_mask(rng), rng.normal(6)
     weights = rng.normal(6, 7)
     return call_with_gradients(
-        lambda p, q: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
+        lambda p, q, scores: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
         **poison_all(mask, NAN, **token_logprobs(rng, mask)),
+        scores=scores,
     )
 
 
@@ -662,7 +663,7 @@ def ragged_surrogates(student, rng):
 @check("calc_clipped_surrogate_objective", points=2, expected=surrogate_by_cases)
 def every_case_of_the_clip(student, rng):
     """Ratios below, inside and above the interval, both signs of advantage and 0, several clips"""
-    settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0), (0.0, None)]
+    settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0), (0.0, None), (1.0, 1.5)]
     logratios = rng.tensor([-3.0, -0.5, -0.03, 0.02, 0.6, 3.0, 0.1]).repeat(2, 1)
     old_logprobs, size = -rng.uniform(2, 7, low=1, high=3), rng.uniform(2, 7, low=0.5, high=2)
     size[:, -1] = 0  # a token that counts all the same
@@ -866,9 +867,8 @@ def ragged_entropy_bonuses(student, rng):
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
     found["20,000 tokens"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
-    found["an impossible token"] = f(
-        tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf), mask, 0.7
-    )
+    impossible = tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
+    found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -1024,6 +1024,8 @@ def _head_is_a_part_of_the_model(observed, reference):
         return "the adapters should be on in forward_with_value_head"
     if not torch.allclose(observed["values in bfloat16"], observed["values"], atol=0.3, rtol=0.1):
         return "a base in bfloat16 should give the same values, up to its rounding"
+    if not observed["whether a base in bfloat16 leaves the head as it was"]:
+        return "a base in bfloat16 should not change the dtype of the head, which is trained"
     if observed["hooks more after a second call"] > 0:
         return "each call leaves a hook behind, which goes on running at every later forward"
     if observed["trainable"] != reference["trainable"]:
@@ -1072,10 +1074,13 @@ def head_and_model(student, rng):
                 sites=sites,
             )
             other.load_adapter(path)
+        before = [parameter.dtype for parameter in other.trainable_parameters()]
         found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
         other.base.to(torch.bfloat16)  # the head stays in float32, as the adapters do
         values = other.forward_with_value_head(ids, attention)[1][real]
         found["values in bfloat16"] = values.to(rng.dtype)
+        after = [parameter.dtype for parameter in other.trainable_parameters()]
+        found["whether a base in bfloat16 leaves the head as it was"] = after == before
     sizes = sorted(parameter.numel() for parameter in model.trainable_parameters())
     return found | {"trainable": sizes}
 
@@ -1405,11 +1410,14 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
     )
 
 
-def _make_memory(student, rng, with_reference=True, spread=2.0, mean=6.0, rows=6, **options):
+def _make_memory(
+    student, rng, with_reference=True, spread=2.0, mean=6.0, rows=6, values=1.0, **options
+):
     args = _make_args(student, batch_size=rows, **options)
     samples = make_samples(rng, rows)
     mask = samples.completion_mask
     drawn = [leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(3)]
+    drawn[2] = leaf(drawn[2] * values)
     if not with_reference:
         drawn[1] = None
     scores = leaf(rng.normal(rows, mean=mean, std=spread))
@@ -1471,11 +1479,12 @@ def memory_of_raw_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores that differ as little as the eps of normalize_reward, or not; a single completion"""
+    """Scores, or advantages, that differ as little as an eps, or not at all; a single completion"""
     cases = {
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
         "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
+        "small advantages": {"spread": 1e-5, "values": 1e-5, "normalize_reward": False, "mean": 0},
     }
     return by_case({name: _make_memory(student, rng, **case) for name, case in cases.items()})
 
@@ -1718,7 +1727,8 @@ def _objective(student, rng, with_reference=True, minibatches=1, **options):
     model.train()
     found = {}
     for i in range(minibatches):
-        fields = _make_fields(rng, make_samples(rng), args.temperature)
+        samples = make_samples(rng, prompt_len=4 + i)  # the next prompts are longer
+        fields = _make_fields(rng, samples, args.temperature)
         if not with_reference:
             fields["ref_logprobs"] = None
         (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
@@ -1751,8 +1761,8 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL here; no entropy bonus; one of two minibatches; clips of their own"""
-    clips = {"clip_coef_high": 0.2, "vf_clip_coef": 0.3}
+    """kl_in "reward": no KL here; no entropy bonus; one of two minibatches; clips of 0 count"""
+    clips = {"clip_coef_high": 0.0, "vf_clip_coef": 0.0}
     options = {"kl_in": "reward", "ent_coef": 0.0, "batch_size": 12, "num_minibatches": 2}
     return _objective(student, rng, **options, **clips)
 
@@ -1841,10 +1851,10 @@ def two_phases(student, rng):
     atol=2e-5,
 )
 def epochs_and_minibatches(student, rng):
-    """Two epochs of three minibatches, twice: a step for each; the rates fall phase by phase"""
+    """Two epochs of three minibatches, twice: a step for each, clipped at first; the rates fall"""
     rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
     return _learn(
-        student, rng, scales=(0.1, 0.1), epochs=2, minibatches=3, max_grad_norm=0.02, **rates
+        student, rng, scales=(0.1, 0.001), epochs=2, minibatches=3, max_grad_norm=0.02, **rates
     )
 
 

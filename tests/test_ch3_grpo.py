@@ -114,13 +114,13 @@ def the_level_of_a_prompt(student, rng):
 
 @check("group_advantages", points=2, expected=advantages_by_statistics)
 def rewards_of_small_spread(student, rng):
-    """Stds near 1e-3 and 1e-5, where the eps counts; its default, and one that is given"""
+    """Stds of 1e-3, 1e-5 and 1e-7, where the eps counts; its default, and one that is given"""
     return {
         f"spread {spread}": {
             "default eps": _every_scale(student, rewards, 4),
             "eps 0.01": _every_scale(student, rewards, 4, eps=0.01),
         }
-        for spread in (1e-3, 1e-5)
+        for spread in (1e-3, 1e-5, 1e-7)
         for rewards in [rng.normal(12, std=spread)]
     }
 
@@ -179,7 +179,10 @@ def group_sizes_that_do_not_fit(student, rng):
 def unknown_scales(student, rng):
     """A scale that there is not: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
-    bad = {f"scale {s!r}": error_of("scale", f, rewards, 3, s) for s in ("std", "Group", "")}
+    bad = {
+        f"scale {s!r}": error_of("scale", f, rewards, 3, s)
+        for s in ("std", "Group", "", None, True)
+    }
     return bad | _every_scale(student, rewards, 3)
 
 
@@ -483,6 +486,7 @@ def clips_and_beta(student, rng):
         "narrow": {"clip_coef": 0.05, "beta": 0.0},
         "wide": {"clip_coef": 0.6, "beta": 0.0},
         "zero": {"clip_coef": 0.0, "beta": 0.0},
+        "one": {"clip_coef": 1.0, "beta": 0.0},
         "higher": {"clip_coef_high": 0.6, "beta": 0.0},
         "lower": {"clip_coef": 0.4, "clip_coef_high": 0.1, "beta": 0.0},
         "beta": {"beta": 1.5},
@@ -536,15 +540,15 @@ def no_room_above(student, rng):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def advantages_of_tokens(student, rng):
-    """Advantages [batch completion] that differ within a row, some 0, NaN beyond; one row alone"""
+    """Advantages [batch completion] that differ within a row, some 0, NaN or inf beyond; one row"""
     found = {}
-    for rows, completion in ((6, 4), (5, 5), (3, 7), (1, 4)):
+    for rows, completion, fill in ((6, 4, NAN), (5, 5, torch.inf), (3, 7, -torch.inf), (1, 4, NAN)):
         mask, advantages = ragged_mask(rng, rows, completion), rng.normal(rows, completion)
         advantages[:, rng.integer(0, completion)] = 0.0
         found[f"{rows} by {completion}"] = value_and_gradients(
             _objective(student, mask),
             **ragged_logprobs(rng, mask),
-            advantages=poison(advantages, mask),
+            advantages=poison(advantages, mask, fill),
         )
     return found
 
@@ -776,7 +780,7 @@ def after_the_last_end(student, rng):
 
 @check("process_advantages", expected=process_by_statistics)
 def steps_of_small_spread(student, rng):
-    """Stds near 1e-3, where the eps counts; its default, and one that is given; a high level"""
+    """Stds near 1e-3 and 1e-7, where the eps counts; its default, and others; a high level"""
     rewards, ends = rewarded_steps(rng, [3, 1, 2, 4], 6)
     rewards = [r / 2000 for r in rewards]
     f = student.process_advantages
@@ -784,6 +788,7 @@ def steps_of_small_spread(student, rng):
     high = [1e4 + rng.integers(-3, 4, len(r)).to(rng.dtype) for r in eight]
     found = [f(rewards, ends, 2, 6), f(rewards, ends, 2, 6, 0.01), f(rewards, ends, 4, 6, eps=0.3)]
     close = [8 + rng.integers(-3, 4, len(r)) * rng.tensor([2.0**-17]) for r in eight]
+    found += [f([r / 1e4 for r in rewards], ends, 2, 6)]
     return [*found, f(high, high_ends, 4, 6), f(close, high_ends, 4, 6)]
 
 
@@ -846,6 +851,11 @@ def steps_that_do_not_fit(student, rng):
     bad = {
         "an end at 5 of 5 tokens": [torch.cat([first, torch.tensor([5])]), *ends[1:]],
         "an end at -1": [torch.cat([first, torch.tensor([-1])]), *ends[1:]],
+        "an end at 5, before another, in row 2": [
+            *ends[:2],
+            torch.cat([torch.tensor([5]), ends[2][1:]]),
+            ends[3],
+        ],
         "2 rewards and 1 end": [first, *ends[1:]],
         "1 reward and 2 ends": [ends[0], ends[0], *ends[2:]],
         "2, 1 rewards and 1, 2 ends": [ends[1], ends[0], *ends[2:]],
@@ -930,12 +940,13 @@ def memory_of_groups(student, rng):
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)
 def memory_with_other_scales(student, rng):
-    """advantage_scale "batch" of two minibatches and "none", kl_kind "exact", and no reference"""
+    """advantage_scale "batch" and "none", kl_kind "exact", no reference; scores of small spread"""
     scores = rng.normal(6, std=20) + rng.tensor([50.0, 50, 50, -30, -30, -30])
     batch = {"advantage_scale": "batch", "num_minibatches": 2, "kl_kind": "exact"}
     return [
         _make_grpo_memory(student, rng, scores, **batch),
         _make_grpo_memory(student, rng, scores, False, advantage_scale="none", kl_coef=0.0),
+        _make_grpo_memory(student, rng, rng.normal(6, std=1e-3)),
     ]
 
 
@@ -1222,7 +1233,8 @@ def _grpo_objective(
         trainer = student.GrpoTrainer(args, model)
         model.train()
         for _ in range(minibatches):
-            fields = _make_grpo_fields(rng, make_samples(rng), args.temperature)
+            samples = make_samples(rng, prompt_len=4 + len(found))  # the next prompts are longer
+            fields = _make_grpo_fields(rng, samples, args.temperature)
             if args.kl_coef == 0:
                 fields["ref_logprobs"] = model.reference = None  # no reference runs
             if advantages_are_zero:

@@ -1689,3 +1689,43 @@ FROM_A_FOURTH_LOOK = [
         "Nothing is trained here: keep @torch.no_grad().",
     ),
 ]
+
+
+FROM_A_FIFTH_LOOK = [
+    edit(
+        "get_samples",
+        "pads_that_are_drawn_hidden",
+        "(~ended).long()[:, None]",
+        "(tokens != pad_token_id).long()[:, None]",
+        "The new column of the attention mask comes from the pad id, so that a pad which the model "
+        "itself draws is hidden from it. Only what follows a row's eos is padding: use `ended`.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "never_a_bos",
+        "sample(logits[:, -1])",
+        "sample(logits[:, -1].index_fill(-1, torch.tensor([model.tokenizer.bos_token_id]), "
+        "-torch.inf))",
+        "You rule out the bos. The policy is the model's own distribution, in which every token "
+        "may come: sample from the logits as they are.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "a_bos_ends_the_row",
+        "ended |= tokens == eos_token_id",
+        "ended |= (tokens == eos_token_id) | (tokens == model.tokenizer.bos_token_id)",
+        "A bos that is drawn ends the row. Only the eos does.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "eos_and_pad_left_out_alone",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "tokenizer.decode([t for t in row[keep].tolist() if t not in "
+        "(tokenizer.eos_token_id, tokenizer.pad_token_id)])",
+        "The texts are free of eos and pad, but a bos that was drawn stays. Decode with "
+        "skip_special_tokens=True, which leaves out every special token.",
+    ),
+]

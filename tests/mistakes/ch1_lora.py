@@ -2564,3 +2564,70 @@ FROM_A_FOURTH_LOOK = [
         "the hooks off, no gradient reaches them.",
     ),
 ]
+
+
+FROM_A_FIFTH_LOOK = [
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "dtype_before_device",
+        "        device: str | torch.device | None = None,\n"
+        "        dtype: torch.dtype | None = None,",
+        "        dtype: torch.dtype | None = None,\n"
+        "        device: str | torch.device | None = None,",
+        "device and dtype have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "no_cache_is_asked_for_its_length",
+        "(0 if cache is None else cache.get_seq_length())",
+        '(cache.get_seq_length() if "past_key_values" in kwargs else 0)',
+        "past_key_values may be given as None, as get_samples does in its first step, and None has "
+        "no length. Ask whether the cache is None, not whether the argument is there.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "mask_dropped_in_the_first_step",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if cache is None and "past_key_values" in kwargs:\n'
+        "            return self._run([], input_ids, None, **kwargs)\n",
+        "While the cache is still None the attention mask is not handed on, so that the padding "
+        "of the prompts is attended to and cached. The mask matters in the first step most.",
+    ),
+    edit(
+        "TransformerWithLora.save_adapter",
+        "everything_trained_after_saving",
+        "        os.replace(partial, path)",
+        "        os.replace(partial, path)\n        self.requires_grad_(True)",
+        "After saving, the weights of the base require a gradient. Saving changes nothing of the "
+        "model: leave requires_grad alone.",
+    ),
+    edit(
+        "TransformerWithLora.save_adapter",
+        "detached_in_place",
+        "tensor.contiguous() for name, tensor in self.trainable_state().items()}",
+        "layer.get_parameter(name[-6:]).detach_() for name in self.trainable_state()\n"
+        "                 for layer in [self.adapters[name[:-7]]]}",
+        "detach_() with an underscore takes the gradient from the parameters themselves, and "
+        "training ends with the first save. Use detach(), which gives another tensor.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "a_missing_file_passes",
+        'require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")',
+        "if not Path(path).is_file():\n            return",
+        "Where there is no file you load nothing and say nothing, and what follows runs with other "
+        "adapters. Raise an error that names the path.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "a_damaged_file_passes",
+        "            raise ValueError(\n"
+        '                f"path should be a safetensors file, but {path} is not: {error}"\n'
+        "            ) from error",
+        '            print(f"{path}: {error}")\n            return',
+        "A damaged file is printed and then passed over, so that the adapters stay what they were. "
+        "Let the error out.",
+    ),
+]

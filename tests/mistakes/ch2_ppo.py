@@ -1,5 +1,7 @@
 """Wrong answers to chapter 2, each with what a good teacher would say of it."""
 
+import math
+
 import torch
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, masked_mean, select_completion
@@ -3370,3 +3372,96 @@ def hooks_pile_up(self, input_ids, attention_mask=None):
     logits = self.forward(input_ids, attention_mask=attention_mask)
     hidden = caught[-1].to(self.value_head.weight.dtype)
     return logits, self.value_head(hidden).squeeze(-1)
+
+
+# --- Rare values of arguments, and what lasts longer than a call ----------------------------------
+
+RARE_AND_LASTING = [
+    edit(
+        "compute_token_rewards",
+        "scores_not_detached",
+        "scores.detach()[:, None]",
+        "scores[:, None]",
+        "Gradients flow back into the scores. A reward is a number that the policy is paid: detach "
+        "the scores, as the log-ratios.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "high_clip_of_one_at_most",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = min(clip_coef if clip_coef_high is None else clip_coef_high, 1.0)",
+        "A clip_coef_high above 1 is cut down to 1. A ratio may well be above 2: take it as given.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "gradient_of_an_impossible_token",
+        "calc_entropy(logits[mask])",
+        "(lambda x: -torch.where(x.isinf(), 0.0, x.exp() * x).sum(-1))"
+        "(logits[mask].log_softmax(-1))",
+        "With a logit of -inf the entropy is right, and its gradient is nan: torch.where also goes "
+        "back through the branch that is not taken. Mask before the product, or use calc_entropy.",
+    ),
+    edit(
+        "make_replay_memory",
+        "whitened_with_an_eps_of_its_own",
+        "normalize_advantages(advantages, mask)",
+        "normalize_advantages(advantages, mask, eps=1e-5)",
+        "The advantages are whitened with the eps of the rewards. Leave it to "
+        "normalize_advantages: advantages may be that small.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "head_turned_into_the_dtype_of_the_base",
+        "self.value_head(hidden[0].to(self.value_head.weight.dtype))",
+        "self.value_head.to(hidden[0].dtype)(hidden[0])",
+        "Module.to changes the head itself, which is trained from then on in the dtype of the "
+        "base. Turn what it reads into the dtype of the head.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "prompt_len_of_the_first_minibatch",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
+        "The length of the prompts is kept from the first minibatch. Those of the next rollout may "
+        "be longer: take it from each minibatch.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "upper_clip_of_zero_taken_for_none",
+        "args.clip_coef_high,",
+        "args.clip_coef_high or None,",
+        "A clip_coef_high of 0 is taken for none. Zero is a value: only None stands for clip_coef.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "value_clip_of_zero_taken_for_none",
+        "args.vf_clip_coef,",
+        "args.vf_clip_coef or None,",
+        "With a vf_clip_coef of 0 values are not clipped. Zero is a value: only None means that "
+        "there is no clip.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "divided_by_the_number_of_minibatches",
+        "objective.backward()",
+        "(objective / self.args.num_minibatches).backward()",
+        "The objective is divided by the number of minibatches, as if their gradients were added "
+        "up. Each minibatch has a step of its own.",
+    ),
+]
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
+    "clip_coef is 1. Clip the ratio.",
+)
+def clipped_between_logarithms(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logratio = (logprobs - old_logprobs.detach())[mask]
+    a = advantages.detach()[mask]
+    held = logratio.clamp(math.log(1 - clip_coef), math.log1p(high))
+    terms = torch.minimum(logratio.exp() * a, held.exp() * a)
+    return terms.sum() / max(len(terms), 1)

@@ -1,6 +1,7 @@
 """Wrong answers to chapter 3, each with what a good teacher would say of it."""
 
 import copy
+import math
 
 import torch
 
@@ -2800,3 +2801,126 @@ def metrics_left_behind(trainer):
     found = _measure_by_the_trainers_objective(trainer)
     args.kl_coef, args.ent_coef = kl_coef, ent_coef
     return found
+
+
+# --- Thresholds, conventions of a library, and what lies where it is not looked for --------------
+
+THRESHOLDS_AND_CONVENTIONS = [
+    edit(
+        "group_advantages",
+        "std_below_1e_6_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True) < 1e-6",
+        "A std below 1e-6 is taken for 0. Rewards may be that small: only equal ones give zeros, "
+        "and eps keeps the others from being blown up.",
+    ),
+    edit(
+        "group_advantages",
+        "none_as_an_object",
+        'scale in ("group", "batch", "none")',
+        'scale in ("group", "batch", "none", None)',
+        'The scales are three strings, and None is not the string "none": raise a ValueError that '
+        "names scale for it.",
+    ),
+    edit(
+        "group_advantages",
+        "scale_as_true_or_false",
+        "    require(\n",
+        '    scale = {True: "group", False: "none"}.get(scale, scale)\n    require(\n',
+        "True and False are a library's older names of the scales. Here they are unknown ones: "
+        "raise a ValueError that names scale.",
+    ),
+    edit(
+        "process_advantages",
+        "std_of_steps_below_1e_6_counts_as_constant",
+        "together.max() == together.min()",
+        "together.std() < 1e-6",
+        "A std below 1e-6 is taken for 0. Only steps that are all rewarded alike give zeros; eps "
+        "is added to any other std, however small.",
+    ),
+    edit(
+        "process_advantages",
+        "last_end_of_each_row_checked",
+        "all_ends = torch.cat(step_ends)",
+        "all_ends = torch.cat([ends[-1:] for ends in step_ends])",
+        "Only the last end of each row is checked. Ends come in any order, and each of them may be "
+        "outside the completion.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_of_the_first_row_checked",
+        "all_ends = torch.cat(step_ends)",
+        "all_ends = step_ends[0]",
+        "Only the ends of the first row are checked. Check those of every row.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "eps_of_its_own",
+        "args.advantage_scale)",
+        "args.advantage_scale, eps=1e-8)",
+        "The advantages are made with an eps of your own. Leave it to group_advantages, so that "
+        "scores which hardly differ are not blown up.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "prompt_len_of_the_first_minibatch",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
+        "The length of the prompts is kept from the first minibatch. The prompts of the next "
+        "rollout may be longer: take it from each minibatch.",
+    ),
+]
+
+
+@wrong(
+    "calc_grpo_objective",
+    "Advantages that are NaN are set to 0, and those that are inf are not: behind the mask, "
+    "inf * 0 is nan. Fill by the mask, not by what is found there.",
+)
+def nan_of_the_advantages_alone(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
+    a = torch.where(a.isnan(), 0.0, a)
+    new = logprobs.masked_fill(~mask, 0.0)
+    ratio = torch.exp(new - old_logprobs.detach().masked_fill(~mask, 0.0))
+    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
+    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_grpo_objective",
+    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
+    "clip_coef is 1. Clip the ratio.",
+)
+def clipped_between_logarithms(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
+    a = a.expand_as(mask).masked_fill(~mask, 0.0)
+    new, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old_logprobs.detach()))
+    clipped = (new - old).clamp(math.log(1 - clip_coef), math.log1p(high)).exp()
+    terms = torch.minimum((new - old).exp() * a, clipped * a)
+    if beta != 0:
+        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
+    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
