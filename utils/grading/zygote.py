@@ -1,9 +1,10 @@
 """Processes that run a student's code: one is forked for each check, from one that imported torch.
 
-The zygote holds no solution, no check and no student code. It gets jobs from the trusted process,
-and for each forks a child in namespaces of its own, reads its reply up to a length and a time, and
-ends it with all that it started. The reply is bytes (`wire`): nothing of it is executed or
-unpickled.
+The zygote holds no solution, no check and no student code, nor leftovers of them: what it had read
+would be in the memory of every child to come. So the child itself reads its job from the trusted
+process, which reads the child's reply, up to a length and a time, through a pipe of its own. The
+zygote only forks the child in namespaces of its own, and ends it with all that it started. The
+reply is bytes (`wire`): nothing of it is executed or unpickled.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ import select
 import shutil
 import signal
 import struct
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -70,34 +73,37 @@ def start(connection: Connection, place: Place) -> None:
 def serve(connection: Connection, place: Place) -> None:
     """Take jobs until the other side closes.
 
-    Those with the same earlier solutions go to a zygote of their own, which has these imported.
+    Those with earlier solutions go to a zygote of their own, which has these imported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
     others: dict[tuple[str, ...], Connection] = {}
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            job = connection.recv()
-            if not job.earlier:
-                connection.send_bytes(_run(job, place))
+            names = connection.recv()
+            if not names:
+                _run(connection, place)
                 continue
-            key = tuple(job.earlier)
-            if key not in others:
-                others[key] = _fork_with(job.earlier, place, [connection, *others.values()])
-            others[key].send(dataclasses.replace(job, earlier={}))
-            connection.send_bytes(others[key].recv_bytes())
+            if names not in others:
+                others[names] = _fork_another(connection, place, list(others.values()))
+            others[names].send("your turn")
+            others[names].recv()
 
 
-def _fork_with(earlier: dict[str, str], place: Place, used: list[Connection]) -> Connection:
-    """A zygote that holds the solutions of earlier chapters."""
+def _fork_another(connection: Connection, place: Place, used: list[Connection]) -> Connection:
+    """A zygote that holds the solutions of earlier chapters, for when it is its turn."""
     ours, theirs = Pipe()
     if os.fork() == 0:
         try:
-            for connection in [ours, *used]:
-                connection.close()
+            for end in [ours, *used]:
+                end.close()
             sandbox.end_with_parent()
-            for name, source in earlier.items():
-                child.install(name, source)
-            serve(theirs, place)
+            with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+                while theirs.recv():
+                    for name, source in connection.recv().items():
+                        if name not in sys.modules:
+                            child.install(name, source)
+                    _run(connection, place)
+                    theirs.send("done")
         finally:
             os._exit(0)
     theirs.close()
@@ -105,44 +111,60 @@ def _fork_with(earlier: dict[str, str], place: Place, used: list[Connection]) ->
 
 
 def ask(connection: Connection, job: Job) -> Reply:
-    """The trusted side of `serve`. Raises EOFError if the zygote is gone."""
-    connection.send(job)
-    data = connection.recv_bytes()
-    (length,) = _HEADER.unpack_from(data)
-    head = json.loads(data[_HEADER.size : _HEADER.size + length])
-    return Reply(head["outcome"], data[_HEADER.size + length :], tuple(head["protections"]))
-
-
-def _run(job: Job, place: Place) -> bytes:
-    """Fork the child, read its reply up to a length and a time, end it with all that it started."""
-    folder = tempfile.mkdtemp(prefix="grading-")
-    reader, writer = os.pipe()
+    """The trusted side of `serve`. Raises EOFError or OSError if the zygote is gone."""
+    connection.send(tuple(job.earlier))
+    if job.earlier:
+        connection.send(job.earlier)
+    reader = reduction.recv_handle(connection)
     try:
-        with sandbox.separate_processes():
-            pid = os.fork()
-            if pid == 0:
-                _be_child(job, place, folder, writer)
-        os.close(writer)
+        connection.send(dataclasses.replace(job, earlier={}))
         data, outcome = _read(reader, time.monotonic() + job.seconds)
-        for end in (os.kill, os.killpg):  # the group, where there is no namespace to end with it
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                end(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
     finally:
         os.close(reader)
-        shutil.rmtree(folder, ignore_errors=True)
+    connection.send("end")
+    connection.recv()
     frames = _split(data)
     protections = json.loads(frames[0]) if frames else []
     if outcome == "done" and len(frames) < 2:
         outcome = "ended"
     protections = (*protections, "wall clock") if protections else ()
-    return _pack_reply(Reply(outcome, frames[1] if outcome == "done" else b"", protections))
+    return Reply(outcome, frames[1] if outcome == "done" else b"", protections)
 
 
-def _be_child(job: Job, place: Place, folder: str, writer: int) -> None:
+def _run(connection: Connection, place: Place) -> None:
+    """Fork the child, hand over where its reply comes from, end it with all that it started."""
+    folder = tempfile.mkdtemp(prefix="grading-")
+    reader, writer = os.pipe()
+    waits, holds = os.pipe()
+    try:
+        with sandbox.separate_processes():
+            pid = os.fork()
+            if pid == 0:
+                _be_child(connection, place, folder, writer)
+        os.close(writer)
+        os.close(holds)
+        try:
+            reduction.send_handle(connection, reader, None)
+            os.read(waits, 1)  # the child has closed all that is not its own: it has its job
+            if connection.recv() != "end":
+                raise EOFError("the child ended before it had its job")
+        finally:
+            os.close(reader)
+            os.close(waits)
+            for end in (os.kill, os.killpg):  # the group, where no namespace ends with it
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    end(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    connection.send("ended")
+
+
+def _be_child(connection: Connection, place: Place, folder: str, writer: int) -> None:
     """The child: nothing open but the way back, sandboxed, then the job. Does not return."""
     try:
         sandbox.end_with_parent()
+        job = connection.recv()
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
@@ -161,11 +183,6 @@ def _be_child(job: Job, place: Place, folder: str, writer: int) -> None:
 
 
 # --- Bytes --------------------------------------------------------------------------------------
-
-
-def _pack_reply(reply: Reply) -> bytes:
-    head = json.dumps({"outcome": reply.outcome, "protections": reply.protections}).encode()
-    return _HEADER.pack(len(head)) + head + reply.data
 
 
 def _write_frame(descriptor: int, data: bytes) -> None:
