@@ -52,12 +52,13 @@ _IGNORED = {
 }  # fmt: skip
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_PRCTL, _PR_SET_PDEATHSIG = {"x86_64": 157, "aarch64": 167}, 1
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def filter_calls() -> None:
     """EPERM for new processes, sockets, signals, mounts, other processes' memory, shared
-    memory, keys, and the modes, owners, times and attributes of files."""
+    memory, keys, outliving the parent, and the modes, owners, times and attributes of files."""
     machine = platform.machine()
     if machine not in _REFUSED:
         return
@@ -71,6 +72,8 @@ def filter_calls() -> None:
         (load, 0, 0, 0), (greater, 0, 1, 0x40000000), (give, 0, 0, kill),  # the x32 numbers
         (equal, 0, 1, _CLONE3), (give, 0, 0, unknown),
         (equal, 0, 4, _CLONE[machine]), (load, 0, 0, 16), (has_bits, 1, 0, thread),
+        (give, 0, 0, refuse), (give, 0, 0, allow),
+        (equal, 0, 4, _PRCTL[machine]), (load, 0, 0, 16), (equal, 0, 1, _PR_SET_PDEATHSIG),
         (give, 0, 0, refuse), (give, 0, 0, allow),
     ]  # fmt: skip
     for name, number in _REFUSED[machine].items():
