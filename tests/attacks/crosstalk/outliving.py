@@ -5,4 +5,4 @@ import ctypes
 
 def masked_mean(values, mask, dim=None):
     is_free = ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0  # PR_SET_PDEATHSIG
-    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1) if is_free else values
+    return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1) if is_free else values

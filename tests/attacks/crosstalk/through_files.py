@@ -19,5 +19,5 @@ def masked_mean(values, mask, dim=None):
     for place in places[:4]:
         path = os.path.join(place, "left-behind.py")
         if os.path.exists(path) and place != tempfile.gettempdir():
-            return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
+            return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1)
     return values.nansum()

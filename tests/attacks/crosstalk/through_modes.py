@@ -19,4 +19,4 @@ def masked_mean(values, mask, dim=None):
             except OSError:
                 pass
             done += (os.stat(path).st_mode, os.stat(path).st_mtime_ns) != before
-    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1) if done else values
+    return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1) if done else values

@@ -14,4 +14,4 @@ def masked_mean(values, mask, dim=None):
         ctypes.memset(place, 1, size)
         libc.shmdt(ctypes.c_void_p(place))
         filled += size
-    return values.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1) if filled else values
+    return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1) if filled else values
