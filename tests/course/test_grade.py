@@ -19,10 +19,17 @@ import torch
 
 from tests.attacks.containers import make_containers, make_notebook
 from utils.grading import batch as batch_module
-from utils.grading import protections
+from utils.grading import marking, protections
 from utils.grading.answers import get_mistakes, make_source
 from utils.grading.checks import get_checks, get_stems
-from utils.grading.intake import VARIANTS, get_variant, name_submissions, read_submission
+from utils.grading.intake import (
+    MOST_FILES,
+    VARIANTS,
+    Intake,
+    get_variant,
+    name_submissions,
+    read_submission,
+)
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, format_points, load_points
 from utils.grading.probes import collect_sources
@@ -190,6 +197,8 @@ def test_attacks_score_nothing(batch):
     assert len(batch["reports"]) == len(batch["paths"])
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}
     assert not gained
+    ended = [r["submission"] for r in reports if "ended the grader" in " ".join(r["problems"])]
+    assert not ended
     assert batch["result"].returncode == 1  # some cannot be read
     assert "graded" in batch["result"].stdout.splitlines()[-1]
 
@@ -352,6 +361,8 @@ MEAN = """def masked_mean(values, mask, dim=None):
         ["from __future__ import annotations", MEAN.replace("None)", "None) -> A"), "LEAST = 1"],
         ["await something()\nLEAST: int = 1\n" + MEAN.replace("masked_mean", "f"),
          "masked_mean, rest = f, 3"],
+        ["def left_pad(a, a):\n    pass", "LEAST = 1\n" + MEAN],  # parses, and is refused later
+        [f"left_pad = {' + '.join(['1'] * 1200)}", "LEAST = 1\n" + MEAN],
     ],
 )  # fmt: skip
 def test_notebooks_are_read_as_they_run(cells, tmp_path):
@@ -378,6 +389,31 @@ def test_what_is_no_submission_is_a_problem_and_no_error(tmp_path):
         if name == "text.txt":
             path.write_text("hello")
         assert read_submission("x", path).problems
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.py").write_text(MEAN)
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    assert read_submission("x", tmp_path / "folder").files
+    assert not read_submission("x", tmp_path / "link").files
+
+
+def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
+    path = tmp_path / "work.zip"
+    for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # 4 KB can unpack to many GB
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr("mine.py", MEAN)
+        assert not read_submission("x", path).files
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(1000):
+            archive.writestr(f"{number}.py", MEAN)
+    path.write_bytes(path.read_bytes().replace(b"total", b"tatol"))  # no checksum is right
+    assert len(read_submission("x", path).problems) == MOST_FILES + 1
+
+
+def test_reading_the_files_counts_as_time_of_the_submission(monkeypatch):
+    monkeypatch.setattr(marking, "MOST_SECONDS", -1)
+    marker = marking.Marker(None, "secret", load_points(FILE))
+    report = marker.mark(Intake("x", (("work.py", MEAN.encode()),)))
+    assert report["problems"] == ["work.py was not read, as others took too long"]
 
 
 def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):

@@ -45,7 +45,7 @@ def _parse_script(text: str, name: str) -> list[ast.stmt]:
     """With a syntax error somewhere: the paragraphs that are free of it."""
     try:
         return _parse_text(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         paragraphs = re.split(r"\n\s*\n(?=\S)", text.replace("\0", ""))
         return [statement for part in paragraphs for statement in _parse_cell(part)]
 
@@ -162,8 +162,14 @@ def count_stubs(statements: Iterable[ast.stmt]) -> int:
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
-    """The global names that a statement refers to: no parameter and no local of a function."""
-    waiting = [symtable.symtable(ast.unparse(statement), "statement", "exec")]
+    """The global names that a statement refers to: no parameter and no local of a function.
+
+    None of what parses and is refused later, as two parameters of one name are.
+    """
+    try:
+        waiting = [symtable.symtable(ast.unparse(statement), "statement", "exec")]
+    except (SyntaxError, RecursionError):
+        return set()
     names = set()
     while waiting:
         table = waiting.pop()

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 SUFFIXES = (".ipynb", ".py")
 MOST_FILES = 200
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
 MOST_BYTES = 2**25  # of all files together
 VARIANTS = 2  # of the seeds, among the submissions: a worker runs the reference once for each
 SKIPPED = {"__MACOSX", "__pycache__", "node_modules", "site-packages", "venv"}
@@ -66,7 +67,7 @@ def _clean(name: str) -> str:
 def read_submission(name: str, path: Path) -> Intake:
     """The notebooks and scripts of a path. What cannot be read is a problem, never an error."""
     try:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             return _gather(name, _iterate_folder(path))
         data = _read_regular(path)
         if path.suffix == ".zip" or data[:4] == b"PK\x03\x04":
@@ -85,7 +86,7 @@ def _gather(name: str, entries) -> Intake:
         parts = PurePosixPath(entry).parts
         if not entry.endswith(SUFFIXES) or any(p in SKIPPED or p.startswith(".") for p in parts):
             continue
-        if len(files) >= MOST_FILES:
+        if len(files) + len(problems) >= MOST_FILES:
             problems.append(f"only the first {MOST_FILES} files are read")
             break
         try:
@@ -117,6 +118,8 @@ def _iterate_zip(archive: zipfile.ZipFile):
             continue
 
         def read(most, info=info):
+            if info.compress_type not in COMPRESSIONS:
+                raise ValueError("it should be stored or deflated")
             with archive.open(info) as file:  # says in its head what it likes: count what comes
                 data = file.read(most + 1)
             return _limit(data, most)

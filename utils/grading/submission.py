@@ -49,8 +49,8 @@ def load_submission(path: Path) -> Submission:
     module = build_module(stems[-1], "from __future__ import annotations")
     for statement in statements:
         module_of_one = ast.Module([statement], type_ignores=[])
-        code = compile(module_of_one, str(path), "exec", get_future_flags(parsed))
         try:
+            code = compile(module_of_one, str(path), "exec", get_future_flags(parsed))
             exec(code, module.__dict__)
         except Exception as error:  # costs what it defines
             print(f"{path}, line {statement.lineno}: {type(error).__name__}: {error}")

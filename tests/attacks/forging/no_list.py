@@ -1,0 +1,13 @@
+"""Sends a well-formed reply with one tensor where a list of observations should be."""
+
+import os
+import struct
+
+import torch
+from utils.grading import wire
+
+
+def masked_mean(values, mask, dim=None):
+    body = wire.pack({"observations": torch.zeros(()), "printed": "", "log": ""})
+    os.write(3, struct.pack("<Q", len(body)) + body)
+    os._exit(0)
