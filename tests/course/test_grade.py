@@ -306,6 +306,28 @@ def test_the_answer_to_a_check_cannot_be_prepared(stem):
     assert constant == []
 
 
+@pytest.mark.parametrize("stem", get_stems())
+def test_nan_holds_for_no_predicate(stem):
+    from utils.grading.engine import judge, observe_reference
+
+    def spoil(observed):
+        if isinstance(observed, dict):
+            return {key: spoil(value) for key, value in observed.items()}
+        if isinstance(observed, list):
+            return [spoil(value) for value in observed]
+        if isinstance(observed, torch.Tensor) and observed.is_floating_point():
+            return torch.full_like(observed, torch.nan)
+        return torch.nan if isinstance(observed, float) else observed
+
+    for check in [c for checks in get_checks(stem).values() for c in checks]:
+        if check.holds is None or check.slow:
+            continue
+        observed = observe_reference(check, 0)
+        if repr(spoil(observed)) != repr(observed):
+            assert judge(check, spoil(observed), 0), check.path
+            assert judge(check, observed, 0) is None, check.path
+
+
 @pytest.mark.parametrize(
     "value",
     [None, True, 3, 0.5, float("inf"), "text", [1, [2.0]], {"a": {"b": None}}, Unsupported("x"),

@@ -64,6 +64,19 @@ def find_mismatch(
     return None
 
 
+def is_finite_as(yours: Any, expected: Any) -> bool:
+    """Whether what should be finite is, of two observations of one structure."""
+    if isinstance(expected, dict):
+        return all(is_finite_as(yours[key], value) for key, value in expected.items())
+    if isinstance(expected, list):
+        return all(map(is_finite_as, yours, expected))
+    if isinstance(expected, Tensor):
+        return bool(yours.isfinite().all() or not expected.isfinite().all())
+    if isinstance(expected, float):
+        return math.isfinite(yours) or not math.isfinite(expected)
+    return True
+
+
 def measure_gap(a: Any, b: Any) -> Any:
     """|a - b| for every number of two observations of one structure; None where they differ."""
     if isinstance(a, dict) and isinstance(b, dict):

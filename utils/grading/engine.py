@@ -12,7 +12,7 @@ import torch
 
 from utils.grading import answers, recorded
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.comparison import Mismatch, find_mismatch, measure_gap
+from utils.grading.comparison import Mismatch, find_mismatch, is_finite_as, measure_gap
 from utils.grading.observation import Answers, Raised, is_sound, run_check
 
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
@@ -95,6 +95,8 @@ def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch
                 message = check.holds(observed, reference)
             except Exception as error:  # a predicate on what cannot be
                 message = f"what was observed cannot be: {type(error).__name__}"
+            if message is None and not is_finite_as(observed, reference):
+                message = "the result is not finite"  # nan exceeds no predicate's limit
             mismatch = None if message is None else Mismatch(message)
         return mismatch
     gap = measure_reference_gap(check, index, secret)
