@@ -385,6 +385,7 @@ MEAN = """def masked_mean(values, mask, dim=None):
          "masked_mean, rest = f, 3"],
         ["def left_pad(a, a):\n    pass", "LEAST = 1\n" + MEAN],  # parses, and is refused later
         [f"left_pad = {' + '.join(['1'] * 1200)}", "LEAST = 1\n" + MEAN],
+        [f"left_pad = 0x{'f' * 5000}", "LEAST = 1\n" + MEAN],
     ],
 )  # fmt: skip
 def test_notebooks_are_read_as_they_run(cells, tmp_path):

@@ -168,7 +168,7 @@ def get_used_names(statement: ast.stmt) -> set[str]:
     """
     try:
         waiting = [symtable.symtable(ast.unparse(statement), "statement", "exec")]
-    except (SyntaxError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError):
         return set()
     names = set()
     while waiting:
