@@ -132,11 +132,13 @@ def ask(connection: Connection, job: Job) -> Reply:
 
 
 def _run(connection: Connection, place: Place) -> None:
-    """Fork the child, hand over where its reply comes from, end it with all that it started."""
+    """Hand over where the reply comes from, fork the child, end it with all that it started."""
     folder = tempfile.mkdtemp(prefix="grading-")
     reader, writer = os.pipe()
     waits, holds = os.pipe()
     try:
+        reduction.send_handle(connection, reader, None)
+        os.close(reader)
         with sandbox.separate_processes():
             pid = os.fork()
             if pid == 0:
@@ -144,18 +146,16 @@ def _run(connection: Connection, place: Place) -> None:
         os.close(writer)
         os.close(holds)
         try:
-            reduction.send_handle(connection, reader, None)
-            os.read(waits, 1)  # the child has closed all that is not its own: it has its job
+            os.read(waits, 1)  # until the child closes what is not its own: then it has its job
             if connection.recv() != "end":
                 raise EOFError("the child ended before it had its job")
         finally:
-            os.close(reader)
-            os.close(waits)
             for end in (os.kill, os.killpg):  # the group, where no namespace ends with it
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     end(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     finally:
+        os.close(waits)
         shutil.rmtree(folder, ignore_errors=True)
     connection.send("ended")
 
