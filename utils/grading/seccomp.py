@@ -23,6 +23,9 @@ _REFUSED = {
         # Memory that no limit counts, and what outlives the child.
         "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_secret": 447,
         "add_key": 248, "request_key": 249,
+        # The turns and places of others.
+        "setpriority": 141, "ioprio_set": 251, "sched_setaffinity": 203, "sched_setattr": 314,
+        "sched_setscheduler": 144, "sched_setparam": 142, "migrate_pages": 256, "move_pages": 279,
         # Landlock lets whoever owns a file change these.
         "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452,
         "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
@@ -40,6 +43,8 @@ _REFUSED = {
         "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "pidfd_send_signal": 424,
         "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_secret": 447,
         "add_key": 217, "request_key": 218,
+        "setpriority": 140, "ioprio_set": 30, "sched_setaffinity": 122, "sched_setattr": 274,
+        "sched_setscheduler": 119, "sched_setparam": 118, "migrate_pages": 238, "move_pages": 239,
         "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54,
         "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463,
         "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,
@@ -52,13 +57,16 @@ _IGNORED = {
 }  # fmt: skip
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _PRCTL, _PR_SET_PDEATHSIG = {"x86_64": 157, "aarch64": 167}, 1
+_FCNTL, _SIGNALS = {"x86_64": 72, "aarch64": 25}, (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def filter_calls() -> None:
-    """EPERM for new processes, sockets, signals, mounts, other processes' memory, shared
-    memory, keys, outliving the parent, and the modes, owners, times and attributes of files."""
+    """EPERM for new processes, sockets, signals, mounts, other processes' memory, limits and
+    turns, shared memory, keys, outliving the parent, and the modes, owners, times and attributes
+    of files."""
     machine = platform.machine()
     if machine not in _REFUSED:
         return
@@ -75,6 +83,11 @@ def filter_calls() -> None:
         (give, 0, 0, refuse), (give, 0, 0, allow),
         (equal, 0, 4, _PRCTL[machine]), (load, 0, 0, 16), (equal, 0, 1, _PR_SET_PDEATHSIG),
         (give, 0, 0, refuse), (give, 0, 0, allow),
+        (equal, 0, 4, _PRLIMIT[machine]), (load, 0, 0, 16), (equal, 1, 0, 0),  # its own
+        (give, 0, 0, refuse), (give, 0, 0, allow),
+        (equal, 0, 6, _FCNTL[machine]), (load, 0, 0, 24),
+        *((equal, 3 - place, 0, command) for place, command in enumerate(_SIGNALS)),
+        (give, 0, 0, allow), (give, 0, 0, refuse),
     ]  # fmt: skip
     for name, number in _REFUSED[machine].items():
         program += [(equal, 0, 1, number), (give, 0, 0, ignore if name in _IGNORED else refuse)]
