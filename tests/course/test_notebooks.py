@@ -65,6 +65,10 @@ def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(stem):
     checked = [cell for cell in cells if "check" in cell.metadata.get("tags", [])]
     for cell in checked:
         assert "✗" not in cell.outputs[0].text
+        lines = re.sub(r"\x1b\[\d+m", "", cell.outputs[0].text).splitlines()
+        checks = get_checks(stem)[lines[0].partition(":")[0]]
+        titles = [check.title for check in checks if not check.slow or "slow=True" in cell.source]
+        assert [line.split(maxsplit=2)[2] for line in lines[1:]] == titles
 
 
 @pytest.mark.parametrize("stem", STEMS)

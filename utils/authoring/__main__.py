@@ -2,6 +2,7 @@
 
 python -m utils.authoring [STEM ...]        chapters/STEM.ipynb and, executed, solutions/STEM.ipynb
 python -m utils.authoring --no-execute      the student's notebooks alone
+python -m utils.authoring --checks          outputs of checks alone, in solutions/STEM.ipynb
 python -m utils.authoring --without-solutions DIR    for course bundles, into DIR
 """
 
@@ -9,6 +10,7 @@ import argparse
 import time
 from pathlib import Path
 
+import nbformat
 from tqdm import tqdm
 
 from utils.authoring.notebooks import (
@@ -16,6 +18,7 @@ from utils.authoring.notebooks import (
     SOLUTIONS,
     Edition,
     build,
+    check_anew,
     embed_results,
     execute,
     get_written_stems,
@@ -47,10 +50,18 @@ def build_solved(stem: str) -> None:
     tqdm.write(f"{stem}: executed in {time.perf_counter() - start:.0f} s")
 
 
+def renew_checks(stem: str) -> None:
+    path = SOLUTIONS / f"{stem}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    check_anew(stem, notebook)
+    write(notebook, path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stems", nargs="*", metavar="STEM", help="chapters, e.g. ch2_ppo; all")
     parser.add_argument("--no-execute", action="store_true", help="the student's notebooks alone")
+    parser.add_argument("--checks", action="store_true", help="outputs of checks alone, anew")
     parser.add_argument("--without-solutions", type=Path, metavar="DIR")
     args = parser.parse_args()
     unknown = set(args.stems) - set(get_written_stems())
@@ -59,6 +70,9 @@ def main() -> None:
     for stem in tqdm(args.stems or get_written_stems(), unit="chapter"):
         if args.without_solutions:
             build_student(stem, args.without_solutions, folded_solutions=False)
+            continue
+        if args.checks:
+            renew_checks(stem)
             continue
         if not args.no_execute:
             build_solved(stem)

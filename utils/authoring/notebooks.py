@@ -13,13 +13,16 @@ filled from the solutions:
 """
 
 import base64
+import contextlib
 import hashlib
+import io
 import os
 import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import ipykernel  # noqa: F401  checks print in colour where it is
 import jupytext
 import nbformat
 import yaml
@@ -28,7 +31,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from utils.authoring import stubs
-from utils.grading.checks import get_checks
+from utils.grading.checks import get_checks, get_reference
+from utils.grading.notebook import run_and_print
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
@@ -203,6 +207,19 @@ def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> Noteb
         if cell.cell_type == "code":
             cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
     return notebook
+
+
+def check_anew(stem: str, notebook: NotebookNode) -> None:
+    """Renew the outputs of an executed notebook's cells that check, and of no other."""
+    if get_sources(notebook) != get_sources(build(stem, Edition(solved=True))):
+        raise ValueError(f"{stem}: the notebook is not as its source says: execute it")
+    names = vars(get_reference(stem)) | {"CHAPTER": stem}
+    names["check"] = lambda answer, slow=False: run_and_print(answer, names, slow)
+    for cell in notebook.cells:
+        if "check" in cell.metadata.get("tags", []):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(cell.source, names)
+            cell.outputs = [nbformat.v4.new_output("stream", text=printed.getvalue())]
 
 
 def save_figures(stem: str, notebook: NotebookNode) -> None:
