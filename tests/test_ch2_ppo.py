@@ -260,14 +260,12 @@ def worked_normal_rewards(student, rng):
 
 @check("normalize_reward", points=2, seeds=2, expected=reward_by_statistics)
 def random_rewards(student, rng):
-    """Random rewards, 2 and more, several eps, no gradient; the rewards stay as they were"""
+    """Random rewards, 2 and more, several eps; the rewards stay as they were"""
     rewards, f = rng.normal(9, mean=4, std=3), student.normalize_reward
-    weights = rng.normal(9)
     return by_case(
         {
             "default eps": with_inputs_after(f, rewards),
             "eps 0.7": with_inputs_after(f, rewards, eps=0.7),
-            "weighted": call_with_gradients(lambda r: f(r) * weights, rewards=rewards),
         }
     ) | {
         "two rewards": f(rewards[:2]),
@@ -399,13 +397,12 @@ def large_token_rewards(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
-    """Scores and log-probs that require a gradient: a reward is a number, none comes out"""
+    """Log-probs that require a gradient: a reward is a number, none comes out"""
     mask, scores = ragged_mask(rng), rng.normal(6)
     weights = rng.normal(6, 7)
     return call_with_gradients(
-        lambda p, q, scores: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
+        lambda p, q: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
         **poison_all(mask, NAN, **token_logprobs(rng, mask)),
-        scores=scores,
     )
 
 
@@ -1022,10 +1019,6 @@ def _head_is_a_part_of_the_model(observed, reference):
             return message
     if torch.allclose(observed["logits"], observed["by reference"], atol=1e-2):
         return "the adapters should be on in forward_with_value_head"
-    if not torch.allclose(observed["values in bfloat16"], observed["values"], atol=0.3, rtol=0.1):
-        return "a base in bfloat16 should give the same values, up to its rounding"
-    if not observed["whether a base in bfloat16 leaves the head as it was"]:
-        return "a base in bfloat16 should not change the dtype of the head, which is trained"
     if observed["hooks more after a second call"] > 0:
         return "each call leaves a hook behind, which goes on running at every later forward"
     if observed["trainable"] != reference["trainable"]:
@@ -1043,7 +1036,7 @@ def _count_hooks(model) -> int:
     holds=_head_is_a_part_of_the_model,
 )
 def head_and_model(student, rng):
-    """The head is trained, saved, loaded; merged() and reference() hold; a base in bfloat16"""
+    """The head is trained, saved and loaded with the adapters; merged() and reference() hold"""
     sites = ("attn.q", "mlp.out")
     model = make_model(student.TransformerWithValueHeadLora, rng, sites=sites)
     samples = make_samples(rng, rows=3)
@@ -1074,13 +1067,7 @@ def head_and_model(student, rng):
                 sites=sites,
             )
             other.load_adapter(path)
-        before = [parameter.dtype for parameter in other.trainable_parameters()]
         found["values loaded"] = other.forward_with_value_head(ids, attention)[1][real]
-        other.base.to(torch.bfloat16)  # the head stays in float32, as the adapters do
-        values = other.forward_with_value_head(ids, attention)[1][real]
-        found["values in bfloat16"] = values.to(rng.dtype)
-        after = [parameter.dtype for parameter in other.trainable_parameters()]
-        found["whether a base in bfloat16 leaves the head as it was"] = after == before
     sizes = sorted(parameter.numel() for parameter in model.trainable_parameters())
     return found | {"trainable": sizes}
 
@@ -1502,7 +1489,7 @@ KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 def _roll_out(student, rng, with_first=False, **options):
     """A second rollout, and everything that says where it came from; what the first one sampled."""
-    reward_fn = trainers.make_recording_reward(options)
+    reward_fn = trainers.RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
@@ -1514,7 +1501,6 @@ def _roll_out(student, rng, with_first=False, **options):
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
-    found["numbers"] = reward_fn.numbers
     tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
     found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
     if with_first:
@@ -1583,13 +1569,12 @@ OTHER_ROLLOUT = {
     "temperature": 1.3,
     "gamma": 0.9,
     "prepend_bos": False,
-    "columns": trainers.COLUMNS,
 }
 
 
 @check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
 def rollout_with_other_arguments(student, rng):
-    """kl_in "reward", raw rewards, top_k 5, no bos, columns: every argument reaches its place"""
+    """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument reaches its place"""
     return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
@@ -1701,17 +1686,11 @@ def objective_by_definition(self, minibatch):
         reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
         ratio = (policy.log_prob(ids[row, at + 1]) - minibatch.logprobs[row, t]).exp()
         advantage = minibatch.advantages[row, t]
-        low = 1 - args.clip_coef
-        high = 1 + (args.clip_coef if args.clip_coef_high is None else args.clip_coef_high)
+        low, high = 1 - args.clip_coef, 1 + args.clip_coef
         gain = ratio * advantage
         if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
             gain = ratio.detach().clamp(low, high) * advantage
-        value, old, target = (
-            x[row, i] for x, i in ((all_values, at), (minibatch.values, t), (minibatch.returns, t))
-        )
-        error = (value - target) ** 2
-        if (bound := args.vf_clip_coef) is not None:
-            error = torch.maximum(error, (old + (value - old).clamp(-bound, bound) - target) ** 2)
+        error = (all_values[row, at] - minibatch.returns[row, t]) ** 2
         term = gain - args.vf_coef / 2 * error + args.ent_coef * policy.entropy()
         if args.kl_in == "loss":
             term = term - args.kl_coef * kl_divergence(policy, reference)
@@ -1761,10 +1740,8 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL here; no entropy bonus; one of two minibatches; clips of 0 count"""
-    clips = {"clip_coef_high": 0.0, "vf_clip_coef": 0.0}
-    options = {"kl_in": "reward", "ent_coef": 0.0, "batch_size": 12, "num_minibatches": 2}
-    return _objective(student, rng, **options, **clips)
+    """kl_in "reward": no KL in the objective; no entropy bonus; one of two minibatches"""
+    return _objective(student, rng, kl_in="reward", ent_coef=0.0, batch_size=12, num_minibatches=2)
 
 
 @check(

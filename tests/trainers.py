@@ -190,26 +190,11 @@ class RecordingReward:
 
     def start(self):
         """The next call belongs to another rollout."""
-        self.samples, self.prompts, self.numbers = [], [], []
+        self.samples, self.prompts = [], []
 
     def __call__(self, samples, *, prompts):
         self.samples, self.prompts = self.samples + list(samples), self.prompts + list(prompts)
         return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
-
-
-COLUMNS = {"numbers": list(range(len(PROMPTS)))}
-
-
-class RecordingColumns(RecordingReward):
-    """One that needs the column of COLUMNS, too."""
-
-    def __call__(self, samples, *, prompts, numbers):
-        self.numbers = self.numbers + list(numbers)
-        return super().__call__(samples, prompts=prompts)
-
-
-def make_recording_reward(options: dict[str, Any]) -> RecordingReward:
-    return RecordingColumns() if "columns" in options else RecordingReward()
 
 
 def score_text(text: str, prompt: str) -> float:
@@ -323,8 +308,6 @@ def find_wrong_sample(observed: dict, rebuilt: SimpleNamespace, args: Any) -> st
         given = ids[row, :n_prompt][observed["attention"][row, :n_prompt].bool()].tolist()
         if prompt not in args.prompts or given != bos + tokenizer.encode(prompt):
             return "reward_fn should get each sample's own prompt"
-        if args.columns and observed["numbers"][row] != args.prompts.index(prompt):
-            return "of args.columns, reward_fn should get the value that belongs to the prompt"
         new = ids[row, n_prompt:][mask[row]]
         if text != tokenizer.decode(new, skip_special_tokens=True):
             return "reward_fn should get the completions, without prompt and special tokens"

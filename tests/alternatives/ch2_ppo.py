@@ -414,8 +414,7 @@ def forward_twice(self, input_ids, attention_mask=None):
     with self.base.hooks(fwd_hooks=[("ln_final.hook_out", catch)]):
         logits = self.forward(input_ids, attention_mask=attention_mask)
     weight, bias = self.value_head.weight, self.value_head.bias
-    hidden = caught["hidden"].to(weight.dtype)
-    return logits, torch.einsum("bsd,d->bs", hidden, weight[0]) + bias
+    return logits, torch.einsum("bsd,d->bs", caught["hidden"], weight[0]) + bias
 
 
 @right("get_optimizer_and_scheduler")
@@ -507,15 +506,10 @@ def objective_in_one_piece(self, minibatch):
     chosen = logp.gather(-1, ids[:, -n:, None])[..., 0]
     ratio = torch.where(mask, chosen - minibatch.logprobs, 0.0).exp()
     a = torch.where(mask, minibatch.advantages, 0.0)
-    high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
-    total = torch.min(ratio * a, ratio.clamp(1 - args.clip_coef, 1 + high) * a)
-    values, returns = values[:, -n - 1 : -1], torch.where(mask, minibatch.returns, 0.0)
-    error = (values - returns) ** 2
-    if args.vf_clip_coef is not None:
-        old = torch.where(mask, minibatch.values, 0.0)
-        held = values.clamp(old - args.vf_clip_coef, old + args.vf_clip_coef)
-        error = torch.max(error, (held - returns) ** 2)
-    total = total - args.vf_coef / 2 * error
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    total = torch.min(ratio * a, clipped * a)
+    error = values[:, -n - 1 : -1] - torch.where(mask, minibatch.returns, 0.0)
+    total = total - args.vf_coef / 2 * error**2
     total = total - args.ent_coef * (logp.exp() * logp).sum(-1)
     if args.kl_in == "loss":
         total = total - args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)
@@ -542,10 +536,7 @@ def rollout_in_one_batch(self):
     """Everything in one forward pass, rewards called by hand, prompts from the random module."""
     args = self.args
     choices = random.Random(int(torch.randint(2**31, (1,), generator=self.generator)))
-    all_prompts = args.prompts or [args.prefix]
-    rows = [choices.randrange(len(all_prompts)) for _ in range(args.batch_size)]
-    prompts = [all_prompts[row] for row in rows]
-    columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
+    prompts = [choices.choice(args.prompts or [args.prefix]) for _ in range(args.batch_size)]
     with torch.no_grad():
         samples = get_samples(
             self.model,
@@ -563,7 +554,7 @@ def rollout_in_one_batch(self):
     return make_replay_memory(
         args,
         samples,
-        call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns),
+        call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts}),
         get_logprobs(logits, ids, n, args.temperature),
         get_logprobs(ref_logits, ids, n, args.temperature),
         values[:, n - 1 : -1],

@@ -1,7 +1,5 @@
 """Right answers to chapter 3, written differently."""
 
-import copy
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -428,10 +426,6 @@ def rollout_in_one_batch(self):
     args = self.args
     groups = (args.batch_size // args.group_size,)
     chosen = torch.randint(len(args.prompts or [0]), groups, generator=self.generator)
-    columns = {
-        name: [column[i] for i in chosen for _ in range(args.group_size)]
-        for name, column in args.columns.items()
-    }
     prompts = [(args.prompts or [args.prefix])[i] for i in chosen for _ in range(args.group_size)]
     with torch.no_grad():
         samples = get_samples(
@@ -449,7 +443,7 @@ def rollout_in_one_batch(self):
         if args.kl_coef > 0:
             with self.model.reference():
                 ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
-    scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
+    scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
     return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
 
@@ -457,20 +451,16 @@ def rollout_in_one_batch(self):
 @torch.no_grad()
 def rewarded_group_by_group(self):
     args, size = self.args, self.args.group_size
-    columns = {"prompts": args.get_prompts()} | args.columns
-    n_prompts = len(columns["prompts"])
-    chosen = torch.randint(n_prompts, (args.batch_size // size,), generator=self.generator)
-    columns = {name: [x[i] for i in chosen.tolist()] for name, x in columns.items()}
-    prompts = [prompt for prompt in columns["prompts"] for _ in range(size)]
+    prompts = args.get_prompts()
+    chosen = torch.randint(len(prompts), (args.batch_size // size,), generator=self.generator)
+    prompts = [prompts[i] for i in chosen.tolist() for _ in range(size)]
     how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
     samples = get_samples(self.model, prompts, args.gen_len, args.temperature, args.top_k, **how)
     scores = [
         call_reward_fn(
-            args.reward_fn,
-            samples.texts[i * size : (i + 1) * size],
-            {name: [x[i]] * size for name, x in columns.items()},
+            args.reward_fn, samples.texts[i : i + size], {"prompts": prompts[i : i + size]}
         )
-        for i in range(len(chosen))
+        for i in range(0, args.batch_size, size)
     ]
     return make_grpo_memory(
         args,
@@ -501,7 +491,6 @@ def reference_scored_anew(self, minibatch):
         minibatch.advantages,
         mask,
         args.clip_coef,
-        args.clip_coef_high,
         beta=args.kl_coef if ref_logprobs is not None else 0.0,
     )
     return surrogate + entropy - kl
@@ -520,7 +509,6 @@ def objective_in_one_piece(self, minibatch):
         minibatch.advantages,
         mask,
         clip_coef=args.clip_coef,
-        clip_coef_high=args.clip_coef_high,
         beta=args.kl_coef * (args.kl_kind == "k3"),
     )
     per_token = args.ent_coef * (logp.exp() * logp).sum(-1)
@@ -534,10 +522,7 @@ def objective_in_one_piece(self, minibatch):
 
 @right("measure_loss_and_gradient_at_start")
 def measured_by_backward(trainer):
-    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
     memory = trainer.rollout_phase()
-    trainer.generator.set_state(state)
-    trainer.metrics = metrics
     n = memory.mask.shape[1]
     prompt_len = memory.input_ids.shape[1] - n
     logits = trainer.model(memory.input_ids, memory.attention_mask)

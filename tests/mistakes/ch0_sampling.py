@@ -1635,14 +1635,6 @@ FROM_A_FOURTH_LOOK = [
     ),
     edit(
         "sample_next_token",
-        "greedy_below_a_hundred_thousandth",
-        "if temperature == 0:",
-        "if temperature < 1e-5:",
-        "Temperatures below 1e-5 are taken for 0. Where logits are as close as the temperature is "
-        "small there is a choice: only 0 is greedy.",
-    ),
-    edit(
-        "sample_next_token",
         "greedy_below_a_thousandth",
         "if temperature == 0:",
         "if temperature < 1e-3:",
@@ -1679,14 +1671,6 @@ FROM_A_FOURTH_LOOK = [
         "torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)",
         "The attention mask is 1 on the pads after an eos. It should be 0 on padding of either "
         "side: put the completion mask behind the prompts' mask.",
-    ),
-    edit(
-        "get_samples",
-        "gradients_while_sampling",
-        "@torch.no_grad()\n",
-        "",
-        "The model records gradients while it samples, and the cache keeps every step's graph. "
-        "Nothing is trained here: keep @torch.no_grad().",
     ),
 ]
 

@@ -3305,52 +3305,6 @@ RATES_THAT_STAY = edit(
 
 SELDOM_LOOKED_AT = [
     edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "upper_clip_of_the_arguments_ignored",
-        "            args.clip_coef_high,\n",
-        "",
-        "args.clip_coef_high has no effect: pass it on to calc_clipped_surrogate_objective.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "values_never_clipped",
-        "            args.vf_clip_coef,\n",
-        "",
-        "args.vf_clip_coef has no effect: pass it on to calc_value_function_loss.",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
-        "columns_forgotten",
-        '{"prompts": prompts} | columns',
-        '{"prompts": prompts}',
-        "args.columns never reach reward_fn, which may need them beside the prompts.",
-        within="RLHFTrainer.sample_and_score",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
-        "columns_in_their_own_order",
-        "[column[row] for row in rows]",
-        "[column[i % len(column)] for i in range(len(rows))]",
-        "The columns are passed in their own order. Each completion gets the value of the prompt "
-        "that was drawn for it.",
-        within="RLHFTrainer.sample_and_score",
-    ),
-    edit(
-        "TransformerWithValueHeadLora.forward_with_value_head",
-        "float32_base_taken_for_granted",
-        "hidden[0].to(self.value_head.weight.dtype)",
-        "hidden[0]",
-        "With a base in bfloat16 this fails: the head is in float32, as the adapters are. Convert "
-        "the hidden state to the head's dtype first.",
-    ),
-    edit(
-        "normalize_reward",
-        "not_detached",
-        "    rewards = rewards.detach()\n",
-        "",
-        "Rewards that require a gradient pass it on. A reward is a number: detach it.",
-    ),
-    edit(
         "reward_fn_sentiment",
         "punctuation_by_a_list",
         WORDS,
@@ -3378,14 +3332,6 @@ def hooks_pile_up(self, input_ids, attention_mask=None):
 
 RARE_AND_LASTING = [
     edit(
-        "compute_token_rewards",
-        "scores_not_detached",
-        "scores.detach()[:, None]",
-        "scores[:, None]",
-        "Gradients flow back into the scores. A reward is a number that the policy is paid: detach "
-        "the scores, as the log-ratios.",
-    ),
-    edit(
         "calc_clipped_surrogate_objective",
         "high_clip_of_one_at_most",
         "high = clip_coef if clip_coef_high is None else clip_coef_high",
@@ -3410,35 +3356,12 @@ RARE_AND_LASTING = [
         "normalize_advantages: advantages may be that small.",
     ),
     edit(
-        "TransformerWithValueHeadLora.forward_with_value_head",
-        "head_turned_into_the_dtype_of_the_base",
-        "self.value_head(hidden[0].to(self.value_head.weight.dtype))",
-        "self.value_head.to(hidden[0].dtype)(hidden[0])",
-        "Module.to changes the head itself, which is trained from then on in the dtype of the "
-        "base. Turn what it reads into the dtype of the head.",
-    ),
-    edit(
         "RLHFTrainer.compute_rlhf_objective",
         "prompt_len_of_the_first_minibatch",
         "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
         'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
         "The length of the prompts is kept from the first minibatch. Those of the next rollout may "
         "be longer: take it from each minibatch.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "upper_clip_of_zero_taken_for_none",
-        "args.clip_coef_high,",
-        "args.clip_coef_high or None,",
-        "A clip_coef_high of 0 is taken for none. Zero is a value: only None stands for clip_coef.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "value_clip_of_zero_taken_for_none",
-        "args.vf_clip_coef,",
-        "args.vf_clip_coef or None,",
-        "With a vf_clip_coef of 0 values are not clipped. Zero is a value: only None means that "
-        "there is no clip.",
     ),
     edit(
         "RLHFTrainer.learning_phase",

@@ -2700,64 +2700,13 @@ def kl_coef_left_at_zero(self, minibatch):
 
 SELDOM_LOOKED_AT = [
     edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "upper_clip_of_the_arguments_ignored",
-        "            args.clip_coef_high,\n",
-        "",
-        "args.clip_coef_high has no effect: pass it on to calc_grpo_objective.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "upper_clip_of_zero_taken_for_none",
-        "            args.clip_coef_high,\n",
-        "            args.clip_coef_high or args.clip_coef,\n",
-        "A clip_coef_high of 0 is a value, but `or` takes it for a missing one. Ask whether it is "
-        "None.",
-    ),
-    edit(
         "process_advantages",
         "steps_in_float32",
         "step_rewards[0].new_zeros(len(step_rewards), completion_len)",
         "torch.zeros(len(step_rewards), completion_len)",
         "torch.zeros is float32, and float64 rewards do not fit in. new_zeros has their dtype.",
     ),
-    edit(
-        "measure_loss_and_gradient_at_start",
-        "another_rollout",
-        "    ids, prompt_len = memory.input_ids,",
-        "    memory = trainer.rollout_phase()\n    ids, prompt_len = memory.input_ids,",
-        "You sample a rollout of your own, which moves the trainer's generator and fills its "
-        "metrics. Use the one that is there: memory.",
-    ),
-    edit(
-        "measure_loss_and_gradient_at_start",
-        "lists_of_metrics_shared",
-        "copy.deepcopy(trainer.metrics)",
-        "trainer.metrics.copy()",
-        "The copy of the metrics shares their lists, to which the rollout appends. Copy those too.",
-    ),
 ]
-
-
-@wrong(
-    "GrpoTrainer.rollout_phase",
-    "reward_fn gets the prompts, but not args.columns, which it may need as well. "
-    "self.sample_and_score passes both.",
-)
-@torch.no_grad()
-def columns_forgotten(self):
-    args, prompts = self.args, self.args.get_prompts()
-    n_groups = args.batch_size // args.group_size
-    chosen = torch.randint(len(prompts), (n_groups,), generator=self.generator).tolist()
-    prompts = [prompts[i] for i in chosen for _ in range(args.group_size)]
-    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
-    with self.model.merged():
-        samples = get_samples(
-            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
-        )
-    scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
-    logprobs, ref_logprobs = self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
-    return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
 
 def _measure_by_the_trainers_objective(trainer):
@@ -2787,19 +2736,6 @@ def coefficients_left_at_zero(trainer):
     metrics = copy.deepcopy(trainer.metrics)
     found = _measure_by_the_trainers_objective(trainer)
     trainer.metrics = metrics
-    return found
-
-
-@wrong(
-    "measure_loss_and_gradient_at_start",
-    "compute_rlhf_objective records metrics, which are then averaged into the next phase's. "
-    "calc_grpo_objective records nothing.",
-)
-def metrics_left_behind(trainer):
-    args = trainer.args
-    kl_coef, ent_coef = args.kl_coef, args.ent_coef
-    found = _measure_by_the_trainers_objective(trainer)
-    args.kl_coef, args.ent_coef = kl_coef, ent_coef
     return found
 
 
