@@ -178,7 +178,8 @@ class HooksThatStay(_Common):
             raise ValueError(f"{site} is no linear layer")
         flipped = isinstance(linear, nn.Linear)
         d_in, d_out = linear.weight.T.shape if flipped else linear.weight.shape
-        adapter = self.adapters[name.replace(".", "-")] = _Adapter(d_in, d_out, rank, alpha)
+        adapter = _Adapter(d_in, d_out, rank, alpha).to(linear.weight.device)
+        self.adapters[name.replace(".", "-")] = adapter
         self.linears[name] = (linear, adapter, flipped)
         kept = {}
 

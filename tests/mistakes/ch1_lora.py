@@ -2631,3 +2631,16 @@ FROM_A_FIFTH_LOOK = [
         "Let the error out.",
     ),
 ]
+
+
+FROM_A_SIXTH_LOOK = [
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "adapters_on_the_cpu",
+        ".to(weight.device, torch.promote_types(weight.dtype, torch.float32))",
+        ".float()",
+        "The base goes to the device that is asked for and the adapters stay on the CPU, so that "
+        "the first forward on a GPU raises an error. Put them where the weights of the base are.",
+        within="TransformerWithLora.__init__",
+    ),
+]
