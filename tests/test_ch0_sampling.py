@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import models
 from tests.inputs import (
     NAN,
+    error_of,
     gradients,
     leaf,
     misfit,
@@ -771,6 +772,8 @@ def _fits_the_model(observed, reference):
         return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different completions"
+    if observed["a prompt longer than the context"] == "no error":
+        return "a prompt longer than the model's context should be an error: nothing is cut off"
     if observed["the number of texts"] != DEFAULT_DRAWS:
         return f"{DEFAULT_DRAWS} completions of one token should give as many texts"
     surprise, variance = 0.0, 0.0
@@ -831,7 +834,7 @@ def _find_settings(by_default, at_temperature):
 
 @check("get_samples", points=3, holds=_fits_the_model)
 def samples_of_the_model(student, rng):
-    """Settings, defaults and generator: tokens against plain Hugging Face's probabilities"""
+    """Settings, defaults, generator; tokens by Hugging Face's probabilities; too long a prompt"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
     a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
     seeds = {"seed a": a, "seed a again": a, "seed b": b}
@@ -854,7 +857,11 @@ def samples_of_the_model(student, rng):
         if name == "seed a":
             found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
             repeated["seed a, later"] = found.completion_ids
+    too_long = ["7" * (models.N_CTX + 6), *PROMPTS]  # each digit is a token
     return repeated | {
+        "a prompt longer than the context": error_of(
+            "prompts", student.get_samples, model, too_long, 2
+        ),
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),

@@ -1713,3 +1713,17 @@ FROM_A_FIFTH_LOOK = [
         "skip_special_tokens=True, which leaves out every special token.",
     ),
 ]
+
+
+FROM_A_SIXTH_LOOK = [
+    edit(
+        "get_samples",
+        "long_prompts_cut",
+        "sequences = [prefix + tokens for tokens in encoded]",
+        "most = model.cfg.n_ctx - max_new_tokens - len(prefix)\n"
+        "    sequences = [prefix + tokens[:most] for tokens in encoded]",
+        "A prompt that is too long for the model's context is cut in silence, and what you sample "
+        "is the completion of another prompt. Raise a ValueError that names prompts.",
+        within="encode_prompts",
+    ),
+]
