@@ -22,6 +22,7 @@ _REFUSED = {
         "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
         # Memory that no limit counts, and what outlives the child.
         "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_secret": 447,
+        "shmat": 30, "shmctl": 31, "semctl": 66, "msgctl": 71, "mq_unlink": 241,
         "add_key": 248, "request_key": 249,
         # The turns and places of others.
         "setpriority": 141, "ioprio_set": 251, "sched_setaffinity": 203, "sched_setattr": 314,
@@ -32,6 +33,7 @@ _REFUSED = {
         "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
         "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463,
         "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466,
+        "file_setattr": 469,
     },
     "aarch64": {
         "socket": 198, "socketpair": 199, "execve": 221, "kill": 129, "ptrace": 117,
@@ -42,12 +44,14 @@ _REFUSED = {
         "chroot": 51, "setsid": 157, "memfd_create": 279,
         "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "pidfd_send_signal": 424,
         "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_secret": 447,
+        "shmat": 196, "shmctl": 195, "semctl": 191, "msgctl": 187, "mq_unlink": 181,
         "add_key": 217, "request_key": 218,
         "setpriority": 140, "ioprio_set": 30, "sched_setaffinity": 122, "sched_setattr": 274,
         "sched_setscheduler": 119, "sched_setparam": 118, "migrate_pages": 238, "move_pages": 239,
         "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54,
         "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463,
         "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,
+        "file_setattr": 469,
     },
 }  # fmt: skip
 # What copies a file in the child's own folder sets its mode and times as well: it may believe so.
@@ -59,18 +63,22 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _PRCTL, _PR_SET_PDEATHSIG = {"x86_64": 157, "aarch64": 167}, 1
-_FCNTL, _SIGNALS = {"x86_64": 72, "aarch64": 25}, (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+# F_SETOWN, F_SETSIG, F_SETOWN_EX; F_SETLEASE, for which others wait when they open the file.
+_COMMANDS = (8, 10, 15, 1024)
+_IOCTL = {"x86_64": 16, "aarch64": 29}
+_KINDS = (0x6600, 0x5800)  # of FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR and others of file systems
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def filter_calls() -> None:
     """EPERM for new processes, sockets, signals, mounts, other processes' memory, limits and
-    turns, shared memory, keys, outliving the parent, and the modes, owners, times and attributes
-    of files."""
+    turns, shared memory, keys, outliving the parent, leases, and the modes, owners, times and
+    attributes of files."""
     machine = platform.machine()
     if machine not in _REFUSED:
         return
-    load, equal, greater, has_bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, greater, has_bits, keep, give = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000  # refuse: EPERM
     ignore = 0x00050000  # success, without doing it
     unknown = 0x00050026  # ENOSYS: glibc then takes clone for clone3
@@ -85,8 +93,11 @@ def filter_calls() -> None:
         (give, 0, 0, refuse), (give, 0, 0, allow),
         (equal, 0, 4, _PRLIMIT[machine]), (load, 0, 0, 16), (equal, 1, 0, 0),  # its own
         (give, 0, 0, refuse), (give, 0, 0, allow),
-        (equal, 0, 6, _FCNTL[machine]), (load, 0, 0, 24),
-        *((equal, 3 - place, 0, command) for place, command in enumerate(_SIGNALS)),
+        (equal, 0, 7, _FCNTL[machine]), (load, 0, 0, 24),
+        *((equal, 4 - place, 0, command) for place, command in enumerate(_COMMANDS)),
+        (give, 0, 0, allow), (give, 0, 0, refuse),
+        (equal, 0, 6, _IOCTL[machine]), (load, 0, 0, 24), (keep, 0, 0, 0xFF00),
+        *((equal, 2 - place, 0, kind) for place, kind in enumerate(_KINDS)),
         (give, 0, 0, allow), (give, 0, 0, refuse),
     ]  # fmt: skip
     for name, number in _REFUSED[machine].items():
