@@ -236,7 +236,7 @@ class _Exercise:
             if is_alone or not check.public:
                 observations = [self._clean(o) for o in observations]
             observations = observations[: check.seeds]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, LookupError, TypeError):  # LookupError: of a tensor a name is no index
             return Verdict(check, (), Mismatch("what it gave cannot be read"))
         verdict = self._judge_all(check, observations, printed)
         return _without_values(verdict) if is_alone else verdict
