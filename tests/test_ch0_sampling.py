@@ -997,7 +997,7 @@ def _baseline_cuts_the_variance(observed, reference):
     return None
 
 
-@check("calc_expected_policy_gradient", holds=_baseline_cuts_the_variance)
+@check("calc_expected_policy_gradient", holds=_baseline_cuts_the_variance, beside=True)
 def what_a_baseline_does(student, rng):
     """A baseline keeps the mean and cuts the variance"""
     logits, rewards = rng.normal(4), rng.normal(4, mean=20)

@@ -1245,7 +1245,11 @@ def merged_llama(student, rng):
 
 
 def _is_the_same_model(observed, reference):
-    hooked = observed["hooked"].double()
+    hooked, base = observed["hooked"].double(), reference["reference"].double()
+    if (observed["reference"].double() - base).abs().max() > 1e-3:
+        return "the logits inside reference() are not the base's"
+    if (hooked - base).abs().max() < 1e-2:
+        return "the adapters have no effect on the logits"
     if (observed["merged"].double() - hooked).abs().max() > 1e-3:
         return "the logits inside merged() differ from the hooked model's by more than rounding"
     for name in ("hooked, after", "hooked, after an error", "hooked, after an interrupt"):
@@ -1513,7 +1517,10 @@ def _is_loaded(observed, reference):
     saved, loaded, before = (
         observed[f"logits {name}"].double() for name in ("saved", "loaded", "before loading")
     )
-    if (saved - before).abs().max() < 1e-2:
+    base = reference["frozen model before"].double()
+    if (observed["frozen model before"].double() - base).abs().max() > 1e-3:
+        return "the logits inside reference() are not the base's"
+    if min((saved - other).abs().max() for other in (before, base)) < 1e-2:
         return "the adapters have no effect on the logits"
     if not torch.equal(observed["logits saved"], observed["logits of the first afterwards"]):
         return "saving should not change the model"
@@ -1680,7 +1687,7 @@ def _rejects_what_does_not_fit(observed, reference):
     return None
 
 
-@check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit)
+@check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit, beside=True)
 def adapters_that_do_not_fit(student, rng):
     """Other sizes of A or B, too few or too many sites or blocks, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)

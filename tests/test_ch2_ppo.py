@@ -1587,7 +1587,7 @@ def _scored_by_the_hooked_model(observed, reference):
     return trainers.find_wrong_ratio(observed, reference)
 
 
-@check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model)
+@check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model, beside=True)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
     options = {"prompts": None, "prefix": PREFIX, "batch_size": 8, "gen_len": 3}

@@ -1098,7 +1098,7 @@ def rollout_without_a_reference(student, rng):
     return _roll_out_groups(student, rng, **OTHER_GRPO_ROLLOUT)
 
 
-@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
+@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio, beside=True)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
     # Four prompts: args.seed decides them, too.
@@ -1119,7 +1119,7 @@ def _counts(observed, reference):
     return None
 
 
-@check("GrpoTrainer.rollout_phase", public=True, holds=_counts)
+@check("GrpoTrainer.rollout_phase", public=True, holds=_counts, beside=True)
 def no_value_head_and_no_reference(student, rng):
     """The trainer's own model has no value head; kl_coef 0: no reference runs; prompts None"""
     reward_fn = trainers.RecordingReward()

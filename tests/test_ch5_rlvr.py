@@ -1371,7 +1371,7 @@ def memories_of_what_was_cut_off(student, rng):
     ]
 
 
-@check("RlvrTrainer.rollout_phase", holds=trainers.find_wrong_ratio)
+@check("RlvrTrainer.rollout_phase", holds=trainers.find_wrong_ratio, beside=True)
 def rlvr_first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
     options = {"batch_size": 12, "group_size": 3}

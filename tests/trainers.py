@@ -350,8 +350,8 @@ def sample_ids(model, prompt: str, rng) -> Tensor:
 def find_no_learning(observed, reference):
     """The rewards before and after, by what the sampled ids say."""
     before, after = (
-        sum(models.load_tokenizer().decode(row).count(".") for row in observed[name]) / 64
-        for name in ("before", "after")
+        sum(models.load_tokenizer().decode(row).count(".") for row in rows) / 64
+        for rows in (reference["before"], observed["after"])
     )
     if after < 1.5 * before:
         return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"

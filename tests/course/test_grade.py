@@ -22,6 +22,7 @@ from utils.grading import batch as batch_module
 from utils.grading import marking, protections
 from utils.grading.answers import get_mistakes, make_source
 from utils.grading.checks import get_checks, get_stems
+from utils.grading.comparison import Mismatch
 from utils.grading.intake import (
     MOST_FILES,
     VARIANTS,
@@ -344,18 +345,66 @@ def test_the_answer_to_a_check_cannot_be_prepared(stem):
     assert constant == []
 
 
+def change_each(observed, change):
+    """An observation with `change` of each of its tensors, numbers, strings."""
+    if isinstance(observed, dict):
+        return {key: change_each(value, change) for key, value in observed.items()}
+    if isinstance(observed, list):
+        return [change_each(value, change) for value in observed]
+    return change(observed)
+
+
+def fill(number: int):
+    def change(value):
+        if isinstance(value, torch.Tensor):
+            return torch.full_like(value, number)
+        return type(value)(number) if isinstance(value, bool | int | float) else value
+
+    return change
+
+
+def repeat_the_first_row(value):
+    has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
+    return value[:1].expand_as(value).clone() if has_rows else value
+
+
+@pytest.mark.parametrize("change", [fill(0), fill(1), repeat_the_first_row], ids=["0", "1", "row"])
+@pytest.mark.parametrize("stem", get_stems())
+def test_constants_earn_nothing(stem, change):
+    """Who knows what the parts of an observation are called can send those of the right shape."""
+    from utils.grading.engine import Verdict, count_points, judge, observe_reference
+
+    def judge_all(check):
+        if check.slow:
+            return Mismatch("not run")
+        for index in range(check.seeds):
+            observed = observe_reference(check, index)
+            changed = change_each(observed, change)
+            if repr(changed) == repr(observed):
+                return Mismatch("nothing of it is changed")
+            if mismatch := judge(check, changed, index):
+                return mismatch
+        return None
+
+    earning = {
+        exercise: [verdict.check.name for verdict in verdicts if verdict.passed]
+        for exercise, checks in get_checks(stem).items()
+        if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
+    }
+    assert not earning
+
+
 @pytest.mark.parametrize("stem", get_stems())
 def test_nan_holds_for_no_predicate(stem):
     from utils.grading.engine import judge, observe_reference
 
+    def make_nan(value):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.full_like(value, torch.nan)
+        return torch.nan if isinstance(value, float) else value
+
     def spoil(observed):
-        if isinstance(observed, dict):
-            return {key: spoil(value) for key, value in observed.items()}
-        if isinstance(observed, list):
-            return [spoil(value) for value in observed]
-        if isinstance(observed, torch.Tensor) and observed.is_floating_point():
-            return torch.full_like(observed, torch.nan)
-        return torch.nan if isinstance(observed, float) else observed
+        return change_each(observed, make_nan)
 
     for check in [c for checks in get_checks(stem).values() for c in checks]:
         if check.holds is None or check.slow:
