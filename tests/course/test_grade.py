@@ -19,7 +19,7 @@ import torch
 
 from tests.attacks.containers import make_containers, make_notebook
 from utils.grading import batch as batch_module
-from utils.grading import marking, protections
+from utils.grading import intake, marking, protections, reporting
 from utils.grading.answers import get_mistakes, make_source
 from utils.grading.checks import get_checks, get_stems
 from utils.grading.comparison import Mismatch
@@ -517,6 +517,39 @@ def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
             archive.writestr(f"{number}.py", MEAN)
     path.write_bytes(path.read_bytes().replace(b"total", b"tatol"))  # no checksum is right
     assert len(read_submission("x", path).problems) == MOST_FILES + 1
+
+
+def test_a_zip_has_a_bounded_number_of_entries(tmp_path, monkeypatch):
+    path = tmp_path / "work.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(5000):
+            archive.writestr(f".venv/{number}.py", "")
+        archive.writestr("mine.py", MEAN)
+    assert [name for name, _ in read_submission("x", path).files] == ["mine.py"]
+    monkeypatch.setattr(intake, "MOST_ENTRIES", 5000)
+    monkeypatch.setattr(zipfile, "ZipFile", None)  # an object of each entry is made at once
+    assert "at most 5000 entries" in read_submission("x", path).problems[0]
+
+
+def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
+    """Of all checks of an exercise together that filled the memory."""
+    data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": ""})
+    replies = iter([{"defined": {"ch0_sampling": ["masked_mean"]}}])
+    inspected = {"stubs": 0, "problems": {}, "code": torch.zeros(0, dtype=torch.uint8)}
+    monkeypatch.setattr(marking.Marker, "ask", lambda *_: marking.zygote.Reply("done", data))
+    monkeypatch.setattr(marking, "unpack", lambda data: inspected | next(replies, unpack(data)))
+    kept = []
+    monkeypatch.setattr(marking, "diagnose", lambda verdicts, _: kept.extend(verdicts))
+    marker = marking.Marker(None, "secret", load_points(FILE))
+    report = marker.mark(Intake("x", (("work.py", b""),)), only="masked_mean")
+    assert kept
+    assert not any(verdict.observations for verdict in kept)
+    assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
+
+
+@pytest.mark.parametrize("text", ["=1+1", "\t=1+1", "\r\n@SUM(A1)", " -1"])
+def test_a_cell_of_the_class_is_no_formula(text):
+    assert reporting._shield(text) == f"'{text}"
 
 
 def test_reading_the_files_counts_as_time_of_the_submission(monkeypatch):

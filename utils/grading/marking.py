@@ -32,6 +32,7 @@ SECONDS, SLOWER = 30, 6  # of one check, wall clock; a slow one gets so many tim
 MOST_SECONDS = 900  # of all checks of a submission together
 MOST_STOPPED = 2  # checks of one exercise that took too long: the others are not run
 LONGEST = 2000  # of a message
+MOST_KEPT = 2**23  # of a reply: what is larger than any right answer is judged, and let go
 MOST_EMPTY, MOST_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
 OUTCOMES = {
     "time": "was stopped after {seconds} s",
@@ -239,6 +240,8 @@ class _Exercise:
         except (ValueError, LookupError, TypeError):  # LookupError: of a tensor a name is no index
             return Verdict(check, (), Mismatch("what it gave cannot be read"))
         verdict = self._judge_all(check, observations, printed)
+        if len(reply.data) > MOST_KEPT:
+            verdict = dataclasses.replace(verdict, observations=())
         return _without_values(verdict) if is_alone else verdict
 
     def _get_stand_in(self, is_alone: bool) -> Chapter:

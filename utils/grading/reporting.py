@@ -99,8 +99,8 @@ def write_class(out: Path, reports: list[Report]) -> None:
 
 
 def _shield(text: str) -> str:
-    """A cell that a spreadsheet would take for a formula."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
+    """A cell that a spreadsheet would take for a formula, which can have white space before it."""
+    return f"'{text}" if text.strip().startswith(("=", "+", "-", "@")) else text
 
 
 def summarize(reports: list[Report]) -> dict[str, Any]:
