@@ -282,6 +282,39 @@ def test_a_filter_refuses_what_reaches_files_and_segments_of_others(tmp_path):
     assert result.stdout.strip() == str([1] * 5), result.stderr
 
 
+ENDED = """
+import os, signal, sys
+from multiprocessing.connection import Pipe
+
+from utils.grading import zygote
+
+ours, theirs = Pipe()
+if os.fork() == 0:
+    ours.close()
+
+    def end_early(connection, *rest):
+        os.read(connection.fileno(), 100)  # a part of the job
+        os._exit(0)
+
+    zygote._be_child = end_early
+    zygote.serve(theirs, zygote.Place((), os.devnull, os.getpid()))
+    os._exit(0)
+theirs.close()
+signal.alarm(20)
+try:
+    zygote.ask(ours, zygote.Job("inspect", 5, {"files": [], "names": {"": set(range(1000))}}))
+except (EOFError, OSError):
+    print("another zygote takes its place")
+"""
+
+
+@linux
+def test_a_child_that_is_ended_while_it_reads_its_job_holds_up_nobody():
+    command = [sys.executable, "-c", ENDED]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "another" in result.stdout, result.stderr
+
+
 @linux
 def test_a_second_run_grades_nothing_again(batch):
     stamps = {path: path.stat().st_mtime_ns for path in batch["out"].glob("*/report.json")}

@@ -142,13 +142,13 @@ def _run(connection: Connection, place: Place) -> None:
         with sandbox.separate_processes():
             pid = os.fork()
             if pid == 0:
-                _be_child(connection, place, folder, writer)
+                _be_child(connection, place, folder, writer, holds)
         os.close(writer)
         os.close(holds)
         try:
-            os.read(waits, 1)  # until the child closes what is not its own: then it has its job
-            if connection.recv() != "end":
+            if not os.read(waits, 1):  # what is left of the job is no message
                 raise EOFError("the child ended before it had its job")
+            connection.recv()  # "end"
         finally:
             for end in (os.kill, os.killpg):  # the group, where no namespace ends with it
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -160,11 +160,15 @@ def _run(connection: Connection, place: Place) -> None:
     connection.send("ended")
 
 
-def _be_child(connection: Connection, place: Place, folder: str, writer: int) -> None:
-    """The child: nothing open but the way back, sandboxed, then the job. Does not return."""
+def _be_child(connection: Connection, place: Place, folder: str, writer: int, holds: int) -> None:
+    """The child: nothing open but the way back, sandboxed, then the job. Does not return.
+
+    It says over `holds` that it has read its job.
+    """
     try:
         sandbox.end_with_parent()
         job = connection.recv()
+        os.write(holds, b"1")
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
