@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -462,7 +463,11 @@ def test_plain_data_comes_back(value):
 def test_bytes_that_are_no_observation_are_refused():
     good = pack({"a": [1.0, 2.0]})
     twice = pack([torch.zeros(2), torch.zeros(2)]).replace(b'["tensor", "1"]', b'["tensor", "0"]')
-    for bad in (twice, b"", b"\0" * 8, good[:-1], good[:5], b"\xff" * 40, b"[" * 10**6):
+    empty = {str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(10**5)}
+    header = json.dumps(empty).encode()
+    tree = json.dumps(["plain", 0]).encode()
+    many = b"".join(struct.pack("<Q", len(part)) + part for part in (tree, header))
+    for bad in (twice, many, b"", b"\0" * 8, good[:-1], good[:5], b"\xff" * 40, b"[" * 10**6):
         with pytest.raises(ValueError, match="no observation"):
             unpack(bad)
 

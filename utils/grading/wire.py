@@ -18,6 +18,7 @@ MOST_BYTES = 2**26  # of one reply
 MOST_CHARACTERS = 10_000  # of one string
 MOST_NODES = 100_000  # of the tree
 NODE_BYTES = 200  # of its text, on average: an empty list of 2 bytes takes 64 in memory
+NODES_PER_TENSOR = 10  # of the tree at its longest: an empty tensor of 50 bytes takes 1400
 _LENGTH = struct.Struct("<Q")
 
 
@@ -36,6 +37,9 @@ def unpack(data: bytes, most_nodes: int = MOST_NODES) -> Any:
         (length,) = _LENGTH.unpack_from(data)
         if length > most_nodes * NODE_BYTES:
             raise ValueError("too long a tree")
+        (header,) = _LENGTH.unpack_from(data, _LENGTH.size + length)
+        if header > most_nodes * NODE_BYTES // NODES_PER_TENSOR:
+            raise ValueError("too many tensors")
         tree = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         tensors = safetensors.torch.load(data[_LENGTH.size + length :])
         return _from_tree(tree, tensors, [most_nodes])
