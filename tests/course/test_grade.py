@@ -557,13 +557,20 @@ def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
     assert len(read_submission("x", path).problems) == MOST_FILES + 1
 
 
-def test_a_zip_has_a_bounded_number_of_entries(tmp_path, monkeypatch):
+def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeypatch):
     path = tmp_path / "work.zip"
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(5000):
             archive.writestr(f".venv/{number}.py", "")
         archive.writestr("mine.py", MEAN)
     assert [name for name, _ in read_submission("x", path).files] == ["mine.py"]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:  # which cannot be read
+        for number in range(10):
+            archive.writestr(f"{number}{'a' * 60_000}.py", MEAN)
+    assert len("".join(read_submission("x", path).problems)) < 1000
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(5001):
+            archive.writestr(f"{number}", "")
     monkeypatch.setattr(intake, "MOST_ENTRIES", 5000)
     monkeypatch.setattr(zipfile, "ZipFile", None)  # an object of each entry is made at once
     assert "at most 5000 entries" in read_submission("x", path).problems[0]

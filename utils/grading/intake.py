@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 SUFFIXES = (".ipynb", ".py")
 MOST_FILES = 200
+LONGEST_NAME = 1000  # of a file, with its folders: it stands in reports
 MOST_ENTRIES = 40_000  # of a zip, which can hold a virtual environment beside the work
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
 MOST_BYTES = 2**25  # of all files together
@@ -92,6 +93,9 @@ def _gather(name: str, entries) -> Intake:
         if len(files) + len(problems) >= MOST_FILES:
             problems.append(f"only the first {MOST_FILES} files are read")
             break
+        if len(entry) > LONGEST_NAME:
+            problems.append(f"{entry[:50]}... cannot be read: its name is too long")
+            continue
         try:
             data = read(left)
         except Exception as error:
