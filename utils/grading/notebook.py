@@ -106,7 +106,7 @@ def format_verdicts(
         mark = paint("✓", GREEN) if verdict.passed else paint("✗", RED)
         lines.append(f"  {mark} {points:g}/{verdict.check.points:g}  {verdict.check.title}")
         if verdict.passed and points < verdict.check.points:
-            lines.append("      (a worked example alone earns nothing: other inputs have to pass)")
+            lines.append("      (this earns nothing alone: another check has to pass as well)")
         lines += [f"      {line}" for line in verdict.describe().splitlines()]
     if sentence is not None:
         lines.append(paint(f"→ {sentence}", YELLOW))
