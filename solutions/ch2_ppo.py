@@ -72,7 +72,7 @@ def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "
 def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
     """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
 
-    (positive - negative) / (positive + negative) words; 0 where neither occurs.
+    (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs.
     """
     rewards = []
     for text in samples:

@@ -171,8 +171,8 @@ def random_review(rng, words, n):
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
-        after = choose(rng, ("", "", *".,!?;:\"')*]-&", "..."))
-        text += choose(rng, ("", "", "", *"\"'(*[-")) + word + after + choose(rng, "  \n\n/")
+        after = choose(rng, ("", "", *".,!?;:\"')*]", "..."))
+        text += choose(rng, ("", "", "", *"\"'(*[")) + word + after + choose(rng, "  \n\n")
     return text
 
 
@@ -185,7 +185,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of any kind and case, with line breaks, and as "great", *fine*, [dull] or bad/boring"""
+    """Words of any kind and case, with line breaks, and as "great", *fine* or [dull]"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     return reward_each(student, [random_review(rng, words, n) for n in range(12)])
 
@@ -526,11 +526,11 @@ def advantages_by_statistics(advantages, mask, eps=1e-8):
     return normalized
 
 
-@check("normalize_advantages", public=True, expected=[[-0.5, 0.5], [0.0, 0.0]])
+@check("normalize_advantages", public=True, expected=[[-1.0, 1.0], [0.0, 0.0]])
 def worked_normal_advantages(student, rng):
-    """1 and 3 in one row, 2 in the other, eps 1: the mean is 2, the std 1; beyond the end 0"""
+    """1 and 3 in one row, 2 in the other: the mean is 2, the std 1; beyond the end 0"""
     advantages = rng.tensor([[1.0, 3.0], [2.0, NAN]])
-    return student.normalize_advantages(advantages, ~advantages.isnan(), 1.0)
+    return student.normalize_advantages(advantages, ~advantages.isnan())
 
 
 @check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
@@ -544,7 +544,6 @@ def ragged_normal_advantages(student, rng):
         mask,
         advantages=advantages,
     ) | {
-        "eps 0.7": f(poison(advantages, mask), mask, eps=0.7),
         "an outlier": f(
             torch.cat([rng.normal(1, 250), rng.normal(1, 1, mean=1000)], dim=1),
             torch.ones(1, 251, dtype=torch.bool),
@@ -561,12 +560,13 @@ def advantages_far_from_zero(student, rng):
 
 @check("normalize_advantages", expected=advantages_by_statistics)
 def small_advantages(student, rng):
-    """A spread as small as eps"""
+    """A spread of 0.1, and of 1e-4 with an eps that is smaller still; a huge eps leaves nothing"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     advantages = poison(rng.normal(6, 7), mask)
     return {
-        "default eps": [f(advantages * spread, mask) for spread in (5e-8, 5e-9)],
-        "eps 0.01": [f(advantages * spread, mask, 0.01) for spread in (0.02, 0.005)],
+        "default eps": f(advantages * 0.1, mask),
+        "eps 1e-14": [f(advantages * 1e-4, mask, 1e-14), f(advantages * 1e-4, mask, eps=1e-14)],
+        "eps 1e16": [f(advantages, mask, 1e16), f(advantages, mask, eps=1e16)],
     }
 
 
@@ -864,8 +864,9 @@ def ragged_entropy_bonuses(student, rng):
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
     found["20,000 tokens"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
-    impossible = tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
-    found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
+    found["an impossible token"] = f(
+        tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf), mask, 0.7
+    )
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -1154,10 +1155,12 @@ def learning_rates(student, rng):
         adapters = [p for p in model.trainable_parameters() if not _is_head(p)]
         heads = [p for p in model.trainable_parameters() if _is_head(p)]
         rates = []
-        for _ in range(total_phases + (warmup_steps < total_phases)):
-            rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapters[-1], heads[0])]))
-            optimizer.step()
-            scheduler.step()
+        for phase in range(total_phases + 1):
+            if phase > 0:
+                optimizer.step()
+                scheduler.step()
+            if phase < total_phases or warmup_steps < total_phases:
+                rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapters[-1], heads[0])]))
         name = f"warmup_steps {warmup_steps}, total_phases {total_phases}"
         for part, column in zip(
             ("adapters", "value head"), torch.stack(rates).unbind(1), strict=True
@@ -1305,9 +1308,6 @@ def _rows_that_do_not_divide(observed, reference):
     rows = observed["rows"].reshape(2, 9).sort().values
     if not torch.equal(rows, torch.arange(9).expand(2, 9)):
         return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
-    if observed["minibatches"] != 8:
-        n = observed["minibatches"]
-        return f"9 rows in 4 minibatches, in each of 2 epochs: there are {n} minibatches, not 8"
     for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
         minibatches = [rows[rows >= 0].tolist() for rows in observed[name]]
         if sorted(itertools.chain(*minibatches)) != list(range(4 * n_groups)):
@@ -1330,7 +1330,7 @@ def groups_and_odd_numbers(student, rng):
         num_minibatches=4, batches_per_learning_phase=2, row=torch.arange(9), x=x[:9]
     )
     rows = [minibatch.row for minibatch in memory.get_minibatches()]
-    found = {"rows": torch.cat(rows), "minibatches": len(rows), "x": x}
+    found = {"rows": torch.cat(rows), "x": x}
     for n_groups in (24, 3):
         rows = torch.arange(4 * n_groups)
         grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=rows, x=x[rows])

@@ -1231,6 +1231,8 @@ def _grpo_objective(
         model.train()
         for _ in range(minibatches):
             samples = make_samples(rng, prompt_len=4 + len(found))  # the next prompts are longer
+            if "exact" in kl_kinds:  # of one length: whether its mean is over tokens is left open
+                samples.completion_mask[:] = torch.arange(5) < 3
             fields = _make_grpo_fields(rng, samples, args.temperature)
             if args.kl_coef == 0:
                 fields["ref_logprobs"] = model.reference = None  # no reference runs
@@ -1358,7 +1360,8 @@ def measure_by_reinforce(trainer):
 @check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
 def gradient_at_the_start(student, rng):
     """On a given rollout, one group constant: the gradient's norm, without KL and entropy"""
-    trainer = _make_grpo_trainer(student, rng, batch_size=18, ent_coef=0.5, kl_coef=2.0)
+    options = {"batch_size": 18, "num_minibatches": 1, "ent_coef": 0.5, "kl_coef": 2.0}
+    trainer = _make_grpo_trainer(student, rng, **options)
     samples = make_samples(rng, 18, empty_row=False)  # empty, it would break its group's balance
     with torch.no_grad():
         logits = trainer.model(samples.input_ids, samples.attention_mask)

@@ -153,6 +153,8 @@ def test_constant_advantages_give_exact_zeros(value):
     one = torch.zeros_like(mask)
     one[1, 2] = True
     assert (normalize_advantages(torch.randn(mask.shape), one) == 0).all()
+    worked = normalize_advantages(torch.tensor([[1.0, 2.0, 3.0]]), torch.ones(1, 3).bool(), 1.0)
+    assert worked.tolist() == [[-0.5, 0.0, 0.5]]  # the std is 1, and eps is added to it
 
 
 def clip_inputs(seed=0):

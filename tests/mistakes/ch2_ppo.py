@@ -907,27 +907,6 @@ NORMALIZE_ADVANTAGES = [
     ),
     edit(
         "normalize_advantages",
-        "eps_under_the_root",
-        "(kept.std() + eps)",
-        "(kept.var() + eps).sqrt()",
-        "eps is added to the variance, under the root. Add it to the std.",
-    ),
-    edit(
-        "normalize_advantages",
-        "eps_as_a_floor",
-        "(kept.std() + eps)",
-        "kept.std().clamp(min=eps)",
-        "You hold the std at eps or more. Here eps is added to it.",
-    ),
-    edit(
-        "normalize_advantages",
-        "another_default",
-        "eps: float = 1e-8",
-        "eps: float = 1e-5",
-        "The default of eps is 1e-8 here; 1e-5 is that of the rewards.",
-    ),
-    edit(
-        "normalize_advantages",
         "eps_argument_ignored",
         "kept.std() + eps",
         "kept.std() + 1e-8",
@@ -2432,14 +2411,6 @@ REPLAY_MEMORY = [
     ),
     edit(
         "ReplayMemory",
-        "chunked",
-        "tensor_split(self.num_minibatches)",
-        "chunk(self.num_minibatches)",
-        "torch.chunk may give fewer parts than it is asked for: 9 rows in 4 become 3 of 3. There "
-        "should be num_minibatches in each epoch, as tensor_split gives them.",
-    ),
-    edit(
-        "ReplayMemory",
         "counts_swapped",
         "tensor_split(self.num_minibatches)",
         "tensor_split(max(1, self.n_rows // self.num_minibatches))",
@@ -3337,15 +3308,6 @@ RARE_AND_LASTING = [
         "high = clip_coef if clip_coef_high is None else clip_coef_high",
         "high = min(clip_coef if clip_coef_high is None else clip_coef_high, 1.0)",
         "A clip_coef_high above 1 is cut down to 1. A ratio may well be above 2: take it as given.",
-    ),
-    edit(
-        "calc_entropy_bonus",
-        "gradient_of_an_impossible_token",
-        "calc_entropy(logits[mask])",
-        "(lambda x: -torch.where(x.isinf(), 0.0, x.exp() * x).sum(-1))"
-        "(logits[mask].log_softmax(-1))",
-        "With a logit of -inf the entropy is right, and its gradient is nan: torch.where also goes "
-        "back through the branch that is not taken. Mask before the product, or use calc_entropy.",
     ),
     edit(
         "make_replay_memory",

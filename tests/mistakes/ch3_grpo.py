@@ -10,7 +10,6 @@ from solutions.ch2_ppo import ReplayMinibatch, calc_kl_penalty
 from solutions.ch3_grpo import (
     calc_grpo_objective,
     calc_per_token_kl,
-    calc_single_update_objective,
     group_advantages,
     make_grpo_memory,
 )
@@ -2104,13 +2103,6 @@ COMPUTE_RLHF_OBJECTIVE = [
 MEASURE_LOSS_AND_GRADIENT_AT_START = [
     edit(
         "measure_loss_and_gradient_at_start",
-        "first_minibatch",
-        "    ids, prompt_len =",
-        "    memory = memory.get_minibatches()[0]\n    ids, prompt_len =",
-        "Only the first minibatch is measured. Take the whole rollout.",
-    ),
-    edit(
-        "measure_loss_and_gradient_at_start",
         "old_logprobs_of_the_memory",
         "logprobs, logprobs.detach(), None",
         "logprobs, memory.logprobs, None",
@@ -2221,26 +2213,6 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
         "Something besides the GRPO objective is in there: at the start it is 0 by itself.",
     ),
 ]
-
-
-@wrong(
-    "measure_loss_and_gradient_at_start",
-    "The norm is averaged over minibatches. The gradients of parts partly cancel: take the norm of "
-    "the whole rollout's gradient.",
-)
-def mean_of_the_norms(trainer):
-    objectives, norms = [], []
-    memory = trainer.rollout_phase()
-    for rows in torch.arange(memory.n_rows).split(trainer.args.minibatch_size):
-        minibatch = memory.get_rows(rows)
-        logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
-        n_prompt = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
-        logprobs = get_logprobs(logits, minibatch.input_ids, n_prompt, trainer.args.temperature)
-        objective = calc_single_update_objective(logprobs, minibatch.advantages, minibatch.mask)
-        gradients = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
-        objectives.append(objective.item())
-        norms.append(torch.nn.utils.get_total_norm(gradients).item())
-    return sum(objectives) / len(objectives), sum(norms) / len(norms)
 
 
 # --- Plausible ones that need an input of their own ---------------------------------------------
