@@ -292,7 +292,7 @@ class TransformerWithLora(nn.Module):
             tensor.copy_(state[name])
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write everything that is trained to one safetensors file."""
+        """Write everything that is trained to a safetensors file, named as in `trainable_state`."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")

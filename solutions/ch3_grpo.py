@@ -286,9 +286,10 @@ class GrpoTrainer(RLHFTrainer):
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
     """The GRPO objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
-    The objective itself, which is maximised, not a loss. Every ratio is 1 and each group's
-    advantages sum to 0, so it is 0 up to rounding. Its gradient is not: watch the reward, not the
-    objective. The trainer's parameters, generator and metrics are left as they were.
+    The objective itself, which is maximised, not a loss. The old log-probs are those of the same
+    forward, so every ratio is 1, and each group's advantages sum to 0: it is 0 up to rounding. Its
+    gradient is not: watch the reward, not the objective. The trainer's parameters, generator and
+    metrics are left as they were.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """

@@ -1582,7 +1582,6 @@ def _save_and_load(
         found["logits saved, B = 0"] = score(first, ids, mask)
         found["logits loaded, B = 0"] = score(second, ids, mask)
         found["logits saved"] = score(set_apart(first, rng), ids, mask)
-        first.requires_grad_(False)  # an adapter, though it is not trained for now
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))

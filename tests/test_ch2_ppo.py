@@ -111,17 +111,27 @@ def random_texts(rng, rows):
     ]
 
 
+def of_default_dtype(rewards):
+    """Floats of another width are right, too: nothing comes in that would say which."""
+    is_float = isinstance(rewards, Tensor) and rewards.is_floating_point()
+    return rewards.to(torch.get_default_dtype()) if is_float else rewards
+
+
 @check("reward_fn_char_count", public=True, expected=[2.0, 0.0, 3.0, 0.0])
 def worked_counts(student, rng):
     """The full stops of "a.b.", "", "...and" and "ab": 2, 0, 3 and 0"""
-    return student.reward_fn_char_count(["a.b.", "", "...and", "ab"])
+    return of_default_dtype(student.reward_fn_char_count(["a.b.", "", "...and", "ab"]))
 
 
 @check("reward_fn_char_count", points=2, seeds=2, expected=count_by_loops)
 def any_character(student, rng):
     """Random texts: full stops by default, and other characters"""
-    texts, count = random_texts(rng, 9), student.reward_fn_char_count
+    texts = random_texts(rng, 9)
     texts[-1] *= rng.integer(30, 60)  # a long one
+
+    def count(*args, **kwargs):
+        return of_default_dtype(student.reward_fn_char_count(*args, **kwargs))
+
     return {f"{char!r}": count(texts, char) for char in ".aA \n?(^[]\\"} | {
         "default": count(texts),
         "by keyword": count(texts, char="e"),
@@ -152,7 +162,7 @@ def sentiment_by_word(samples):
 
 def reward_each(student, texts):
     """Sentiments by text, so that a message says which one is wrong."""
-    rewards = student.reward_fn_sentiment(texts)
+    rewards = of_default_dtype(student.reward_fn_sentiment(texts))
     is_tensor = isinstance(rewards, Tensor)
     fits = is_tensor and rewards.shape == (len(texts),)
     found = {"the tensor of rewards": torch.zeros_like(rewards) if is_tensor else rewards}
@@ -180,7 +190,7 @@ def random_review(rng, words, n):
 def worked_sentiments(student, rng):
     """Two good words and a bad one in "Great, and a bad end. Lovely!": 1/3; then -1, 0 and 0"""
     texts = ["Great, and a bad end. Lovely!", "Dull.", "It is a film", ""]
-    return student.reward_fn_sentiment(texts)
+    return of_default_dtype(student.reward_fn_sentiment(texts))
 
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
@@ -196,7 +206,7 @@ def every_word_of_the_lists(student, rng):
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     together = [random_review(rng, words, rng.integer(3, 12)) for _ in range(3)]
     return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()]) | {
-        "several together": student.reward_fn_sentiment(together)
+        "several together": of_default_dtype(student.reward_fn_sentiment(together))
     }
 
 
