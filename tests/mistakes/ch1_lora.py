@@ -2308,21 +2308,6 @@ def those_that_have_a_gradient(self):
     return [p for p in trained if p.grad is not None] or trained
 
 
-@wrong(
-    SAVE,
-    "Adapters that require no gradient at the moment are not in the file. Frozen or trained, they "
-    "belong to the model: save them all.",
-)
-def saves_what_requires_a_gradient(self, path):
-    names = [
-        f"{site}.{name}"
-        for site, layer in self.adapters.items()
-        for name, parameter in layer.named_parameters()
-        if parameter.requires_grad
-    ]
-    _save(self, path, {name: self.trainable_state()[name] for name in names})
-
-
 GRADIENTS_ON_AGAIN = [
     edit(
         f"TransformerWithLora.{context}",
