@@ -22,7 +22,6 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ipykernel  # noqa: F401  checks print in colour where it is
 import jupytext
 import nbformat
 import yaml
@@ -213,6 +212,8 @@ def check_anew(stem: str, notebook: NotebookNode) -> None:
     """Renew the outputs of an executed notebook's cells that check, and of no other."""
     if get_sources(notebook) != get_sources(build(stem, Edition(solved=True))):
         raise ValueError(f"{stem}: the notebook is not as its source says: execute it")
+    import ipykernel  # noqa: F401  checks print in colour where it is
+
     names = vars(get_reference(stem)) | {"CHAPTER": stem}
     names["check"] = lambda answer, slow=False: run_and_print(answer, names, slow)
     for cell in notebook.cells:
