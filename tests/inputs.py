@@ -15,6 +15,18 @@ def ragged_mask(rng, rows: int = 6, completion: int = 7) -> Tensor:
     return torch.arange(completion) < lengths[:rows][rng.permutation(rows), None]
 
 
+def masks_of_many_shapes(rng) -> dict[str, Tensor]:
+    """As many completions as tokens, one row, one token, all full, nothing at all."""
+    return {
+        "5 by 5": ragged_mask(rng, 5, 5),
+        "one row": torch.arange(6)[None] < 4,
+        "one token": torch.ones(1, 1, dtype=torch.bool),
+        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
+        "all full": torch.ones(4, 3, dtype=torch.bool),
+        "nothing": torch.zeros(3, 4, dtype=torch.bool),
+    }
+
+
 def poison(x: Tensor, mask: Tensor, value: float = NAN) -> Tensor:
     """`x` with `value` wherever `mask`, of the leading axes, is false."""
     return x.masked_fill(~mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), value)
@@ -95,3 +107,13 @@ def misfit(draws: Tensor, probs: Tensor) -> str | None:
     if degrees == 0 or torch.special.gammaincc(degrees / 2, statistic / 2) >= 1e-9:
         return None
     return "the frequencies of the draws do not fit the probabilities"
+
+
+def constant_groups_are_zeros(observed: dict[str, Tensor], reference: dict) -> str | None:
+    """What is wrong with advantages whose last six groups of 7 had equal rewards; None if right."""
+    for name, groups in observed.items():
+        if bool((groups.reshape(-1, 7)[-6:] != 0).any()):
+            return f"{name}: a group whose rewards are all equal should give exact zeros"
+        if not torch.allclose(groups, reference[name], rtol=1e-3, atol=1e-5):
+            return f"{name}: beside constant groups, the advantages of the other group are wrong"
+    return None

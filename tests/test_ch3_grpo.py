@@ -24,9 +24,11 @@ from solutions.ch2_ppo import (
 from tests import models, trainers
 from tests.inputs import (
     NAN,
+    constant_groups_are_zeros,
     error_of,
     gradients,
     leaf,
+    masks_of_many_shapes,
     poison,
     ragged_mask,
     sliced,
@@ -125,16 +127,7 @@ def rewards_of_small_spread(student, rng):
     }
 
 
-def _constant_groups_are_zeros(observed, reference):
-    for name, groups in observed.items():
-        if bool((groups.reshape(-1, 7)[-6:] != 0).any()):
-            return f"{name}: a group whose rewards are all equal should give exact zeros"
-        if not torch.allclose(groups, reference[name], rtol=1e-3, atol=1e-5):
-            return f"{name}: beside constant groups, the advantages of the other group are wrong"
-    return None
-
-
-@check("group_advantages", points=2, seeds=2, holds=_constant_groups_are_zeros)
+@check("group_advantages", points=2, seeds=2, holds=constant_groups_are_zeros)
 def constant_groups(student, rng):
     """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
@@ -248,14 +241,7 @@ def ragged_single_updates(student, rng):
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def single_updates_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, nothing at all"""
-    masks = {
-        "5 by 5": ragged_mask(rng, 5, 5),
-        "one row": torch.arange(6)[None] < 4,
-        "one token": torch.ones(1, 1, dtype=torch.bool),
-        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
-        "all full": torch.ones(4, 3, dtype=torch.bool),
-        "nothing": torch.zeros(3, 4, dtype=torch.bool),
-    }
+    masks = masks_of_many_shapes(rng)
     return {
         name: value_and_gradients(
             _single(student, mask),
@@ -556,14 +542,7 @@ def advantages_of_tokens(student, rng):
 @check("calc_grpo_objective", expected=objective_by_cases)
 def objectives_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, nothing; A = 0; in float64"""
-    masks = {
-        "5 by 5": ragged_mask(rng, 5, 5),
-        "one row": torch.arange(6)[None] < 4,
-        "one token": torch.ones(1, 1, dtype=torch.bool),
-        "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
-        "all full": torch.ones(4, 3, dtype=torch.bool),
-        "nothing": torch.zeros(3, 4, dtype=torch.bool),
-    }
+    masks = masks_of_many_shapes(rng)
     return {
         name: value_and_gradients(
             _objective(student, mask),
