@@ -12,10 +12,13 @@ import torch
 
 from tests import models
 from utils.grading import answers, engine, mutants
+from utils.grading.answers import get_chapter
 from utils.grading.checks import Rng, get_checks, get_reference, get_stems
 from utils.grading.comparison import find_mismatch, measure_gap
 from utils.grading.notebook import check as check_in_notebook
+from utils.grading.notebook import run_and_print
 from utils.grading.observation import Answers, NotDefined, Raised, observe, to_plain
+from utils.grading.stand_in import build_module, find_answer
 from utils.grading.submission import load_submission
 from utils.models import loading
 
@@ -300,6 +303,42 @@ def test_the_notebook_on_a_stub_and_on_no_exercise(capsys):
     )
     with pytest.raises(ValueError, match="should be one of"):
         check_in_notebook(len)
+
+
+@pytest.mark.parametrize(
+    ("stem", "exercise", "other", "right", "mistaken"),
+    [
+        ("ch0_sampling", "get_samples", "left_pad", "[0] * (seq", "[1] * (seq"),
+        (
+            "ch2_ppo",
+            "RLHFTrainer.rollout_phase",
+            "TransformerWithValueHeadLora.forward_with_value_head",
+            'return logits, rearrange(values, "batch seq 1 -> batch seq")',
+            "return logits, values",
+        ),
+    ],
+)
+def test_the_notebook_names_the_exercise_that_fails_another(
+    stem, exercise, other, right, mistaken, capsys
+):
+    source = get_chapter(stem).source
+    assert source.count(right) == 1
+    names = vars(build_module(stem, source.replace(right, mistaken)))
+    answer = find_answer(names, exercise)
+    before = dict(names), dict(vars(names[exercise.partition(".")[0]]))
+    run_and_print(answer, names)
+    said = capsys.readouterr().out
+    assert f"With the solutions of the other exercises: of yours, {other} fails here." in said
+    assert "✗" not in said
+    assert (dict(names), dict(vars(names[exercise.partition(".")[0]]))) == before
+
+
+def test_the_notebook_says_that_checks_are_slow(capsys):
+    names = vars(get_reference("ch2_ppo"))
+    run_and_print(names["RLHFTrainer"].train, names)
+    assert capsys.readouterr().out == (
+        "RLHFTrainer.train: its checks are slow: check(RLHFTrainer.train, slow=True)\n"
+    )
 
 
 def test_a_lambda_is_an_answer(capsys):

@@ -7,10 +7,17 @@ import types
 from typing import Any
 
 from utils.grading.answers import get_chapter
-from utils.grading.checks import find_stem, get_checks, get_reference, get_stems, has_reference
-from utils.grading.engine import Verdict, count_points, get_points, grade_exercise
+from utils.grading.checks import (
+    Check,
+    find_stem,
+    get_checks,
+    get_reference,
+    get_stems,
+    has_reference,
+)
+from utils.grading.engine import Verdict, count_points, get_points, grade, grade_exercise
 from utils.grading.observation import Answers, Raised
-from utils.grading.stand_in import alone
+from utils.grading.stand_in import alone, find_answer, replaced
 
 Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
 GREEN, RED, YELLOW, BOLD = 32, 31, 33, 1
@@ -41,17 +48,39 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
     rest = vars(get_reference(stem)) if has_reference(stem) else {}
     student = Answers(given, caller, home, rest)
     verdicts, sentence = grade_exercise(stem, exercise, student, slow=slow)
+    if not verdicts:
+        print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
+        return stem, exercise, []
     note = None
     if not has_reference(stem) and any(map(_lacks_others, verdicts)):
         note = "This needs other exercises that are not written yet: check it again after those."
     if has_reference(stem) and not all(verdict.passed for verdict in verdicts):
-        with alone(get_chapter(stem), exercise, answer, caller) as student:
-            again = grade_exercise(stem, exercise, student, slow=slow)
+        with alone(get_chapter(stem), exercise, answer, caller) as student_alone:
+            again = grade_exercise(stem, exercise, student_alone, slow=slow)
         if count_points(again[0]) > count_points(verdicts):
+            pairs = zip(verdicts, again[0], strict=True)
+            mended = next(now.check for before, now in pairs if now.passed and not before.passed)
+            culprit = _find_culprit(stem, exercise, mended, student, caller)
             verdicts, sentence = again
-            note = "With the solutions of the other exercises: of yours, one is missing or wrong."
+            which = "one is missing or wrong" if culprit is None else f"{culprit} fails here"
+            note = f"With the solutions of the other exercises: of yours, {which}."
     print(format_verdicts(exercise, verdicts, sentence, note))
     return stem, exercise, verdicts
+
+
+def _find_culprit(
+    stem: str, exercise: str, failed: Check, student: Answers, caller: dict[str, Any]
+) -> str | None:
+    """Which other exercise of the caller's makes a check fail; None if it is not one alone."""
+    reference = vars(get_reference(stem))
+    for other in get_checks(stem):
+        mine = find_answer(caller, other)
+        if other == exercise or mine is None or mine is find_answer(reference, other):
+            continue
+        with replaced(other, caller, reference):
+            if grade(failed, student).passed:
+                return other
+    return None
 
 
 def _lacks_others(verdict: Verdict) -> bool:

@@ -118,9 +118,33 @@ def alone(
         caller.update(saved)
 
 
+@contextlib.contextmanager
+def replaced(exercise: str, names: dict[str, Any], reference: dict[str, Any]) -> Iterator[None]:
+    """The reference's function or method in the place of one of these names, until the end."""
+    name, _, method = exercise.partition(".")
+    if not method:
+        saved, names[name] = names[name], reference[name]
+        try:
+            yield
+        finally:
+            names[name] = saved
+        return
+    owner, theirs = (_find_owner(space[name], method) for space in (names, reference))
+    saved = vars(owner)[method]
+    setattr(owner, method, rebind(vars(theirs)[method], owner))
+    try:
+        yield
+    finally:
+        setattr(owner, method, saved)
+
+
+def _find_owner(cls: type, method: str) -> type:
+    return next(c for c in cls.__mro__ if method in vars(c))
+
+
 def _graft(chapter: Chapter, name: str, method: str, student: type) -> tuple[dict[str, Any], type]:
     """The reference's class with one method of the student's, and what stands beside it."""
-    owner = next(c for c in student.__mro__ if method in vars(c))
+    owner = _find_owner(student, method)
     mine = {
         key: value
         for key, value in vars(owner).items()
