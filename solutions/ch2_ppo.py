@@ -85,7 +85,10 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
 
 @shape_checked
 def normalize_reward(rewards: Float[Tensor, "batch"], eps: float = 1e-5) -> Float[Tensor, "batch"]:
-    """(rewards - mean) / (std + eps), as a new tensor; one reward, or a constant, gives zeros."""
+    """(rewards - mean) / (std + eps), as a new tensor; one reward, or all equal, gives zeros.
+
+    Equal to the last bit: rewards that differ by 1e-7 are no constant.
+    """
     rewards = rewards.detach()
     # In floats a constant minus its mean need not be 0, and 1e-8 / eps is not small.
     if rewards.numel() < 2 or rewards.max() == rewards.min():
@@ -124,7 +127,8 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         """Logits and values. Both at position t speak of what comes after token t: the logits
         of the next token, the value of the state in which that token is chosen.
 
-        The head reads `ln_final.hook_out`: what the unembedding reads, affine part included.
+        The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. That
+        may be in bfloat16; the head and its values are in float32.
         """
         hidden: list[Float[Tensor, "batch seq d_model"]] = []
 
@@ -203,7 +207,7 @@ def normalize_advantages(
     mask: Bool[Tensor, "batch completion"],
     eps: float = 1e-8,
 ) -> Float[Tensor, "batch completion"]:
-    """(advantages - mean) / (std + eps) over all true positions; 0 outside; a constant gives zeros.
+    """(advantages - mean) / (std + eps) over all true positions; 0 outside; zeros if all are equal.
 
     Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
     could flip the sign of an advantage. Detached.
@@ -432,6 +436,9 @@ def get_optimizer_and_scheduler(
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """AdamW that maximises, with one group for each part that the model has, and its schedule.
 
+    `model.trainable_parts()` gives the parts: "adapters", which learn at `base_lr`, and, where the
+    model has one, "value_head", at `head_lr`.
+
     At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
     k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases. Adam's eps is
     1e-5, and there is no weight decay.
@@ -458,7 +465,8 @@ class ReplayMemory:
     """What a rollout leaves for learning: fields with one row for each completion.
 
     `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute, or None where it was
-    not computed; `names` lists them. `group_size` rows that follow one another stay together.
+    not computed, and in every minibatch too; `names` lists them all. `group_size` rows that follow
+    one another are a group, which is never split between minibatches.
 
     Raises ValueError, with the name, for a field with another number of rows than the first, and
     for a `group_size` that does not divide the rows.
@@ -525,6 +533,7 @@ def make_replay_memory(
     """The arithmetic of a rollout: scores to token rewards, advantages, returns and a memory.
 
     Returns are taken before the advantages are normalised: they are what the values regress on.
+    Every field is stored detached, also where it comes with a gradient.
     """
     mask = samples.completion_mask
     rewards = normalize_reward(scores) if args.normalize_reward else scores
@@ -684,7 +693,8 @@ class RLHFTrainer:
         """Surrogate - value loss + entropy bonus - KL penalty (maximised).
 
         `calc_value_function_loss` has its coefficient in it already; `measure_entropy` and
-        `measure_kl` give means. Records the metrics, the value loss as "value_loss".
+        `measure_kl` give means, and record them. Records clip_frac and approx_kl by
+        `record_ratios`, and the value loss in `self.metrics["value_loss"]`.
         """
         args, mask = self.args, minibatch.mask
         prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
@@ -717,7 +727,10 @@ class RLHFTrainer:
         return objective
 
     def measure_entropy(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
-        """The policy's entropy at the sampling temperature, in nats per token."""
+        """The policy's entropy at the sampling temperature, in nats per token.
+
+        `logits` are the model's, of all positions.
+        """
         if self.args.ent_coef == 0:
             logits = logits.detach()  # it is only recorded
         scaled = self._select_scaled(minibatch, logits)
@@ -726,7 +739,10 @@ class RLHFTrainer:
         return entropy
 
     def measure_kl(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
-        """The exact KL from the reference, whose logits live for this minibatch only."""
+        """The exact KL from the reference, whose logits live for this minibatch only.
+
+        `logits` are the policy's, of all positions.
+        """
         with torch.no_grad(), self.model.reference():
             ref_logits = self.model(minibatch.input_ids, minibatch.attention_mask)
         scaled = self._select_scaled(minibatch, logits)

@@ -227,7 +227,10 @@ def make_grpo_memory(
     logprobs: Float[Tensor, "batch completion"],
     ref_logprobs: Float[Tensor, "batch completion"] | None,
 ) -> ReplayMemory:
-    """The arithmetic of a GRPO rollout: scores to advantages, one a completion, and a memory."""
+    """The arithmetic of a GRPO rollout: scores to advantages, one a completion, and a memory.
+
+    Every field is stored detached, also where it comes with a gradient.
+    """
     return ReplayMemory(
         num_minibatches=args.num_minibatches,
         batches_per_learning_phase=args.batches_per_learning_phase,

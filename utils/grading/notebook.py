@@ -62,8 +62,8 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
             mended = next(now.check for before, now in pairs if now.passed and not before.passed)
             culprit = _find_culprit(stem, exercise, mended, student, caller)
             verdicts, sentence = again
-            which = "one is missing or wrong" if culprit is None else f"{culprit} fails here"
-            note = f"With the solutions of the other exercises: of yours, {which}."
+            note = "With the solutions of the other exercises: of yours, "
+            note += culprit or "more than one is missing or wrong."
     print(format_verdicts(exercise, verdicts, sentence, note))
     return stem, exercise, verdicts
 
@@ -71,7 +71,7 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
 def _find_culprit(
     stem: str, exercise: str, failed: Check, student: Answers, caller: dict[str, Any]
 ) -> str | None:
-    """Which other exercise of the caller's makes a check fail; None if it is not one alone."""
+    """Which other exercise of the caller's makes a check fail, and why; None if not one alone."""
     reference = vars(get_reference(stem))
     for other in get_checks(stem):
         mine = find_answer(caller, other)
@@ -79,7 +79,7 @@ def _find_culprit(
             continue
         with replaced(other, caller, reference):
             if grade(failed, student).passed:
-                return other
+                return f"{other} {'is not written yet' if is_stub(mine) else 'fails here'}."
     return None
 
 
