@@ -341,6 +341,17 @@ def test_the_notebook_says_that_checks_are_slow(capsys):
     )
 
 
+def test_a_traceback_shows_no_library_but_where_the_error_arose():
+    def probe(student, rng):
+        return student.score(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+    mine = build_module("mine", "def score(model):\n    return model(torch.zeros(3))", torch=torch)
+    observed, _ = observe(probe, Answers(vars(mine)), 0, torch.float32)
+    files = re.findall(r'File "(.+)", line', observed.trace)
+    assert observed.kind == "RuntimeError"
+    assert [Path(file).name for file in files] == ["<mine>", "linear.py"]
+
+
 def test_a_lambda_is_an_answer(capsys):
     globals()["calc_entropy"] = lambda logits: torch.distributions.Categorical(
         logits=logits.clamp(min=-1e30)
