@@ -1,11 +1,12 @@
 """Checks of chapter 0: scoring, sampling, and the policy gradient."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributions import Categorical
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -670,7 +671,7 @@ def _greedy_by_hugging_face(kind):
     """Row by row, without padding on the left, a cache or TransformerLens."""
 
     def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
-        tokenizer = models.load_tokenizer()
+        tokenizer = model.tokenizer
         bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
         rows = [bos + tokenizer.encode(prompt) for prompt in prompts]
         completions = [[] for _ in rows]
@@ -704,9 +705,9 @@ def _greedy_by_hugging_face(kind):
 
 
 def _boot(student, kind):
-    """The model, which the oracle does without: booting takes most of a check's time."""
+    """The model; for the oracle its tokenizer alone, as booting takes most of a check's time."""
     if getattr(student.get_samples, "takes_no_model", False):
-        return None
+        return SimpleNamespace(tokenizer=copy.deepcopy(models.load_tokenizer()))
     return load_base_model(models.get_checkpoint(kind), device="cpu")
 
 
@@ -718,9 +719,11 @@ def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
         ran.append(ids.numel())
 
-    hook = None if model is None else model.register_forward_pre_hook(count, with_kwargs=True)
+    hooks = []
+    if isinstance(model, nn.Module):
+        hooks.append(model.register_forward_pre_hook(count, with_kwargs=True))
     found = _sample(student, model, prompts, max_new_tokens, temperature=0.0, **options)
-    if hook is not None:
+    for hook in hooks:
         hook.remove()
     once = found["the ids of real tokens"].numel()
     again = "the number of positions that run again, where a key-value cache would hold them,"
@@ -752,10 +755,11 @@ def greedy_until_the_end(student, rng):
     # Greedy: 8 tokens, and 10 with a bos among them, the most.
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and"]
     model = _boot(student, "ending")
-    return {
-        "six prompts": _greedy(student, model, prompts, rng, max_new_tokens=12),
-        "one prompt": _greedy(student, model, prompts[:1], rng, max_new_tokens=10),
-    }
+    six = _greedy(student, model, prompts, rng, max_new_tokens=12)
+    tokenizer = model.tokenizer
+    tokenizer.bos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.bos_token
+    one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
+    return {"six prompts": six, "one prompt, the bos has id 0": one}
 
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}

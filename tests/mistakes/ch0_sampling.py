@@ -1726,4 +1726,12 @@ FROM_A_SIXTH_LOOK = [
         "is the completion of another prompt. Raise a ValueError that names prompts.",
         within="encode_prompts",
     ),
+    edit(
+        "get_samples",
+        "a_bos_of_id_0_dropped",
+        "prepend_bos and bos_token_id is not None",
+        "prepend_bos and bos_token_id",
+        "0 counts as false, so that a bos of id 0 is left out. Ask whether bos_token_id is None.",
+        within="encode_prompts",
+    ),
 ]
