@@ -347,6 +347,7 @@ SETTINGS = {
     "top_p 0.675": {"top_p": 0.675},
     "top_p 1": {"top_p": 1.0},
     "a tiny top_p": {"top_p": 1e-6},
+    "top_k beyond the vocabulary, top_p 0.6": {"top_k": 99, "top_p": 0.6},
     "top_k 3, top_p 0.6": {"top_k": 3, "top_p": 0.6},
     "top_k 3, top_p 0.75": {"top_k": 3, "top_p": 0.75},
     "temperature 0.5, top_p 0.8": {"temperature": 0.5, "top_p": 0.8},
@@ -469,6 +470,9 @@ def _is_repeatable(observed, reference):
         return "the generator should decide without top_k and top_p too"
     if torch.equal(observed["plain"], observed["plain, later"]):
         return "a generator should move on from one call to the next"
+    for name, (draws, again) in observed["from one seed"].items():
+        if not torch.equal(draws, again):
+            return f"{name}: two generators of one seed should give the same draws"
     return None
 
 
@@ -486,9 +490,9 @@ def generator(student, rng):
     def sample(generator=None, **options):
         return student.sample_next_token(logits.clone(), generator=generator, **options)
 
-    def draw(seed=None):
+    def draw(seed=None, **options):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return sample(generator, temperature=0.9, top_k=5, top_p=0.95)
+        return sample(generator, **(options or {"temperature": 0.9, "top_k": 5, "top_p": 0.95}))
 
     generator = torch.Generator().manual_seed(a)
     return {
@@ -497,7 +501,11 @@ def generator(student, rng):
         "plain, later": sample(generator),
         "plain again": sample(torch.Generator().manual_seed(a)),
         "one row": student.sample_next_token(logits[:1].clone(), top_k=6),
+        "one row, top_p": student.sample_next_token(logits[:1].clone(), top_p=0.6),
         "one row, temperature 0": student.sample_next_token(logits[:1].clone(), temperature=0.0),
+        "from one seed": {
+            name: [draw(a, **SETTINGS[name]) for _ in range(2)] for name in names[1:]
+        },
         "seed a": draw(a),
         "seed a again": draw(a),
         "seed b": draw(b),
@@ -660,6 +668,10 @@ def _sample(student, model, *args, **kwargs):
         "the attention of the prompts": prompt,
         "the completion's ids": samples.completion_ids * samples.completion_mask,
         "texts": samples.texts,
+        "the number of ids that are no tokens": sum(
+            int(((ids < 0) | (ids >= models.SPECIAL["vocab_size"])).sum())
+            for ids in (samples.input_ids, samples.completion_ids)
+        ),
         "the number of inference tensors, which no backward pass takes,": sum(
             tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
         ),
@@ -672,8 +684,9 @@ def _greedy_by_hugging_face(kind):
 
     def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
         tokenizer = model.tokenizer
-        bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
-        rows = [bos + tokenizer.encode(prompt) for prompt in prompts]
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        prefix = [bos] if prepend_bos and bos is not None else []
+        rows = [prefix + tokenizer.encode(prompt) for prompt in prompts]
         completions = [[] for _ in rows]
         for _ in range(max_new_tokens):
             running = [i for i, new in enumerate(completions) if eos not in new]
@@ -711,6 +724,17 @@ def _boot(student, kind):
     return load_base_model(models.get_checkpoint(kind), device="cpu")
 
 
+class _CalledAsABridge(nn.Module):
+    """What `get_samples` may ask of a model, and nothing else that a bridge has."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.tokenizer, self.cfg = model, model.tokenizer, model.cfg
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
 def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
     prompts = [prompts[i] for i in rng.permutation(len(prompts)).tolist()]
     ran = []
@@ -746,7 +770,10 @@ def greedy_llama(student, rng):
     """Greedy, no bos, rotary positions, pads in prompts and pads that are drawn, a full context"""
     # The model answers the first with a pad among others; each digit is a token.
     prompts = ["music the", "<pad>A", "7" * (models.N_CTX - 8)]
-    return _greedy(student, _boot(student, "llama"), prompts, rng, prepend_bos=False)
+    model = _boot(student, "llama")
+    if isinstance(model, nn.Module):
+        model = _CalledAsABridge(model)
+    return _greedy(student, model, prompts, rng, prepend_bos=False)
 
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
@@ -759,7 +786,13 @@ def greedy_until_the_end(student, rng):
     tokenizer = model.tokenizer
     tokenizer.bos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
-    return {"six prompts": six, "one prompt, the bos has id 0": one}
+    tokenizer.bos_token = None
+    without = _greedy(student, model, prompts[:1], rng, max_new_tokens=2)
+    return {
+        "six prompts": six,
+        "one prompt, the bos has id 0": one,
+        "one prompt, the tokenizer has no bos": without,
+    }
 
 
 SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.9}
@@ -776,8 +809,8 @@ def _fits_the_model(observed, reference):
         return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different completions"
-    if observed["a prompt longer than the context"] == "no error":
-        return "a prompt longer than the model's context should be an error: nothing is cut off"
+    if observed["a prompt that nearly fills the context"] == "no error":
+        return "a prompt that leaves too little of the model's context should be an error"
     if observed["the number of texts"] != DEFAULT_DRAWS:
         return f"{DEFAULT_DRAWS} completions of one token should give as many texts"
     surprise, variance = 0.0, 0.0
@@ -861,10 +894,11 @@ def samples_of_the_model(student, rng):
         if name == "seed a":
             found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
             repeated["seed a, later"] = found.completion_ids
-    too_long = ["7" * (models.N_CTX + 6), *PROMPTS]  # each digit is a token
+    # Each digit is a token; greedy, the second goes on for 7 tokens.
+    too_long = ["7" * (models.N_CTX - 2), models.ENDING_PROMPTS[1]]
     return repeated | {
-        "a prompt longer than the context": error_of(
-            "prompts", student.get_samples, model, too_long, 2
+        "a prompt that nearly fills the context": error_of(
+            "prompts", student.get_samples, model, too_long, 8, temperature=0.0
         ),
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
@@ -881,6 +915,8 @@ def samples_of_the_model(student, rng):
 
 
 def reinforce_by_loops(logprobs, advantages, mask):
+    if advantages.ndim == 1:
+        advantages = torch.stack([advantages] * mask.shape[1], dim=1)
     terms = [logprobs[i, t] * advantages[i, t].detach() for i, t in mask.nonzero().tolist()]
     return torch.stack(terms).mean() if terms else logprobs.nan_to_num().sum() * 0
 
@@ -918,6 +954,7 @@ def reinforce_edges(student, rng):
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
     ragged = ragged_mask(rng, 4, 3)
     rows = [poison(rng.normal(4, 3), ragged) for _ in range(2)]
+    square = ragged_mask(rng, 4, 4)  # where either axis of one could be the batch
     return {
         "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
@@ -928,6 +965,11 @@ def reinforce_edges(student, rng):
             advantages=torch.full_like(advantages, NAN),
         ),
         "all": f(logprobs, advantages, torch.ones_like(mask)),
+        "one advantage for each completion": value_and_gradients(
+            lambda **x: f(mask=square, **x),
+            logprobs=poison(-rng.uniform(4, 4), square),
+            advantages=rng.normal(4),
+        ),
     }
 
 
