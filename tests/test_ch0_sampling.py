@@ -321,8 +321,9 @@ DRAWS = 4000
 
 def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     """What may be drawn and how often, token after token from the likeliest down."""
-    probs = torch.softmax(logits.double() / temperature, -1).tolist()
-    order = sorted(range(len(probs)), key=lambda v: -probs[v])[: top_k or len(probs)]
+    probs = torch.softmax(logits.double() / temperature, -1)
+    order = probs.argsort(descending=True, stable=True)[:top_k].tolist()
+    probs = probs.tolist()
     total, kept, mass = sum(probs[v] for v in order), {}, 0.0
     for v in order:
         kept[v] = probs[v]
@@ -803,44 +804,46 @@ def _fits_the_model(observed, reference):
     """The generator, and the surprise of all tokens together, against its mean and variance."""
     if not torch.equal(observed["seed a"], observed["seed a again"]):
         return "the same generator should give the same completions"
-    if torch.equal(observed["seed a"], observed["seed b"]):
+    first = observed["seed a"][:, :1]
+    if torch.equal(first, observed["seed b, first tokens"]):
         return "another generator should give other completions"
-    if torch.equal(observed["seed a"], observed["seed a, later"]):
+    if torch.equal(first, observed["seed a, later, first tokens"]):
         return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different completions"
     if observed["a prompt that nearly fills the context"] == "no error":
         return "a prompt that leaves too little of the model's context should be an error"
-    if observed["the number of texts"] != DEFAULT_DRAWS:
+    if observed["the number of texts at 0.7"] != DEFAULT_DRAWS:
         return f"{DEFAULT_DRAWS} completions of one token should give as many texts"
-    surprise, variance = 0.0, 0.0
     prompt_len = observed["prompt_len"]
     ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
     if prompt_len != reference["prompt_len"]:
         return "prompt_len is wrong"
     rows = [row[real.bool()] for row, real in zip(ids, attention, strict=True)]
-    for i, logits in enumerate(models.score_unpadded("ending", rows)):
-        start = int(attention[i, :prompt_len].sum())
-        if models.SPECIAL["eos_token_id"] in rows[i][start:-1].tolist():
+    starts = attention[:, :prompt_len].sum(1).tolist()
+    completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    for completion, text in zip(completions, observed["texts"], strict=True):
+        if models.SPECIAL["eos_token_id"] in completion[:-1].tolist():
             return "the completion mask should end at the first eos"
-        text = models.load_tokenizer().decode(rows[i][start:], skip_special_tokens=True)
-        if observed["texts"][i] != text:
+        if models.load_tokenizer().decode(completion, skip_special_tokens=True) != text:
             return "texts should be the completions decoded, where a prompt comes twice too"
-        for token, at_token in zip(rows[i][start:], logits[start - 1 : -1], strict=True):
-            if (at_token > at_token[token]).sum() >= SAMPLING["top_k"]:
-                return "a token was drawn that top_k leaves out"
-            probs = probabilities(at_token, **SAMPLING)
-            if probs[token] == 0:
-                return "a token was drawn that top_p leaves out"
-            logprobs = probs[probs > 0].log()
-            entropy = -(logprobs.exp() * logprobs).sum()
-            surprise += float(probs[token].log() + entropy)
-            variance += float((logprobs.exp() * (logprobs + entropy).square()).sum())
-    if abs(surprise) > 8 * variance**0.5:
+    scored = models.score_unpadded("ending", rows)
+    logits = torch.cat([z[start - 1 : -1] for z, start in zip(scored, starts, strict=True)])
+    tokens = torch.cat(completions)[:, None]
+    if ((logits > logits.gather(1, tokens)).sum(1) >= SAMPLING["top_k"]).any():
+        return "a token was drawn that top_k leaves out"
+    probs = torch.stack([probabilities(at_token, **SAMPLING) for at_token in logits])
+    if (probs.gather(1, tokens) == 0).any():
+        return "a token was drawn that top_p leaves out"
+    logprobs = probs.log().masked_fill(probs == 0, 0.0)
+    from_mean = logprobs - (probs * logprobs).sum(1, keepdim=True)
+    surprise, variance = from_mean.gather(1, tokens).sum(), (probs * from_mean.square()).sum()
+    if surprise.abs() > 8 * variance.sqrt():
         return "the tokens do not have the probabilities that the model gives them"
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
-    return _find_settings(observed["first tokens by default"], observed["first tokens at 0.7"])
+    by_default = torch.cat([observed["no generator"], observed["no generator again"]])
+    return _find_settings(by_default, observed["first tokens at 0.7"])
 
 
 def _find_settings(by_default, at_temperature):
@@ -874,8 +877,6 @@ def samples_of_the_model(student, rng):
     """Settings, defaults, generator; tokens by Hugging Face's probabilities; too long a prompt"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
     a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
-    seeds = {"seed a": a, "seed a again": a, "seed b": b}
-    seeds |= dict.fromkeys(["no generator", "no generator again"])
     prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
     samples = student.get_samples(model, prompts, 8, generator=rng.new_generator(), **SAMPLING)
     mask = torch.cat(
@@ -883,20 +884,26 @@ def samples_of_the_model(student, rng):
     )
     width = (0, 20 - mask.shape[1])  # one shape, whenever the last row ends
     first = [DEFAULT_PROMPT] * DEFAULT_DRAWS
-    by_default = student.get_samples(model, first, 1, generator=rng.new_generator())
     at_temperature = student.get_samples(model, first, 1, 0.7, generator=rng.new_generator())
-    repeated = {}
-    for name, seed in seeds.items():
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def draw(max_new_tokens, generator):
         # So many rows that some do not end, and that no two calls draw alike by chance.
-        found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
-        repeated[name] = found.completion_ids
-        if name == "seed a":
-            found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
-            repeated["seed a, later"] = found.completion_ids
+        found = student.get_samples(model, PROMPTS * 5, max_new_tokens, generator=generator)
+        return found.completion_ids
+
+    def draw_by_default():
+        return student.get_samples(model, first[: DEFAULT_DRAWS // 2], 1).completion_ids
+
+    generator = torch.Generator().manual_seed(a)
     # Each digit is a token; greedy, the second goes on for 7 tokens.
     too_long = ["7" * (models.N_CTX - 2), models.ENDING_PROMPTS[1]]
-    return repeated | {
+    return {
+        "seed a": draw(2, generator),
+        "seed a, later, first tokens": draw(1, generator),
+        "seed a again": draw(2, torch.Generator().manual_seed(a)),
+        "seed b, first tokens": draw(1, torch.Generator().manual_seed(b)),
+        "no generator": draw_by_default(),
+        "no generator again": draw_by_default(),
         "a prompt that nearly fills the context": error_of(
             "prompts", student.get_samples, model, too_long, 8, temperature=0.0
         ),
@@ -904,9 +911,8 @@ def samples_of_the_model(student, rng):
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),
         "the attention of real tokens": F.pad(mask.long(), width),
-        "first tokens by default": by_default.completion_ids,
         "first tokens at 0.7": at_temperature.completion_ids,
-        "the number of texts": len(by_default.texts),
+        "the number of texts at 0.7": len(at_temperature.texts),
         "texts": list(samples.texts),
     }
 
