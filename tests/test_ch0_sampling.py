@@ -784,15 +784,16 @@ def greedy_until_the_end(student, rng):
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and"]
     model = _boot(student, "ending")
     six = _greedy(student, model, prompts, rng, max_new_tokens=12)
-    tokenizer = model.tokenizer
-    tokenizer.bos_token, tokenizer.pad_token = tokenizer.pad_token, tokenizer.bos_token
+    tokenizer, usual = model.tokenizer, models.load_tokenizer()
+    tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
-    tokenizer.bos_token = None
-    without = _greedy(student, model, prompts[:1], rng, max_new_tokens=2)
+    # The usual eos, which the model gives as third token, is one like others here.
+    tokenizer.bos_token, tokenizer.eos_token = None, usual.bos_token
+    without = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
         "six prompts": six,
         "one prompt, the bos has id 0": one,
-        "one prompt, the tokenizer has no bos": without,
+        "one prompt, the tokenizer has no bos and another eos": without,
     }
 
 

@@ -1760,6 +1760,14 @@ FROM_A_SIXTH_LOOK = [
         "After a row's eos stands an id that is no token, so that no model can score the samples. "
         "Put the pad id there.",
     ),
+    edit(
+        "get_samples",
+        "eos_of_another_tokenizer",
+        "mask = get_completion_mask(completion_ids, tokenizer.eos_token_id)",
+        "mask = get_completion_mask(completion_ids, 2)",
+        "The eos is that of one tokenizer, whatever the model's is. Ask `model.tokenizer` for its "
+        "eos_token_id.",
+    ),
     Answer(
         IN_ITS_MODULE,
         "get_samples",
