@@ -773,6 +773,8 @@ def greedy_llama(student, rng):
     prompts = ["music the", "<pad>A", "7" * (models.N_CTX - 8)]
     model = _boot(student, "llama")
     if isinstance(model, nn.Module):
+        # Logits so close that at a tiny temperature all but the likeliest would be drawn, too.
+        model.unembed.weight.data *= 2.0**-14
         model = _CalledAsABridge(model)
     return _greedy(student, model, prompts, rng, prepend_bos=False)
 
@@ -975,7 +977,7 @@ def reinforce_edges(student, rng):
         "one advantage for each completion": value_and_gradients(
             lambda **x: f(mask=square, **x),
             logprobs=poison(-rng.uniform(4, 4), square),
-            advantages=rng.normal(4),
+            advantages=poison(rng.normal(4), square.any(1)),
         ),
     }
 

@@ -1784,6 +1784,23 @@ FROM_A_SIXTH_LOOK = [
         ),
     ),
     edit(
+        "get_samples",
+        "floor_under_the_temperature",
+        "sample_next_token(logits, temperature, top_k",
+        "sample_next_token(logits, max(temperature, 1e-4), top_k",
+        "Temperature 0 becomes a tiny one, at which tokens that are nearly as likely are drawn as "
+        "well. Pass it on as it is.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "sums_of_completions_weighted",
+        "        advantages = advantages[:, None].expand_as(logprobs)\n",
+        "        sums = logprobs.masked_fill(~mask, 0.0).sum(1)\n"
+        "        return (sums * advantages.detach()).sum() / mask.sum().clamp(min=1)\n",
+        "With one advantage for each completion, that of a completion without a true position "
+        "counts: 0 * nan is nan. Mask it like the others, after the expansion.",
+    ),
+    edit(
         "calc_reinforce_objective",
         "one_per_completion_forgotten",
         "    if advantages.ndim == 1:\n"
