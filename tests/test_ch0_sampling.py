@@ -1,11 +1,12 @@
 """Checks of chapter 0: scoring, sampling, and the policy gradient."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.distributions import Categorical
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -320,8 +321,9 @@ DRAWS = 4000
 
 def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
     """What may be drawn and how often, token after token from the likeliest down."""
-    probs = torch.softmax(logits.double() / temperature, -1).tolist()
-    order = sorted(range(len(probs)), key=lambda v: -probs[v])[: top_k or len(probs)]
+    probs = torch.softmax(logits.double() / temperature, -1)
+    order = probs.argsort(descending=True, stable=True)[:top_k].tolist()
+    probs = probs.tolist()
     total, kept, mass = sum(probs[v] for v in order), {}, 0.0
     for v in order:
         kept[v] = probs[v]
@@ -346,6 +348,7 @@ SETTINGS = {
     "top_p 0.675": {"top_p": 0.675},
     "top_p 1": {"top_p": 1.0},
     "a tiny top_p": {"top_p": 1e-6},
+    "top_k beyond the vocabulary, top_p 0.6": {"top_k": 99, "top_p": 0.6},
     "top_k 3, top_p 0.6": {"top_k": 3, "top_p": 0.6},
     "top_k 3, top_p 0.75": {"top_k": 3, "top_p": 0.75},
     "temperature 0.5, top_p 0.8": {"temperature": 0.5, "top_p": 0.8},
@@ -468,6 +471,9 @@ def _is_repeatable(observed, reference):
         return "the generator should decide without top_k and top_p too"
     if torch.equal(observed["plain"], observed["plain, later"]):
         return "a generator should move on from one call to the next"
+    for name, (draws, again) in observed["from one seed"].items():
+        if not torch.equal(draws, again):
+            return f"{name}: two generators of one seed should give the same draws"
     return None
 
 
@@ -485,9 +491,9 @@ def generator(student, rng):
     def sample(generator=None, **options):
         return student.sample_next_token(logits.clone(), generator=generator, **options)
 
-    def draw(seed=None):
+    def draw(seed=None, **options):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return sample(generator, temperature=0.9, top_k=5, top_p=0.95)
+        return sample(generator, **(options or {"temperature": 0.9, "top_k": 5, "top_p": 0.95}))
 
     generator = torch.Generator().manual_seed(a)
     return {
@@ -496,7 +502,11 @@ def generator(student, rng):
         "plain, later": sample(generator),
         "plain again": sample(torch.Generator().manual_seed(a)),
         "one row": student.sample_next_token(logits[:1].clone(), top_k=6),
+        "one row, top_p": student.sample_next_token(logits[:1].clone(), top_p=0.6),
         "one row, temperature 0": student.sample_next_token(logits[:1].clone(), temperature=0.0),
+        "from one seed": {
+            name: [draw(a, **SETTINGS[name]) for _ in range(2)] for name in names[1:]
+        },
         "seed a": draw(a),
         "seed a again": draw(a),
         "seed b": draw(b),
@@ -659,6 +669,10 @@ def _sample(student, model, *args, **kwargs):
         "the attention of the prompts": prompt,
         "the completion's ids": samples.completion_ids * samples.completion_mask,
         "texts": samples.texts,
+        "the number of ids that are no tokens": sum(
+            int(((ids < 0) | (ids >= models.SPECIAL["vocab_size"])).sum())
+            for ids in (samples.input_ids, samples.completion_ids)
+        ),
         "the number of inference tensors, which no backward pass takes,": sum(
             tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
         ),
@@ -670,9 +684,10 @@ def _greedy_by_hugging_face(kind):
     """Row by row, without padding on the left, a cache or TransformerLens."""
 
     def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
-        tokenizer = models.load_tokenizer()
-        bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
-        rows = [bos + tokenizer.encode(prompt) for prompt in prompts]
+        tokenizer = model.tokenizer
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        prefix = [bos] if prepend_bos and bos is not None else []
+        rows = [prefix + tokenizer.encode(prompt) for prompt in prompts]
         completions = [[] for _ in rows]
         for _ in range(max_new_tokens):
             running = [i for i, new in enumerate(completions) if eos not in new]
@@ -704,10 +719,21 @@ def _greedy_by_hugging_face(kind):
 
 
 def _boot(student, kind):
-    """The model, which the oracle does without: booting takes most of a check's time."""
+    """The model; for the oracle its tokenizer alone, as booting takes most of a check's time."""
     if getattr(student.get_samples, "takes_no_model", False):
-        return None
+        return SimpleNamespace(tokenizer=copy.deepcopy(models.load_tokenizer()))
     return load_base_model(models.get_checkpoint(kind), device="cpu")
+
+
+class _CalledAsABridge(nn.Module):
+    """What `get_samples` may ask of a model, and nothing else that a bridge has."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.tokenizer, self.cfg = model, model.tokenizer, model.cfg
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
 
 
 def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
@@ -718,9 +744,11 @@ def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("input"))
         ran.append(ids.numel())
 
-    hook = None if model is None else model.register_forward_pre_hook(count, with_kwargs=True)
+    hooks = []
+    if isinstance(model, nn.Module):
+        hooks.append(model.register_forward_pre_hook(count, with_kwargs=True))
     found = _sample(student, model, prompts, max_new_tokens, temperature=0.0, **options)
-    if hook is not None:
+    for hook in hooks:
         hook.remove()
     once = found["the ids of real tokens"].numel()
     again = "the number of positions that run again, where a key-value cache would hold them,"
@@ -743,7 +771,12 @@ def greedy_llama(student, rng):
     """Greedy, no bos, rotary positions, pads in prompts and pads that are drawn, a full context"""
     # The model answers the first with a pad among others; each digit is a token.
     prompts = ["music the", "<pad>A", "7" * (models.N_CTX - 8)]
-    return _greedy(student, _boot(student, "llama"), prompts, rng, prepend_bos=False)
+    model = _boot(student, "llama")
+    if isinstance(model, nn.Module):
+        # Logits so close that at a tiny temperature all but the likeliest would be drawn, too.
+        model.unembed.weight.data *= 2.0**-14
+        model = _CalledAsABridge(model)
+    return _greedy(student, model, prompts, rng, prepend_bos=False)
 
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
@@ -752,9 +785,17 @@ def greedy_until_the_end(student, rng):
     # Greedy: 8 tokens, and 10 with a bos among them, the most.
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and"]
     model = _boot(student, "ending")
+    six = _greedy(student, model, prompts, rng, max_new_tokens=12)
+    tokenizer, usual = model.tokenizer, models.load_tokenizer()
+    tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
+    one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
+    # The usual eos, which the model gives as third token, is one like others here.
+    tokenizer.bos_token, tokenizer.eos_token = None, usual.bos_token
+    without = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
-        "six prompts": _greedy(student, model, prompts, rng, max_new_tokens=12),
-        "one prompt": _greedy(student, model, prompts[:1], rng, max_new_tokens=10),
+        "six prompts": six,
+        "one prompt, the bos has id 0": one,
+        "one prompt, the tokenizer has no bos and another eos": without,
     }
 
 
@@ -766,44 +807,46 @@ def _fits_the_model(observed, reference):
     """The generator, and the surprise of all tokens together, against its mean and variance."""
     if not torch.equal(observed["seed a"], observed["seed a again"]):
         return "the same generator should give the same completions"
-    if torch.equal(observed["seed a"], observed["seed b"]):
+    first = observed["seed a"][:, :1]
+    if torch.equal(first, observed["seed b, first tokens"]):
         return "another generator should give other completions"
-    if torch.equal(observed["seed a"], observed["seed a, later"]):
+    if torch.equal(first, observed["seed a, later, first tokens"]):
         return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
         return "without a generator, two calls should give different completions"
-    if observed["a prompt longer than the context"] == "no error":
-        return "a prompt longer than the model's context should be an error: nothing is cut off"
-    if observed["the number of texts"] != DEFAULT_DRAWS:
+    if observed["a prompt that nearly fills the context"] == "no error":
+        return "a prompt that leaves too little of the model's context should be an error"
+    if observed["the number of texts at 0.7"] != DEFAULT_DRAWS:
         return f"{DEFAULT_DRAWS} completions of one token should give as many texts"
-    surprise, variance = 0.0, 0.0
     prompt_len = observed["prompt_len"]
     ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
     if prompt_len != reference["prompt_len"]:
         return "prompt_len is wrong"
     rows = [row[real.bool()] for row, real in zip(ids, attention, strict=True)]
-    for i, logits in enumerate(models.score_unpadded("ending", rows)):
-        start = int(attention[i, :prompt_len].sum())
-        if models.SPECIAL["eos_token_id"] in rows[i][start:-1].tolist():
+    starts = attention[:, :prompt_len].sum(1).tolist()
+    completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
+    for completion, text in zip(completions, observed["texts"], strict=True):
+        if models.SPECIAL["eos_token_id"] in completion[:-1].tolist():
             return "the completion mask should end at the first eos"
-        text = models.load_tokenizer().decode(rows[i][start:], skip_special_tokens=True)
-        if observed["texts"][i] != text:
+        if models.load_tokenizer().decode(completion, skip_special_tokens=True) != text:
             return "texts should be the completions decoded, where a prompt comes twice too"
-        for token, at_token in zip(rows[i][start:], logits[start - 1 : -1], strict=True):
-            if (at_token > at_token[token]).sum() >= SAMPLING["top_k"]:
-                return "a token was drawn that top_k leaves out"
-            probs = probabilities(at_token, **SAMPLING)
-            if probs[token] == 0:
-                return "a token was drawn that top_p leaves out"
-            logprobs = probs[probs > 0].log()
-            entropy = -(logprobs.exp() * logprobs).sum()
-            surprise += float(probs[token].log() + entropy)
-            variance += float((logprobs.exp() * (logprobs + entropy).square()).sum())
-    if abs(surprise) > 8 * variance**0.5:
+    scored = models.score_unpadded("ending", rows)
+    logits = torch.cat([z[start - 1 : -1] for z, start in zip(scored, starts, strict=True)])
+    tokens = torch.cat(completions)[:, None]
+    if ((logits > logits.gather(1, tokens)).sum(1) >= SAMPLING["top_k"]).any():
+        return "a token was drawn that top_k leaves out"
+    probs = torch.stack([probabilities(at_token, **SAMPLING) for at_token in logits])
+    if (probs.gather(1, tokens) == 0).any():
+        return "a token was drawn that top_p leaves out"
+    logprobs = probs.log().masked_fill(probs == 0, 0.0)
+    from_mean = logprobs - (probs * logprobs).sum(1, keepdim=True)
+    surprise, variance = from_mean.gather(1, tokens).sum(), (probs * from_mean.square()).sum()
+    if surprise.abs() > 8 * variance.sqrt():
         return "the tokens do not have the probabilities that the model gives them"
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
-    return _find_settings(observed["first tokens by default"], observed["first tokens at 0.7"])
+    by_default = torch.cat([observed["no generator"], observed["no generator again"]])
+    return _find_settings(by_default, observed["first tokens at 0.7"])
 
 
 def _find_settings(by_default, at_temperature):
@@ -837,8 +880,6 @@ def samples_of_the_model(student, rng):
     """Settings, defaults, generator; tokens by Hugging Face's probabilities; too long a prompt"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
     a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
-    seeds = {"seed a": a, "seed a again": a, "seed b": b}
-    seeds |= dict.fromkeys(["no generator", "no generator again"])
     prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
     samples = student.get_samples(model, prompts, 8, generator=rng.new_generator(), **SAMPLING)
     mask = torch.cat(
@@ -846,29 +887,35 @@ def samples_of_the_model(student, rng):
     )
     width = (0, 20 - mask.shape[1])  # one shape, whenever the last row ends
     first = [DEFAULT_PROMPT] * DEFAULT_DRAWS
-    by_default = student.get_samples(model, first, 1, generator=rng.new_generator())
     at_temperature = student.get_samples(model, first, 1, 0.7, generator=rng.new_generator())
-    repeated = {}
-    for name, seed in seeds.items():
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def draw(max_new_tokens, generator):
         # So many rows that some do not end, and that no two calls draw alike by chance.
-        found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
-        repeated[name] = found.completion_ids
-        if name == "seed a":
-            found = student.get_samples(model, PROMPTS * 5, 2, generator=generator)
-            repeated["seed a, later"] = found.completion_ids
-    too_long = ["7" * (models.N_CTX + 6), *PROMPTS]  # each digit is a token
-    return repeated | {
-        "a prompt longer than the context": error_of(
-            "prompts", student.get_samples, model, too_long, 2
+        found = student.get_samples(model, PROMPTS * 5, max_new_tokens, generator=generator)
+        return found.completion_ids
+
+    def draw_by_default():
+        return student.get_samples(model, first[: DEFAULT_DRAWS // 2], 1).completion_ids
+
+    generator = torch.Generator().manual_seed(a)
+    # Each digit is a token; greedy, the second goes on for 7 tokens.
+    too_long = ["7" * (models.N_CTX - 2), models.ENDING_PROMPTS[1]]
+    return {
+        "seed a": draw(2, generator),
+        "seed a, later, first tokens": draw(1, generator),
+        "seed a again": draw(2, torch.Generator().manual_seed(a)),
+        "seed b, first tokens": draw(1, torch.Generator().manual_seed(b)),
+        "no generator": draw_by_default(),
+        "no generator again": draw_by_default(),
+        "a prompt that nearly fills the context": error_of(
+            "prompts", student.get_samples, model, too_long, 8, temperature=0.0
         ),
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),
         "the attention of real tokens": F.pad(mask.long(), width),
-        "first tokens by default": by_default.completion_ids,
         "first tokens at 0.7": at_temperature.completion_ids,
-        "the number of texts": len(by_default.texts),
+        "the number of texts at 0.7": len(at_temperature.texts),
         "texts": list(samples.texts),
     }
 
@@ -877,6 +924,8 @@ def samples_of_the_model(student, rng):
 
 
 def reinforce_by_loops(logprobs, advantages, mask):
+    if advantages.ndim == 1:
+        advantages = torch.stack([advantages] * mask.shape[1], dim=1)
     terms = [logprobs[i, t] * advantages[i, t].detach() for i, t in mask.nonzero().tolist()]
     return torch.stack(terms).mean() if terms else logprobs.nan_to_num().sum() * 0
 
@@ -914,6 +963,7 @@ def reinforce_edges(student, rng):
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
     ragged = ragged_mask(rng, 4, 3)
     rows = [poison(rng.normal(4, 3), ragged) for _ in range(2)]
+    square = ragged_mask(rng, 4, 4)  # where either axis of one could be the batch
     return {
         "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
@@ -924,6 +974,11 @@ def reinforce_edges(student, rng):
             advantages=torch.full_like(advantages, NAN),
         ),
         "all": f(logprobs, advantages, torch.ones_like(mask)),
+        "one advantage for each completion": value_and_gradients(
+            lambda **x: f(mask=square, **x),
+            logprobs=poison(-rng.uniform(4, 4), square),
+            advantages=poison(rng.normal(4), square.any(1)),
+        ),
     }
 
 

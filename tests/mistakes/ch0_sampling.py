@@ -1726,4 +1726,148 @@ FROM_A_SIXTH_LOOK = [
         "is the completion of another prompt. Raise a ValueError that names prompts.",
         within="encode_prompts",
     ),
+    edit(
+        "get_samples",
+        "a_bos_of_id_0_dropped",
+        "prepend_bos and bos_token_id is not None",
+        "prepend_bos and bos_token_id",
+        "0 counts as false, so that a bos of id 0 is left out. Ask whether bos_token_id is None.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "a_bos_without_asking",
+        "if prepend_bos and bos_token_id is not None",
+        "if prepend_bos",
+        "Some tokenizers have no bos: their bos_token_id is None, which is no token. Prepend the "
+        "bos if there is one.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "a_bridge_only",
+        "next(model.parameters()).device",
+        "model.original_model.device",
+        "You ask the model for what only a TransformerBridge has. It may be another that is called "
+        "as one and has its tokenizer and cfg: use these alone, and its parameters.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "minus_100_after_the_eos",
+        "    texts = [",
+        "    completion_ids = completion_ids.masked_fill(~mask, -100)\n    texts = [",
+        "After a row's eos stands an id that is no token, so that no model can score the samples. "
+        "Put the pad id there.",
+    ),
+    edit(
+        "get_samples",
+        "eos_of_another_tokenizer",
+        "mask = get_completion_mask(completion_ids, tokenizer.eos_token_id)",
+        "mask = get_completion_mask(completion_ids, 2)",
+        "The eos is that of one tokenizer, whatever the model's is. Ask `model.tokenizer` for its "
+        "eos_token_id.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "shortened_to_the_context",
+        "Where a prompt leaves less of the model's context than max_new_tokens you sample fewer "
+        "tokens in silence. Raise a ValueError that names prompts.",
+        edits=(
+            Edit("encode_prompts", "len(sequence) + max_new_tokens <= model.cfg.n_ctx", "True"),
+            Edit(
+                "_generate",
+                "while len(columns) < max_new_tokens",
+                "while len(columns) < min(max_new_tokens, model.cfg.n_ctx - prompt_ids.shape[1])",
+            ),
+        ),
+    ),
+    edit(
+        "get_samples",
+        "floor_under_the_temperature",
+        "sample_next_token(logits, temperature, top_k",
+        "sample_next_token(logits, max(temperature, 1e-4), top_k",
+        "Temperature 0 becomes a tiny one, at which tokens that are nearly as likely are drawn as "
+        "well. Pass it on as it is.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "sums_of_completions_weighted",
+        "        advantages = advantages[:, None].expand_as(logprobs)\n",
+        "        sums = logprobs.masked_fill(~mask, 0.0).sum(1)\n"
+        "        return (sums * advantages.detach()).sum() / mask.sum().clamp(min=1)\n",
+        "With one advantage for each completion, that of a completion without a true position "
+        "counts: 0 * nan is nan. Mask it like the others, after the expansion.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "one_per_completion_forgotten",
+        "    if advantages.ndim == 1:\n"
+        "        advantages = advantages[:, None].expand_as(logprobs)\n",
+        "",
+        "Advantages may come one for each completion, as [batch]: then all of its tokens share "
+        "it. Expand them with advantages[:, None].",
+    ),
 ]
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_k and no top_p the generator is not used: pass it on in each of your branches.",
+)
+def generator_forgotten_with_top_k_alone(
+    logits, temperature=1.0, top_k=None, top_p=None, generator=None
+):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, order = ((logits - logits.amax(-1, keepdim=True)) / temperature).sort(descending=True)
+    if top_k is not None:
+        z, order = z[:, :top_k], order[:, :top_k]
+    probs = z.softmax(-1)
+    if top_k is not None and top_p is None:
+        return order.gather(-1, torch.multinomial(probs, 1)).squeeze(-1)
+    if top_p is not None and top_p < 1:
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_p one row gives a result without an axis: squeeze() drops every axis of size 1. "
+    "Use squeeze(-1).",
+)
+def every_axis_squeezed_with_top_p(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None and top_k < z.shape[-1]:
+        z = z.scatter(-1, z.argsort(descending=True)[:, top_k:], -torch.inf)
+    probs = z.softmax(-1)
+    if top_p is not None and top_p < 1:
+        probs, order = probs.sort(descending=True)
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+        return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze()
+    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_p, a top_k beyond the vocabulary raises an error: topk takes no more than there "
+    "are. It should keep all.",
+)
+def k_beyond_the_vocabulary_with_top_p(
+    logits, temperature=1.0, top_k=None, top_p=None, generator=None
+):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z = (logits - logits.amax(-1, keepdim=True)) / temperature
+    vocab = z.shape[-1]
+    if top_p is not None and top_p < 1:
+        z, order = z.topk(vocab if top_k is None else top_k)
+        probs = z.softmax(-1)
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+    else:
+        z, order = z.topk(min(top_k or vocab, vocab))
+        probs = z.softmax(-1)
+    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
