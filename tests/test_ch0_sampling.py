@@ -686,7 +686,7 @@ def _greedy_by_hugging_face(kind):
     def get_samples(model, prompts, max_new_tokens, prepend_bos=True, **_):
         tokenizer = model.tokenizer
         bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-        prefix = [bos] if prepend_bos and bos is not None else []
+        prefix = [bos] * prepend_bos
         rows = [prefix + tokenizer.encode(prompt) for prompt in prompts]
         completions = [[] for _ in rows]
         for _ in range(max_new_tokens):
@@ -723,17 +723,6 @@ def _boot(student, kind):
     if getattr(student.get_samples, "takes_no_model", False):
         return SimpleNamespace(tokenizer=copy.deepcopy(models.load_tokenizer()))
     return load_base_model(models.get_checkpoint(kind), device="cpu")
-
-
-class _CalledAsABridge(nn.Module):
-    """What `get_samples` may ask of a model, and nothing else that a bridge has."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.tokenizer, self.cfg = model, model.tokenizer, model.cfg
-
-    def forward(self, *args, **kwargs):
-        return self.model(*args, **kwargs)
 
 
 def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
@@ -775,7 +764,6 @@ def greedy_llama(student, rng):
     if isinstance(model, nn.Module):
         # Logits so close that at a tiny temperature all but the likeliest would be drawn, too.
         model.unembed.weight.data *= 2.0**-14
-        model = _CalledAsABridge(model)
     return _greedy(student, model, prompts, rng, prepend_bos=False)
 
 
@@ -790,12 +778,12 @@ def greedy_until_the_end(student, rng):
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
     # The usual eos, which the model gives as third token, is one like others here.
-    tokenizer.bos_token, tokenizer.eos_token = None, usual.bos_token
-    without = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
+    tokenizer.eos_token = usual.bos_token
+    another_eos = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
         "six prompts": six,
         "one prompt, the bos has id 0": one,
-        "one prompt, the tokenizer has no bos and another eos": without,
+        "one prompt, the tokenizer has another eos": another_eos,
     }
 
 
@@ -924,8 +912,6 @@ def samples_of_the_model(student, rng):
 
 
 def reinforce_by_loops(logprobs, advantages, mask):
-    if advantages.ndim == 1:
-        advantages = torch.stack([advantages] * mask.shape[1], dim=1)
     terms = [logprobs[i, t] * advantages[i, t].detach() for i, t in mask.nonzero().tolist()]
     return torch.stack(terms).mean() if terms else logprobs.nan_to_num().sum() * 0
 
@@ -963,7 +949,6 @@ def reinforce_edges(student, rng):
     beyond = [poison(x, mask, torch.inf) for x in (logprobs, advantages)]
     ragged = ragged_mask(rng, 4, 3)
     rows = [poison(rng.normal(4, 3), ragged) for _ in range(2)]
-    square = ragged_mask(rng, 4, 4)  # where either axis of one could be the batch
     return {
         "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
@@ -974,11 +959,6 @@ def reinforce_edges(student, rng):
             advantages=torch.full_like(advantages, NAN),
         ),
         "all": f(logprobs, advantages, torch.ones_like(mask)),
-        "one advantage for each completion": value_and_gradients(
-            lambda **x: f(mask=square, **x),
-            logprobs=poison(-rng.uniform(4, 4), square),
-            advantages=poison(rng.normal(4), square.any(1)),
-        ),
     }
 
 

@@ -157,8 +157,6 @@ def samples_by_the_tokenizer(
     """The tokenizer pads, and rows go on after their eos."""
     tokenizer = model.tokenizer
     bos, eos = [tokenizer.bos_token_id] * prepend_bos, tokenizer.eos_token_id
-    if tokenizer.bos_token is None:
-        bos = []
     rows = [bos + tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
     inputs = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt")
     prompt, attention = inputs["input_ids"], inputs["attention_mask"]
@@ -188,15 +186,13 @@ def samples_by_the_tokenizer(
 
 @right("calc_reinforce_objective")
 def reinforce_of_selected(logprobs, advantages, mask):
-    if advantages.ndim == 1:
-        advantages = advantages.repeat_interleave(mask.shape[1]).reshape(mask.shape)
     products = logprobs[mask] * advantages[mask].detach()
     return products.mean() if len(products) else logprobs.new_zeros(())
 
 
 @right("calc_reinforce_objective")
 def reinforce_by_einsum(logprobs, advantages, mask):
-    a = torch.where(mask, advantages.detach().reshape(len(mask), -1), 0.0)
+    a = torch.where(mask, advantages.detach(), 0.0)
     return torch.einsum("bt,bt->", torch.where(mask, logprobs, 0.0), a) / max(mask.sum().item(), 1)
 
 

@@ -1736,24 +1736,6 @@ FROM_A_SIXTH_LOOK = [
     ),
     edit(
         "get_samples",
-        "a_bos_without_asking",
-        "if prepend_bos and bos_token_id is not None",
-        "if prepend_bos",
-        "Some tokenizers have no bos: their bos_token_id is None, which is no token. Prepend the "
-        "bos if there is one.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
-        "a_bridge_only",
-        "next(model.parameters()).device",
-        "model.original_model.device",
-        "You ask the model for what only a TransformerBridge has. It may be another that is called "
-        "as one and has its tokenizer and cfg: use these alone, and its parameters.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
         "minus_100_after_the_eos",
         "    texts = [",
         "    completion_ids = completion_ids.masked_fill(~mask, -100)\n    texts = [",
@@ -1790,24 +1772,6 @@ FROM_A_SIXTH_LOOK = [
         "sample_next_token(logits, max(temperature, 1e-4), top_k",
         "Temperature 0 becomes a tiny one, at which tokens that are nearly as likely are drawn as "
         "well. Pass it on as it is.",
-    ),
-    edit(
-        "calc_reinforce_objective",
-        "sums_of_completions_weighted",
-        "        advantages = advantages[:, None].expand_as(logprobs)\n",
-        "        sums = logprobs.masked_fill(~mask, 0.0).sum(1)\n"
-        "        return (sums * advantages.detach()).sum() / mask.sum().clamp(min=1)\n",
-        "With one advantage for each completion, that of a completion without a true position "
-        "counts: 0 * nan is nan. Mask it like the others, after the expansion.",
-    ),
-    edit(
-        "calc_reinforce_objective",
-        "one_per_completion_forgotten",
-        "    if advantages.ndim == 1:\n"
-        "        advantages = advantages[:, None].expand_as(logprobs)\n",
-        "",
-        "Advantages may come one for each completion, as [batch]: then all of its tokens share "
-        "it. Expand them with advantages[:, None].",
     ),
 ]
 
