@@ -977,13 +977,18 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
         "a mask of one column more than there are tokens": error_of(
             "mask", model, ids[:, :5], mask[:, :6]
         ),
+        "one column more for one row": error_of("mask", model, ids[:1, :5], mask[:1, :6]),
         "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
         "a transposed mask": error_of("mask", model, ids[:, :5], mask[:, :5].T),
     }
-    for name, columns in (("new token", slice(5, 6)), ("cached positions", slice(0, 5))):
+    for name, misfit in (
+        ("the new token alone", mask[:, 5:6]),
+        ("the cached positions alone", mask[:, :5]),
+        ("one row, with a cache of two", mask[1:, :6]),
+    ):
         _, cache = model(ids[:, :5], attention_mask=mask[:, :5], **CACHED)
-        found[f"a mask of the {name} alone"] = error_of(
-            "mask", model, ids[:, 5:6], mask[:, columns], past_key_values=cache, **CACHED
+        found[f"a mask of {name}"] = error_of(
+            "mask", model, ids[:, 5:6], misfit, past_key_values=cache, **CACHED
         )
     return found
 
@@ -1143,6 +1148,8 @@ def errors_inside_reference(student, rng):
     other = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
     with model.reference():
         found["another model's logits"] = score(other, ids, mask)
+        with other.reference():
+            found["inside another's reference() too"] = score(model, ids, mask)
     found["parameters that require a gradient"] = list_trained(model)
     freeze_and_enter(other, "reference")
     found["frozen adapters that require a gradient after reference()"] = list_trained(other)

@@ -2714,3 +2714,43 @@ FROM_A_SEVENTH_LOOK = [
         "16 bits. Copy them as they are in the file.",
     ),
 ]
+
+
+FROM_AN_EIGHTH_LOOK = [
+    edit(
+        CALL,
+        "rows_of_the_mask_not_compared_with_a_cache",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or (attention_mask.shape == input_ids.shape if cache is None "
+        "else attention_mask.shape[1] == seq),",
+        "With a cache only the columns of the mask are compared, so that a mask of one row is "
+        "broadcast to all rows. Compare both axes there too.",
+    ),
+    edit(
+        CALL,
+        "mask_of_one_row_never_refused",
+        "attention_mask is None or attention_mask.shape",
+        "attention_mask is None or len(input_ids) == 1 or attention_mask.shape",
+        "The mask of a single row is passed on whatever its length. Compare the shape for every "
+        "number of rows.",
+    ),
+]
+
+_in_a_context = []
+
+
+@wrong(
+    REFERENCE,
+    "One lock serves all models, so that no two can be in a context at once, such as a policy and "
+    "a reward model. Keep it on the model.",
+)
+@contextmanager
+def a_lock_for_all_models(self):
+    if _in_a_context:
+        raise RuntimeError("contexts do not nest")
+    _in_a_context.append(self)
+    try:
+        with self._in_mode("reference"):
+            yield self
+    finally:
+        _in_a_context.clear()
