@@ -893,7 +893,7 @@ def sites_that_do_not_fire(student, rng):
     """attn.qkv, which never fires, no whole name, or no linear layer: a ValueError that names it"""
     unknown = f"attn.q{rng.integer(0, 10**6)}"
     return {
-        site: error_of(site, boot, student, "shallow", sites=(*before, site, *after))
+        site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
             *((site, (), ()) for site in ("attn.qkv", "q", "attn", "ln1", unknown)),
@@ -1724,10 +1724,9 @@ def adapters_that_do_not_fit(student, rng):
     """Other sizes of A or B, too few or too many sites or blocks, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
-    dtypes = {"v and in": torch.bfloat16}  # of the base
+    dtype = torch.bfloat16  # of the base: the adapters are in float32
     built = {
-        name: boot(student, "llama", sites=chosen, dtype=dtypes.get(name))
-        for name, chosen in sites.items()
+        name: boot(student, "llama", sites=chosen, dtype=dtype) for name, chosen in sites.items()
     }
     built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
