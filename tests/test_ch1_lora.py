@@ -138,7 +138,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random A and B, several ranks and alphas, no to three leading axes; gradients; eval()"""
+    """Random A and B, ranks, alphas, up to three leading axes; gradients; eval(); frozen"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 1.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -157,7 +157,8 @@ def random_adapters(student, rng):
         found["eval() and no_grad"] = wide(x)
         set_layer(wide, rng.normal(3, 2), rng.normal(2, 6))
         found["eval() and no_grad, other A and B"] = wide(x)
-    return found
+    wide.requires_grad_(False)  # what is before it may be trained
+    return found | {"A and B frozen": layer_and_gradients(wide, x)}
 
 
 @check("LoraLayer", expected=LoraByOuterProducts)
@@ -256,6 +257,10 @@ def head_axes(student, rng):
     layer.lora_B.data.copy_(rng.normal(3, 8))
     out = rng.normal(2, 4, 5, 2).transpose(1, 2)
     found["in eval()"] = call_both(hooks, "blocks.1.some.site", x, out)["the output"]
+    layer.requires_grad_(False)  # what is before it may be trained
+    x = leaf(x)
+    result = call_both(hooks, "blocks.1.some.site", x * 1, out * 1)["the output"]
+    found["A and B frozen"] = gradients(result * weights.reshape(out.shape), x=x)
     for name, (x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
         hooks = student.make_lora_hooks("blocks.1.some.site", layer)
@@ -1183,6 +1188,9 @@ def _try_to_nest(student, rng, pairs: Iterable[tuple[str, str]]) -> dict[str, An
     for name in ("reference", "merged"):
         with getattr(model, name)():
             found[f"logits inside {name}() alone"] = score(model, ids, mask)
+            found[f"a mask of one column inside {name}()"] = error_of(
+                "mask", model, ids, mask[:, :1]
+            )
     return found
 
 

@@ -2754,3 +2754,59 @@ def a_lock_for_all_models(self):
             yield self
     finally:
         _in_a_context.clear()
+
+
+FROM_A_NINTH_LOOK = [
+    edit(
+        "LoraLayer",
+        "no_gradient_through_a_frozen_adapter",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        trained = self.lora_A.requires_grad\n"
+        "        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):\n"
+        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "A frozen adapter lets no gradient through, so that adapters of earlier blocks learn from "
+        "a wrong one. Only A and B are frozen: the product still depends on x.",
+        within=FORWARD,
+    ),
+    edit(
+        "make_lora_hooks",
+        "input_of_a_frozen_adapter_detached",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        x = x if layer.lora_A.requires_grad else x.detach()\n",
+        "The input of a frozen adapter is detached, so that adapters of earlier blocks learn from "
+        "a wrong gradient. Only A and B are frozen.",
+    ),
+]
+
+
+def _looks_at_no_mask(context):
+    @contextmanager
+    def enter(self):
+        with context(self):
+            self.forward = lambda input_ids, attention_mask=None, **kwargs: self._run(
+                [], input_ids, attention_mask, **kwargs
+            )
+            try:
+                yield self
+            finally:
+                del self.forward
+
+    return enter
+
+
+@wrong(
+    REFERENCE,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.reference)(self)
+
+
+@wrong(
+    MERGED,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_merged_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.merged)(self)
