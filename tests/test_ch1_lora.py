@@ -138,7 +138,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random A and B, several ranks and alphas, no to three leading axes; gradients; eval()"""
+    """Random A and B, ranks, alphas, up to three leading axes; gradients; eval(); frozen"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 1.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -157,7 +157,8 @@ def random_adapters(student, rng):
         found["eval() and no_grad"] = wide(x)
         set_layer(wide, rng.normal(3, 2), rng.normal(2, 6))
         found["eval() and no_grad, other A and B"] = wide(x)
-    return found
+    wide.requires_grad_(False)  # what is before it may be trained
+    return found | {"A and B frozen": layer_and_gradients(wide, x)}
 
 
 @check("LoraLayer", expected=LoraByOuterProducts)
@@ -190,19 +191,26 @@ def hooks_by_position(site, layer):
     return [(f"{site}.hook_in", remember), (f"{site}.hook_out", change)]
 
 
-def call_hooks(hooks, point: str, activation: Tensor) -> Tensor:
-    """Call the hooks of a point as TransformerLens does: None leaves the activation as it is."""
+def call_hooks(hooks, point: str, activation: Tensor, ctx: dict | None = None) -> Tensor:
+    """Call the hooks of a point as TransformerLens does: None leaves the activation as it is.
+
+    ctx: what hooks may keep at their points, by the names of these.
+    """
+    kept = {} if ctx is None else ctx
     for name, function in hooks:
         if name == point:
-            result = function(activation, hook=SimpleNamespace(name=name, ctx={}))
+            hook = SimpleNamespace(name=name, ctx=kept.setdefault(name, {}))
+            result = function(activation, hook=hook)
             activation = activation if result is None else result
     return activation
 
 
-def call_both(hooks, site: str, x: Tensor, out: Tensor) -> dict[str, Tensor]:
+def call_both(
+    hooks, site: str, x: Tensor, out: Tensor, ctx: dict | None = None
+) -> dict[str, Tensor]:
     return {
-        "the input": call_hooks(hooks, f"{site}.hook_in", x),
-        "the output": call_hooks(hooks, f"{site}.hook_out", out),
+        "the input": call_hooks(hooks, f"{site}.hook_in", x, ctx),
+        "the output": call_hooks(hooks, f"{site}.hook_out", out, ctx),
     }
 
 
@@ -249,6 +257,10 @@ def head_axes(student, rng):
     layer.lora_B.data.copy_(rng.normal(3, 8))
     out = rng.normal(2, 4, 5, 2).transpose(1, 2)
     found["in eval()"] = call_both(hooks, "blocks.1.some.site", x, out)["the output"]
+    layer.requires_grad_(False)  # what is before it may be trained
+    x = leaf(x)
+    result = call_both(hooks, "blocks.1.some.site", x * 1, out * 1)["the output"]
+    found["A and B frozen"] = gradients(result * weights.reshape(out.shape), x=x)
     for name, (x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
         hooks = student.make_lora_hooks("blocks.1.some.site", layer)
@@ -339,20 +351,20 @@ def is_freed(storage: StorageWeakRef) -> bool:
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position)
 def what_is_kept(student, rng):
-    """After a forward the hooks hold no activation, nor that of one that broke off before it"""
+    """After a forward hooks and points hold no activation, nor that of one that broke off before"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
-    before, found = count_reachable(hooks, layer), {}
+    before, found, ctx = count_reachable(hooks, layer), {}, {}
     for mode in (torch.no_grad, torch.enable_grad):
         old_x, x, out = (rng.normal(2, 5, *axes) for axes in ((3, 2), (3, 2), (8,)))
         named = (("x", x), ("out", out), ("x of the forward that broke off", old_x))
         storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
         with mode():
-            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x)  # and then an error
-            result = call_both(hooks, "blocks.0.attn.o", x, out)["the output"]
+            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x, ctx)  # and then an error
+            result = call_both(hooks, "blocks.0.attn.o", x, out, ctx)["the output"]
         found[mode.__name__] = {"the output": result.detach().clone()}
         del named, old_x, x, out, result  # with the result goes its graph
-        held = count_reachable(hooks, layer) - before
+        held = count_reachable(hooks, layer, ctx) - before
         freed = {f"{name} is freed": is_freed(storage) for name, storage in storages.items()}
         found[mode.__name__] |= {"numbers still held": held} | freed
     return found
@@ -763,7 +775,7 @@ def rank_alpha_and_sites(student, rng):
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
     found = {"the device that is asked for is ignored": _ignores_the_device(build, path)}
-    by_position = build(str(path), 4, 32, ATTENTION, "cpu", torch.float32)
+    by_position = build(str(path), 4, 32, ATTENTION, torch.device("cpu"), torch.float32)
     started = [list_started(models_built["defaults"]), list_started(by_position)]
     found["As that are alike in two models"] = sum(
         torch.equal(a.cpu(), b) for a, b in itertools.product(*started)
@@ -782,9 +794,12 @@ def rank_alpha_and_sites(student, rng):
 
 @check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
 def dropout(student, rng):
-    """Qwen2 with dropout in its config: .train() changes no logit and unfreezes nothing"""
+    """Qwen2 with dropout in its config: .train() changes no logit, unfreezes nothing; alpha 32"""
     ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, "qwen", sites=("attn.q", "mlp.gate")), rng)
+    build = student.TransformerWithLora.from_pretrained  # alpha is left out, but not the rank
+    sites = ("attn.q", "mlp.gate")
+    model = build(models.get_checkpoint("qwen"), rank=RANK, sites=sites, device="cpu")
+    set_alike(model, rng)
     logits = {"new": score(model, ids, mask)}
     logits["after .train()"] = score(model.train(), ids, mask)
     trained = list_trained(model)
@@ -883,7 +898,7 @@ def sites_that_do_not_fire(student, rng):
     """attn.qkv, which never fires, no whole name, or no linear layer: a ValueError that names it"""
     unknown = f"attn.q{rng.integer(0, 10**6)}"
     return {
-        site: error_of(site, boot, student, "shallow", sites=(*before, site, *after))
+        site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
             *((site, (), ()) for site in ("attn.qkv", "q", "attn", "ln1", unknown)),
@@ -967,13 +982,18 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
         "a mask of one column more than there are tokens": error_of(
             "mask", model, ids[:, :5], mask[:, :6]
         ),
-        "a mask of one column": error_of("mask", model, ids[:, :5], mask[:, 4:5]),
+        "one column more for one row": error_of("mask", model, ids[:1, :5], mask[:1, :6]),
         "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
+        "a transposed mask": error_of("mask", model, ids[:, :5], mask[:, :5].T),
     }
-    for name, columns in (("new token", slice(5, 6)), ("cached positions", slice(0, 5))):
+    for name, misfit in (
+        ("the new token alone", mask[:, 5:6]),
+        ("the cached positions alone", mask[:, :5]),
+        ("one row, with a cache of two", mask[1:, :6]),
+    ):
         _, cache = model(ids[:, :5], attention_mask=mask[:, :5], **CACHED)
-        found[f"a mask of the {name} alone"] = error_of(
-            "mask", model, ids[:, 5:6], mask[:, columns], past_key_values=cache, **CACHED
+        found[f"a mask of {name}"] = error_of(
+            "mask", model, ids[:, 5:6], misfit, past_key_values=cache, **CACHED
         )
     return found
 
@@ -991,6 +1011,9 @@ def key_value_cache(student, rng):
         ends = (5, 6, 9) if name == "with the adapters on" else (5, 9)
         with context(model):
             found |= _score_in_steps(model, ids, mask, name, ends)
+            found[f"a mask of one column, {name}"] = error_of(
+                "mask", model, ids[:, :5], mask[:, 4:5]
+            )
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **CACHED)[0]
     return found | _refuse_masks(model, ids, mask)
@@ -1130,6 +1153,8 @@ def errors_inside_reference(student, rng):
     other = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
     with model.reference():
         found["another model's logits"] = score(other, ids, mask)
+        with other.reference():
+            found["inside another's reference() too"] = score(model, ids, mask)
     found["parameters that require a gradient"] = list_trained(model)
     freeze_and_enter(other, "reference")
     found["frozen adapters that require a gradient after reference()"] = list_trained(other)
@@ -1163,6 +1188,9 @@ def _try_to_nest(student, rng, pairs: Iterable[tuple[str, str]]) -> dict[str, An
     for name in ("reference", "merged"):
         with getattr(model, name)():
             found[f"logits inside {name}() alone"] = score(model, ids, mask)
+            found[f"a mask of one column inside {name}()"] = error_of(
+                "mask", model, ids, mask[:, :1]
+            )
     return found
 
 
@@ -1350,9 +1378,12 @@ def merged_between_forward_and_backward(student, rng):
         enabled = torch.is_grad_enabled()
     unfrozen_afterwards = list_unfrozen(model)
     freeze_and_enter(model, "merged")
+    with model.merged():
+        inside_when_frozen = score(model, ids, mask)
     return {
         "gradients after merged() under no_grad": enabled,
         "inside": inside,
+        "inside, with frozen adapters": inside_when_frozen,
         "nesting": nested,
         "inside, after a refused merged()": still_inside,
         "weights of the base that require a gradient inside": unfrozen_inside,
@@ -1381,16 +1412,19 @@ def _is_rounded_once(observed, reference):
         if found["the largest error in ulps"] > 0.51:
             return f"{kind}: a weight is further from W + A B alpha/rank than by rounding it once"
         if found["weights that changed afterwards"]:
-            return f"{kind}: the weights in bfloat16 should come back bit for bit"
+            return f"{kind}: the weights in 16 bits should come back bit for bit"
     return None
 
 
 @check("TransformerWithLora.merged", holds=_is_rounded_once)
 def rounded_once(student, rng):
-    """A base in bfloat16, of either kind of weight: the sum is made in float32 and rounded once"""
+    """A base in bfloat16 or float16: the sum is made in float32 and rounded once"""
     models_built = {
-        kind: set_alike(boot(student, kind, sites=sites, dtype=torch.bfloat16), rng)
-        for kind, sites in (("llama", ATTENTION), ("shallow", ("mlp.in", "mlp.out")))
+        kind: set_alike(boot(student, kind, sites=sites, dtype=dtype), rng)
+        for kind, sites, dtype in (
+            ("llama", ATTENTION, torch.bfloat16),
+            ("shallow", ("mlp.in", "mlp.out"), torch.float16),
+        )
     }
     found = {}
     for (kind, model), other in zip(
@@ -1405,7 +1439,7 @@ def rounded_once(student, rng):
                 delta = by_shape[d_in, RANK] @ by_shape[RANK, d_out] * ALPHA / RANK
                 exact = old.double() + (delta.T if kind == "llama" else delta)
                 _, exponent = torch.frexp(new.float())
-                ulp = torch.ldexp(torch.ones_like(exact), exponent - 8)
+                ulp = torch.ldexp(torch.ones_like(exact), exponent - 1) * torch.finfo(old.dtype).eps
                 # What float32 itself rounds off may be many ulps of a sum that is nearly 0.
                 excess = ((new.double() - exact).abs() - 1e-6).clamp(min=0)
                 errors.append((excess / ulp).max())
@@ -1518,7 +1552,8 @@ def _is_loaded(observed, reference):
         observed[f"logits {name}"].double() for name in ("saved", "loaded", "before loading")
     )
     base = reference["frozen model before"].double()
-    if (observed["frozen model before"].double() - base).abs().max() > 1e-3:
+    limit = 0.3 if reference["dtype of the base"] == str(torch.bfloat16) else 1e-3
+    if (observed["frozen model before"].double() - base).abs().max() > limit:
         return "the logits inside reference() are not the base's"
     if min((saved - other).abs().max() for other in (before, base)) < 1e-2:
         return "the adapters have no effect on the logits"
@@ -1560,28 +1595,34 @@ def _holds_the_adapters(observed, reference):
     return _is_loaded(observed, reference)
 
 
+def float_logits(model, ids: Tensor, mask: Tensor) -> Tensor:
+    """`score` in float32: the dtype of a 16-bit base's logits is left open."""
+    return score(model, ids, mask).float()
+
+
 def _save_and_load(
-    student, rng, kind: str, sites, other_sites, path_type, file_name: str
+    student, rng, kind: str, sites, other_sites, path_type, file_name: str, dtype=torch.float32
 ) -> dict[str, Any]:
     """One model saves, new and then with other values; a second one, with its own, loads each."""
     ids, mask = ragged_batch(rng)
-    first = boot(student, kind, sites=sites)
-    second = set_apart(boot(student, kind, sites=other_sites), rng)
+    first = boot(student, kind, sites=sites, dtype=dtype)
+    second = set_apart(boot(student, kind, sites=other_sites, dtype=dtype), rng)
     parameters = list(second.trainable_parameters())
     found = {
-        "logits before loading": score(second, ids, mask),
+        "dtype of the base": str(dtype),
+        "logits before loading": float_logits(second, ids, mask),
         "numbers that are trained": sum(p.numel() for p in first.trainable_parameters()),
     }
     with second.reference():
-        found["frozen model before"] = score(second, ids, mask)
+        found["frozen model before"] = float_logits(second, ids, mask)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / file_name
         first.save_adapter(path_type(path))
         found["trained after saving"] = ", ".join(list_trained(first))
         is_error(second.load_adapter, path_type(path))
-        found["logits saved, B = 0"] = score(first, ids, mask)
-        found["logits loaded, B = 0"] = score(second, ids, mask)
-        found["logits saved"] = score(set_apart(first, rng), ids, mask)
+        found["logits saved, B = 0"] = float_logits(first, ids, mask)
+        found["logits loaded, B = 0"] = float_logits(second, ids, mask)
+        found["logits saved"] = float_logits(set_apart(first, rng), ids, mask)
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))
@@ -1590,12 +1631,12 @@ def _save_and_load(
             found |= {"format": type(error).__name__, "numbers in the file": 0}
         found["files"] = ", ".join(sorted(p.name for p in Path(folder).iterdir()))
         found["loading"] = is_error(second.load_adapter, path_type(path))
-    found["logits of the first afterwards"] = score(first, ids, mask)
-    found["logits loaded"] = score(second, ids, mask)
+    found["logits of the first afterwards"] = float_logits(first, ids, mask)
+    found["logits loaded"] = float_logits(second, ids, mask)
     with second.reference():
-        found["frozen model afterwards"] = score(second, ids, mask)
+        found["frozen model afterwards"] = float_logits(second, ids, mask)
     found["weights of the base that require a gradient"] = list_unfrozen(second)
-    if (logits := score(second, ids, mask)).requires_grad:
+    if (logits := float_logits(second, ids, mask)).requires_grad:
         logits.square().mean().backward()
     now = list(second.trainable_parameters())
     without = [p for p in now if p.grad is None or not p.grad.any()]
@@ -1619,9 +1660,9 @@ def saved_from_eleven_blocks(student, rng):
 
 @check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters)
 def every_site_is_saved(student, rng):
-    """Every site of Llama, named in another order when loading; a path without a suffix"""
-    sites = SITES["llama"]
-    return _save_and_load(student, rng, "llama", sites, sites[::-1], Path, "adapter")
+    """Every site of Llama in bfloat16, in another order when loading; a path without a suffix"""
+    sites, dtype = SITES["llama"], torch.bfloat16  # the adapters are in float32, in the file too
+    return _save_and_load(student, rng, "llama", sites, sites[::-1], Path, "adapter", dtype)
 
 
 @check("TransformerWithLora.load_adapter", public=True, holds=_is_loaded)
@@ -1682,7 +1723,7 @@ def _rejects_what_does_not_fit(observed, reference):
     for name in observed["logits saved"]:
         saved, loaded = observed["logits saved"][name], observed["logits loaded"][name]
         if not torch.allclose(loaded, saved, rtol=0, atol=1e-6):
-            return f"{name}: an adapter of the same rank and sites should load"
+            return f"{name}: an adapter of the same rank and sites should load as it was saved"
     return None
 
 
@@ -1691,7 +1732,10 @@ def adapters_that_do_not_fit(student, rng):
     """Other sizes of A or B, too few or too many sites or blocks, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
-    built = {name: boot(student, "llama", sites=chosen) for name, chosen in sites.items()}
+    dtype = torch.bfloat16  # of the base: the adapters are in float32
+    built = {
+        name: boot(student, "llama", sites=chosen, dtype=dtype) for name, chosen in sites.items()
+    }
     built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
@@ -1701,7 +1745,7 @@ def adapters_that_do_not_fit(student, rng):
         paths = {name: Path(folder) / f"{name}.safetensors" for name in built}
         for name, model in built.items():
             set_apart(model, rng).save_adapter(paths[name])
-            found["logits saved"][name] = score(model, ids, mask)
+            found["logits saved"][name] = float_logits(model, ids, mask)
         for change, function in changes.items():
             name = f"k and in, {change}"
             new_path = Path(folder) / f"{name}.safetensors"
@@ -1713,7 +1757,7 @@ def adapters_that_do_not_fit(student, rng):
             found[case] = is_error(built[into].load_adapter, paths[other])
         for name, model in built.items():
             set_apart(model, rng).load_adapter(paths[name])
-            found["logits loaded"][name] = score(model, ids, mask)
+            found["logits loaded"][name] = float_logits(model, ids, mask)
     return found
 
 

@@ -2629,3 +2629,184 @@ FROM_A_SIXTH_LOOK = [
         within="TransformerWithLora.__init__",
     ),
 ]
+
+
+FROM_A_SEVENTH_LOOK = [
+    edit(
+        "make_lora_hooks",
+        "change_kept_at_the_point",
+        "return out + layer(x).reshape(out.shape).to(out.dtype)",
+        "hook.ctx['change'] = layer(x).reshape(out.shape).to(out.dtype)\n"
+        "        return out + hook.ctx['change']",
+        "What is added stays in `hook.ctx` after the forward, and with it every layer's graph. "
+        "Take it out again in the second hook, or keep it in the closure alone.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        BUILD,
+        "alpha_goes_with_the_rank",
+        "Where alpha is left out it is 8 times the rank, which is 32 for a rank of 4 only. It is "
+        "32 by default, whatever the rank.",
+        edits=(
+            Edit(BUILD, "alpha: float = 32", "alpha: float | None = None"),
+            Edit(BUILD, "rank, alpha, sites)", "rank, alpha or 8 * rank, sites)"),
+        ),
+    ),
+    edit(
+        BUILD,
+        "takes_no_torch_device",
+        "        return cls(",
+        '        if device is not None and "cuda" in device and not torch.cuda.is_available():\n'
+        "            device = None\n"
+        "        return cls(",
+        "A torch.device is searched as if it were a string, which raises a TypeError. The device "
+        "may be given as either: hand it on as it is.",
+    ),
+    edit(
+        CALL,
+        "numbers_of_the_mask_counted",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or attention_mask.numel() == len(input_ids) * seq,",
+        "The entries of the mask are counted, so that one of [seq batch] passes for one of "
+        "[batch seq]. Compare the shape, axis by axis.",
+    ),
+    edit(
+        CALL,
+        "masks_not_looked_at_in_a_context",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        if self._mode != "hooked":\n'
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
+        '        cache = kwargs.get("past_key_values")\n',
+        "Inside merged() and reference() the base is run before the mask is looked at. Refuse a "
+        "mask that does not fit in every mode: sampling runs inside merged().",
+    ),
+    edit(
+        MERGED,
+        "float16_rounded_twice",
+        "weight.copy_(at_least_float32(weight) + delta)",
+        "weight.copy_(weight.float() + delta if weight.dtype == torch.bfloat16 else "
+        "weight + delta.to(weight.dtype))",
+        "The sum is made in float32 for bfloat16 only: in float16 A B is rounded before it is "
+        "added. Add in float32 whatever the dtype of the weights.",
+    ),
+    edit(
+        MERGED,
+        "frozen_adapters_left_out",
+        "delta = layer.compute_delta().detach()",
+        "delta = layer.compute_delta().detach() * float(layer.lora_A.requires_grad)",
+        "Adapters that require no gradient are not folded in. Frozen or trained, they belong to "
+        "the model.",
+    ),
+    edit(
+        SAVE,
+        "in_the_dtype_of_the_base",
+        "tensor.contiguous() for",
+        "tensor.to(self.cfg.dtype).contiguous() for",
+        "The adapters are saved in the dtype of the base, which rounds them where that has 16 "
+        "bits. They are in float32: save them as they are.",
+    ),
+    edit(
+        LOAD,
+        "in_the_dtype_of_the_base",
+        "file.get_tensor(name) for",
+        "file.get_tensor(name).to(self.cfg.dtype) for",
+        "What is read is cast to the dtype of the base, which rounds the adapters where that has "
+        "16 bits. Copy them as they are in the file.",
+    ),
+]
+
+
+FROM_AN_EIGHTH_LOOK = [
+    edit(
+        CALL,
+        "rows_of_the_mask_not_compared_with_a_cache",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or (attention_mask.shape == input_ids.shape if cache is None "
+        "else attention_mask.shape[1] == seq),",
+        "With a cache only the columns of the mask are compared, so that a mask of one row is "
+        "broadcast to all rows. Compare both axes there too.",
+    ),
+    edit(
+        CALL,
+        "mask_of_one_row_never_refused",
+        "attention_mask is None or attention_mask.shape",
+        "attention_mask is None or len(input_ids) == 1 or attention_mask.shape",
+        "The mask of a single row is passed on whatever its length. Compare the shape for every "
+        "number of rows.",
+    ),
+]
+
+_in_a_context = []
+
+
+@wrong(
+    REFERENCE,
+    "One lock serves all models, so that no two can be in a context at once, such as a policy and "
+    "a reward model. Keep it on the model.",
+)
+@contextmanager
+def a_lock_for_all_models(self):
+    if _in_a_context:
+        raise RuntimeError("contexts do not nest")
+    _in_a_context.append(self)
+    try:
+        with self._in_mode("reference"):
+            yield self
+    finally:
+        _in_a_context.clear()
+
+
+FROM_A_NINTH_LOOK = [
+    edit(
+        "LoraLayer",
+        "no_gradient_through_a_frozen_adapter",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        trained = self.lora_A.requires_grad\n"
+        "        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):\n"
+        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "A frozen adapter lets no gradient through, so that adapters of earlier blocks learn from "
+        "a wrong one. Only A and B are frozen: the product still depends on x.",
+        within=FORWARD,
+    ),
+    edit(
+        "make_lora_hooks",
+        "input_of_a_frozen_adapter_detached",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        x = x if layer.lora_A.requires_grad else x.detach()\n",
+        "The input of a frozen adapter is detached, so that adapters of earlier blocks learn from "
+        "a wrong gradient. Only A and B are frozen.",
+    ),
+]
+
+
+def _looks_at_no_mask(context):
+    @contextmanager
+    def enter(self):
+        with context(self):
+            self.forward = lambda input_ids, attention_mask=None, **kwargs: self._run(
+                [], input_ids, attention_mask, **kwargs
+            )
+            try:
+                yield self
+            finally:
+                del self.forward
+
+    return enter
+
+
+@wrong(
+    REFERENCE,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.reference)(self)
+
+
+@wrong(
+    MERGED,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_merged_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.merged)(self)
