@@ -688,7 +688,10 @@ def every_case_of_the_clip(student, rng):
             )
             for low, high in settings
         }
-    ) | {"by keyword": f(*tensors.values(), mask, clip_coef=0.1, clip_coef_high=0.5)}
+    ) | {
+        "by keyword": f(*tensors.values(), mask, clip_coef=0.1, clip_coef_high=0.5),
+        "clip_coef alone": f(*tensors.values(), mask, 0.5),
+    }
 
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)

@@ -2922,7 +2922,8 @@ LEARNING_PHASE = [
         "schedule_steps_each_minibatch",
         '            self.metrics["objective"]',
         '            self.scheduler.step()\n            self.metrics["objective"]',
-        "The schedule steps with every minibatch. It counts phases.",
+        "The schedule steps with every minibatch, and once more in the end. It counts phases: the "
+        "step after the loop is enough.",
     ),
     edit(
         "RLHFTrainer.learning_phase",
@@ -3350,3 +3351,750 @@ def clipped_between_logarithms(
     held = logratio.clamp(math.log(1 - clip_coef), math.log1p(high))
     terms = torch.minimum(logratio.exp() * a, held.exp() * a)
     return terms.sum() / max(len(terms), 1)
+
+
+# --- First attempts, many with two mistakes at once -----------------------------------------------
+
+
+def _raw(x, mask):
+    return x
+
+
+def _times(x, mask):
+    return x * mask
+
+
+def _filled(x, mask):
+    return x.masked_fill(~mask, 0.0)
+
+
+def _ahead(x):
+    return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
+
+
+def _behind(x):
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
+
+
+def _gae(
+    name,
+    sentence,
+    values=_filled,
+    rewards=_filled,
+    step=_raw,
+    end=_times,
+    following=_ahead,
+    current=lambda values: values,
+    loop=lambda n: reversed(range(n)),
+    until=lambda mask: mask,
+):
+    """GAE with every place at which it can go wrong left open."""
+
+    @torch.no_grad()
+    def answer(values_of, token_rewards, mask, gamma=1.0, lam=0.95):
+        v, r = values(values_of, mask), rewards(token_rewards, mask)
+        deltas = r + gamma * following(v) - current(v)
+        advantages, running = torch.zeros_like(v), torch.zeros_like(v[:, 0])
+        for t in loop(v.shape[1]):
+            running = step(deltas[:, t] + gamma * lam * running, until(mask)[:, t])
+            advantages[:, t] = running
+        return end(advantages, mask)
+
+    answer.__name__ = name
+    return wrong("compute_advantages", sentence)(answer)
+
+
+MASKED_LATE_OR_BY_A_PRODUCT = [
+    _gae(
+        "mask_at_the_end_by_a_product",
+        "The mask comes after the recursion, as a product: 0 * nan is nan, and the last true token "
+        "takes the value behind it for the next one. Replace values and rewards by 0 where the "
+        "mask is false, before the loop.",
+        values=_raw,
+        rewards=_raw,
+    ),
+    _gae(
+        "mask_at_the_end",
+        "What is masked out goes through the recursion, back into the true tokens: the mask comes "
+        "too late. Replace values and rewards by 0 where it is false, before the loop.",
+        values=_raw,
+        rewards=_raw,
+        end=_filled,
+    ),
+    _gae(
+        "mask_in_the_loop_by_a_product",
+        "In the loop the running advantage is multiplied by the mask: 0 * nan is nan, and V' of "
+        "the last true token is the value behind it. Replace values and rewards by 0 where the "
+        "mask is false, before the loop.",
+        values=_raw,
+        rewards=_raw,
+        step=_times,
+        end=_raw,
+    ),
+    _gae(
+        "mask_in_the_loop",
+        "In the loop the mask stops the running advantage, but not the next value: the last true "
+        "token takes the one behind it for V'. Replace the values by 0 where the mask is false, "
+        "before the loop.",
+        values=_raw,
+        rewards=_raw,
+        step=_filled,
+        end=_raw,
+    ),
+    _gae(
+        "no_mask",
+        "The mask has no effect: what lies behind the end goes into every advantage. Replace "
+        "values and rewards by 0 where it is false, before the loop.",
+        values=_raw,
+        rewards=_raw,
+        end=_raw,
+    ),
+    _gae(
+        "products_with_the_mask",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace values and rewards "
+        "where it is false, by masked_fill or torch.where, before the loop.",
+        values=_times,
+        rewards=_times,
+    ),
+    _gae(
+        "products_with_the_mask_first",
+        "Multiplying by the mask leaves nan, because 0 * nan is nan, and the loop carries it into "
+        "the true tokens. It is masked_fill or torch.where that should come before the loop, not "
+        "after it.",
+        values=_times,
+        rewards=_times,
+        end=_filled,
+    ),
+    _gae(
+        "values_by_a_product_rewards_at_the_end",
+        "The values are multiplied by the mask, and the rewards by way of the advantages: both "
+        "leave nan, because 0 * nan is nan. Replace both where the mask is false, before the loop.",
+        values=_times,
+        rewards=_raw,
+    ),
+    _gae(
+        "values_by_a_product_rewards_not",
+        "The values are multiplied by the mask, which leaves nan, because 0 * nan is nan, and the "
+        "rewards are not masked before the loop. Replace both where the mask is false.",
+        values=_times,
+        rewards=_raw,
+        end=_filled,
+    ),
+    _gae(
+        "rewards_at_the_end_by_a_product",
+        "The values are masked, but rewards behind the end go through the recursion into the true "
+        "tokens, and 0 * nan is nan at the end. Replace the rewards as well, before the loop.",
+        rewards=_raw,
+    ),
+    _gae(
+        "rewards_at_the_end",
+        "The values are masked, but rewards behind the end go through the recursion into the true "
+        "tokens. Replace those by 0 as well, before the loop.",
+        rewards=_raw,
+        end=_filled,
+    ),
+    _gae(
+        "values_at_the_end_by_a_product",
+        "The rewards are masked, but values behind the end go through the recursion into the true "
+        "tokens, and 0 * nan is nan at the end. Replace the values as well, before the loop.",
+        values=_raw,
+    ),
+    _gae(
+        "values_at_the_end",
+        "The rewards are masked, but values behind the end go through the recursion into the true "
+        "tokens. Replace those by 0 as well, before the loop.",
+        values=_raw,
+        end=_filled,
+    ),
+]
+
+IN_THE_WRONG_PLACE = [
+    _gae(
+        "forwards_with_the_next_value",
+        "delta is right, but the loop runs forwards, so that each advantage adds up the deltas "
+        "before it. It depends on those that follow: go backwards in time.",
+        loop=range,
+    ),
+    _gae(
+        "forwards_and_mask_at_the_end",
+        "Two things: the loop runs forwards, where an advantage depends on what follows, so go "
+        "backwards; and the mask comes too late, so replace values and rewards before the loop.",
+        values=_raw,
+        rewards=_raw,
+        end=_filled,
+        loop=range,
+    ),
+    _gae(
+        "forwards_and_mask_at_the_end_by_a_product",
+        "Two things: the loop runs forwards, where an advantage depends on what follows, so go "
+        "backwards; and 0 * nan is nan, so replace values and rewards before the loop instead of "
+        "multiplying by the mask.",
+        values=_raw,
+        rewards=_raw,
+        loop=range,
+    ),
+    _gae(
+        "values_one_late",
+        "The values are one position off: delta_t takes V_t for the next value and V_{t-1} for its "
+        "own. It is r_t + gamma V_{t+1} - V_t.",
+        following=lambda values: values,
+        current=_behind,
+    ),
+    _gae(
+        "values_one_late_around_the_end",
+        "The values are one position off, and at t = 0 the index t - 1 is the last column. delta_t "
+        "is r_t + gamma V_{t+1} - V_t.",
+        following=lambda values: values,
+        current=lambda values: values.roll(1, 1),
+    ),
+    _gae(
+        "values_one_early",
+        "The values are one position off: delta_t takes V_{t+1} for its own value and V_{t+2} for "
+        "the next one. It is r_t + gamma V_{t+1} - V_t.",
+        following=lambda values: _ahead(_ahead(values)),
+        current=_ahead,
+    ),
+    _gae(
+        "own_value_for_the_next",
+        "delta_t takes V_t for the next value, too. The next one is V_{t+1}: r_t + gamma V_{t+1} - "
+        "V_t.",
+        following=lambda values: values,
+    ),
+    _gae(
+        "value_before_for_the_next",
+        "delta_t takes V_{t-1} for the next value. The next one is V_{t+1}: r_t + gamma V_{t+1} - "
+        "V_t.",
+        following=_behind,
+    ),
+    _gae(
+        "next_value_for_its_own",
+        "delta_t subtracts V_{t+1}, the value of the next state. Subtract that of its own: r_t + "
+        "gamma V_{t+1} - V_t.",
+        current=_ahead,
+    ),
+    _gae(
+        "next_value_around_the_end",
+        "After the last column the first one comes again, as roll does it. There the next value "
+        "is 0.",
+        following=lambda values: values.roll(-1, 1),
+    ),
+    _gae(
+        "reward_of_the_next_token",
+        "delta_t takes the reward of the next token, r_{t+1}. Its own is r_t: r_t + gamma V_{t+1} "
+        "- V_t.",
+        rewards=lambda rewards, mask: _ahead(_filled(rewards, mask)),
+    ),
+    _gae(
+        "last_column_without_a_delta",
+        "The last column gets no advantage, as when deltas are made of values[:, 1:] and "
+        "values[:, :-1]. It has a delta, too, with 0 for the next value.",
+        loop=lambda n: reversed(range(n - 1)),
+    ),
+    _gae(
+        "last_true_token_without_a_delta",
+        "The last true token gets no advantage: its mask is that of the next token. It is the one "
+        "that is paid; after it V' and A' are 0, but its own delta counts.",
+        step=_times,
+        until=_ahead,
+    ),
+]
+
+
+MULTIPLIED = "Multiplying by the mask leaves nan, because 0 * nan is nan: use torch.where."
+NO_CASE = {
+    "any_size": "A single true position has no std, and equal ones leave rounding noise: both "
+    "should give zeros.",
+    "two_or_more": "Equal advantages do not give exact zeros: ask whether max equals min.",
+    "equal": "",
+    "std_1e_8": "Whether advantages are equal is not told by a std below 1e-8, as rounding may "
+    "leave more: ask whether max equals min.",
+    "std_1e_6": "Whether advantages are equal is not told by a std below 1e-6, as rounding may "
+    "leave more: ask whether max equals min.",
+}
+
+
+def _normalized(put, detached, condition):
+    """The formula, with a way to put the mask in and one to tell equal advantages."""
+    attached = ", and torch.where does not stop its nan" if put == "where" else ""
+    faults = (
+        MULTIPLIED if put == "times" else "",
+        "" if detached else f"The advantages get a gradient{attached}: detach them.",
+        NO_CASE[condition],
+    )
+
+    def answer(advantages, mask, eps=1e-8):
+        advantages = advantages.detach() if detached else advantages
+        kept, least = advantages[mask], {"std_1e_8": 1e-8, "std_1e_6": 1e-6}.get(condition, 0.0)
+        if condition != "any_size" and (
+            kept.numel() < 2
+            or kept.std() < least
+            or (condition == "equal" and kept.max() == kept.min())
+        ):
+            return torch.zeros_like(advantages)
+        if put == "index":
+            normalized = torch.zeros_like(advantages)
+            normalized[mask] = (kept - kept.mean()) / (kept.std() + eps)
+            return normalized
+        normalized = (advantages - kept.mean()) / (kept.std() + eps)
+        return normalized * mask if put == "times" else torch.where(mask, normalized, 0.0)
+
+    answer.__name__ = f"{put}_{'detached' if detached else 'attached'}_{condition}"
+    return wrong("normalize_advantages", " ".join(filter(None, faults)))(answer)
+
+
+NORMALIZED_AT_ONCE = [
+    _normalized(put, detached, condition)
+    for put, detached in (
+        ("index", True),
+        ("index", False),
+        ("where", False),
+        ("times", True),
+        ("times", False),
+    )
+    for condition in NO_CASE
+    # These are right, or stand above.
+    if put != "index" or condition not in ("equal", "two_or_more" if detached else "equal")
+]
+
+ROW_BY_ROW = "Each row is normalised on its own: mean and std run over all true positions."
+BY_N = "And our std divides by n - 1, not by n."
+
+
+def _normalized_by_rows(
+    name, sentence, detached=True, product=False, ddof=0, axis=-1, filled_first=False
+):
+    """Mean and std by sums over the mask, of each row or of everything, and no case for equals."""
+
+    def answer(advantages, mask, eps=1e-8):
+        advantages = advantages.detach() if detached else advantages
+        advantages = _filled(advantages, mask) if filled_first else advantages
+        n = mask.sum(axis, keepdim=True)
+        mean = _filled(advantages, mask).sum(axis, keepdim=True) / n.clamp(min=1)
+        squares = _filled((advantages - mean).square(), mask)
+        std = (squares.sum(axis, keepdim=True) / (n - ddof).clamp(min=1)).sqrt()
+        normalized = (advantages - mean) / (std + eps)
+        return normalized * mask if product else _filled(normalized, mask)
+
+    answer.__name__ = name
+    return wrong("normalize_advantages", sentence)(answer)
+
+
+NORMALIZED_BY_SUMS = [
+    _normalized_by_rows("each_row_by_n", f"{ROW_BY_ROW} {BY_N}"),
+    _normalized_by_rows(
+        "each_row_by_n_attached",
+        f"{ROW_BY_ROW} {BY_N} And the advantages get a gradient, nan at that: detach them.",
+        detached=False,
+    ),
+    _normalized_by_rows(
+        "each_row_by_n_filled_and_attached",
+        f"{ROW_BY_ROW} {BY_N} And the advantages get a gradient: detach them.",
+        detached=False,
+        filled_first=True,
+    ),
+    _normalized_by_rows(
+        "each_row_by_n_times_the_mask",
+        f"{ROW_BY_ROW} {BY_N} And 0 * nan is nan: use masked_fill instead of a product.",
+        product=True,
+    ),
+    _normalized_by_rows("each_row", f"{ROW_BY_ROW} And equal ones give zeros.", ddof=1),
+    _normalized_by_rows(
+        "each_row_attached",
+        f"{ROW_BY_ROW} And the advantages get a gradient, nan at that: detach them.",
+        detached=False,
+        ddof=1,
+    ),
+    _normalized_by_rows(
+        "each_row_filled_and_attached",
+        f"{ROW_BY_ROW} And the advantages get a gradient: detach them.",
+        detached=False,
+        ddof=1,
+        filled_first=True,
+    ),
+    _normalized_by_rows(
+        "each_row_times_the_mask",
+        f"{ROW_BY_ROW} And 0 * nan is nan: use masked_fill instead of a product.",
+        product=True,
+        ddof=1,
+    ),
+    _normalized_by_rows(
+        "all_by_n",
+        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And equal "
+        "advantages do not give exact zeros: ask whether max equals min.",
+        axis=(0, 1),
+    ),
+    _normalized_by_rows(
+        "all_by_n_attached",
+        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And the "
+        "advantages get a gradient: detach them.",
+        detached=False,
+        axis=(0, 1),
+    ),
+    _normalized_by_rows(
+        "all_by_n_times_the_mask",
+        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And 0 * "
+        "nan is nan: use masked_fill instead of a product.",
+        product=True,
+        axis=(0, 1),
+    ),
+]
+
+
+@wrong(
+    "normalize_advantages",
+    "Mean and std are those of each row, with zeros for masked positions counted. Select the true "
+    "positions of all rows, and take one mean and one std.",
+)
+def each_row_with_its_padding(advantages, mask, eps=1e-8):
+    filled = _filled(advantages.detach(), mask)
+    mean, std = filled.mean(-1, keepdim=True), filled.std(-1, keepdim=True)
+    return _filled((filled - mean) / (std + eps), mask)
+
+
+def _reward_threshold(name, least, sentence, one_too=True):
+    def answer(rewards, eps=1e-5):
+        rewards = rewards.detach()
+        bound = eps if least is None else least
+        if (one_too and len(rewards) < 2) or rewards.std() < bound:
+            return torch.zeros_like(rewards)
+        return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+    answer.__name__ = name if one_too else f"{name}_and_one_is_nan"
+    of_one = "" if one_too else " And a single reward has no std: return zeros there, too."
+    return wrong("normalize_reward", f"{sentence}{of_one}")(answer)
+
+
+REWARD_THRESHOLDS = [
+    _reward_threshold(f"std_below_{name}_counts_as_none", least, sentence, one_too)
+    for name, least, sentence in (
+        (
+            "1e_8",
+            1e-8,
+            "Whether rewards are equal is not told by a std below 1e-8, as rounding may leave "
+            "more: ask whether max equals min.",
+        ),
+        (
+            "1e_7",
+            1e-7,
+            "Whether rewards are equal is not told by a std below 1e-7, as rounding may leave "
+            "more: ask whether max equals min.",
+        ),
+        (
+            "1e_6",
+            1e-6,
+            "A std below 1e-6 is taken for 0. Rewards may be that small: only equal ones give "
+            "zeros, and eps keeps the others from being blown up.",
+        ),
+        (
+            "1e_5",
+            1e-5,
+            "A std below 1e-5 is taken for 0. Rewards may be that small: only equal ones give "
+            "zeros, and eps keeps the others from being blown up.",
+        ),
+        (
+            "1e_4",
+            1e-4,
+            "A std below 1e-4 is taken for 0. Rewards may be that small: only equal ones give "
+            "zeros, and eps keeps the others from being blown up.",
+        ),
+        (
+            "eps",
+            None,
+            "A std below eps is taken for 0. eps is added to it, whatever its size: only equal "
+            "rewards give zeros.",
+        ),
+    )
+    for one_too in (True, False)
+    if (name, one_too) != ("1e_6", True)  # small_spread_is_taken_for_none
+]
+
+
+def _paid(name, sentence, pay, charge=_filled, attached=False):
+    """Token rewards whose scores are put in their place by `pay(rewards, scores, lengths)`."""
+
+    def answer(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+        rewards = torch.zeros(mask.shape, dtype=scores.dtype)
+        pay(rewards, scores.detach(), mask)
+        if kl_coef == 0:
+            return rewards
+        k1 = logprobs - ref_logprobs
+        return rewards - kl_coef * charge(k1 if attached else k1.detach(), mask)
+
+    answer.__name__ = name
+    return wrong("compute_token_rewards", sentence)(answer)
+
+
+def _pay_by_length(less, at_most=None):
+    def pay(rewards, scores, mask):
+        at = mask.sum(-1) - less
+        rewards[range(len(mask)), at if at_most is None else at.clamp(max=at_most(mask))] += scores
+
+    return pay
+
+
+def _pay_by_scatter(less):
+    def pay(rewards, scores, mask):
+        rewards.scatter_(1, mask.sum(-1, keepdim=True) - less, scores[:, None])
+
+    return pay
+
+
+def _pay_behind(rewards, scores, mask):
+    behind = torch.arange(mask.shape[1]) == mask.sum(-1, keepdim=True)
+    rewards += torch.where(behind, scores[:, None], 0.0)
+
+
+def _pay_at_argmax(rewards, scores, mask):
+    rewards[range(len(mask)), mask.int().argmax(-1)] += scores
+
+
+PAID_AT_AN_INDEX = [
+    _paid(
+        "at_the_length",
+        "mask.sum(-1) is the number of true positions, one more than the index of the last: in a "
+        "full row it is outside. Take 1 off, and leave out rows without true positions.",
+        _pay_by_length(0),
+    ),
+    _paid(
+        "at_the_length_or_the_last_column",
+        "mask.sum(-1) is the number of true positions, one more than the index of the last; to "
+        "clamp it hides that for full rows only. Take 1 off, and leave out rows without any.",
+        _pay_by_length(0, lambda mask: mask.shape[1] - 1),
+    ),
+    _paid(
+        "scattered_to_the_length",
+        "scatter_ is given mask.sum(-1), the number of true positions, which is one more than the "
+        "index of the last. Take 1 off, and leave out rows without true positions.",
+        _pay_by_scatter(0),
+    ),
+    _paid(
+        "scattered_to_minus_one",
+        "For a row without true positions, length - 1 is -1, which scatter_ does not take. Such a "
+        "row gets nothing: leave it out.",
+        _pay_by_scatter(1),
+    ),
+    _paid(
+        "where_the_length_is_reached",
+        "The column that equals mask.sum(-1) is the one behind the last true position. The last "
+        "has the index mask.sum(-1) - 1.",
+        _pay_behind,
+    ),
+    _paid(
+        "at_the_argmax_of_the_mask",
+        "argmax of the mask is its first true position, and 0 in a row without any. The score "
+        "belongs on the last one, and such a row gets nothing.",
+        _pay_at_argmax,
+    ),
+    _paid(
+        "wraps_around_and_kl_times_the_mask",
+        "Two things: for a row without true positions, length - 1 is -1, the last column, though "
+        "it gets nothing; and 0 * nan is nan, so replace the KL where the mask is false instead of "
+        "multiplying.",
+        _pay_by_length(1),
+        charge=_times,
+    ),
+    _paid(
+        "wraps_around_and_attached",
+        "Two things: for a row without true positions, length - 1 is -1, the last column, though "
+        "it gets nothing; and a gradient flows through the KL, which is a number here: detach it.",
+        _pay_by_length(1),
+        attached=True,
+    ),
+    _paid(
+        "wraps_around_and_kl_times_the_mask_attached",
+        "For a row without true positions, length - 1 is -1, the last column, though it gets "
+        "nothing. And the KL is multiplied by the mask, where 0 * nan is nan, and not detached: "
+        "replace it, and detach it.",
+        _pay_by_length(1),
+        charge=_times,
+        attached=True,
+    ),
+    _paid(
+        "kl_times_the_mask_attached",
+        "Two things: 0 * nan is nan, so replace the KL where the mask is false instead of "
+        "multiplying; and a gradient flows through it, where it is a number: detach it.",
+        lambda rewards, scores, mask: rewards.add_(
+            torch.where(mask & ~_ahead(mask), scores[:, None], 0.0)
+        ),
+        charge=_times,
+        attached=True,
+    ),
+]
+
+BY_MEAN = masked_mean
+BY_PRODUCT = LATE[1][1]
+BY_SELECTION = LATE[2][1]
+LATE_AND = {
+    BY_MEAN: "and the mask comes after the products, where the gradient is 0 times nan or inf: "
+    "replace what is masked out first.",
+    BY_PRODUCT: "and multiplying by the mask leaves nan, because 0 * nan is nan: replace what is "
+    "masked out first.",
+    BY_SELECTION: "and the true terms are selected after the products, where the gradient is 0 "
+    "times nan or inf, and a mean of none is nan: mask first, and divide by 1 at least.",
+}
+HIGH_OF_ZERO = "`clip_coef_high or clip_coef` takes a clip of 0 for none, so compare with None;"
+NAMES_OF_LATE = {BY_MEAN: "masked_too_late", BY_PRODUCT: "product", BY_SELECTION: "selected"}
+
+
+def _surrogate_attached(attached, average, is_or=False):
+    """The formula with what is attached not detached, and masked by `average`."""
+    what = " and ".join(attached)
+    faults = [
+        f"the {what} get a gradient, so detach them;" if attached else "",
+        HIGH_OF_ZERO if is_or else "",
+        LATE_AND[average],
+    ]
+    count = {2: "Two", 3: "Three"}[len(list(filter(None, faults)))]
+
+    def answer(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+        high = clip_coef if clip_coef_high is None else clip_coef_high
+        if is_or:
+            high = clip_coef_high or clip_coef
+        old = old_logprobs if "old log-probs" in attached else old_logprobs.detach()
+        a = advantages if "advantages" in attached else advantages.detach()
+        ratio = (logprobs - old).exp()
+        terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+        return average(terms, mask)
+
+    words = filter(None, [NAMES_OF_LATE[average], *attached, "or" if is_or else ""])
+    answer.__name__ = "_".join(words).replace(" ", "_").replace("-", "_")
+    sentence = f"{count} things: {' '.join(filter(None, faults))}"
+    return wrong("calc_clipped_surrogate_objective", sentence)(answer)
+
+
+OF_A_ROLLOUT = (("old log-probs",), ("advantages",), ("old log-probs", "advantages"))
+SURROGATES_OF_TWO_MISTAKES = [
+    *(_surrogate_attached(names, average) for names in OF_A_ROLLOUT for average in LATE_AND),
+    *(_surrogate_attached(names, BY_MEAN, is_or=True) for names in ((), *OF_A_ROLLOUT)),
+]
+
+
+def _value_loss_attached(attached, average):
+    what = " and ".join(attached)
+
+    def answer(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+        old = old_values if "old values" in attached else old_values.detach()
+        target = returns if "returns" in attached else returns.detach()
+        errors = (values - target).square()
+        if clip_coef is not None:
+            clipped = old + (values - old).clamp(-clip_coef, clip_coef)
+            errors = torch.maximum(errors, (clipped - target).square())
+        return vf_coef / 2 * average(errors, mask)
+
+    answer.__name__ = f"{NAMES_OF_LATE[average]}_{what.replace(' ', '_')}"
+    late = LATE_AND[average].replace("products", "squares")
+    sentence = f"Two things: the {what} get a gradient, so detach them; {late}"
+    return wrong("calc_value_function_loss", sentence)(answer)
+
+
+VALUE_LOSSES_OF_TWO_MISTAKES = [
+    _value_loss_attached(names, average)
+    for names in (("old values",), ("returns",), ("old values", "returns"))
+    for average in LATE_AND
+]
+
+
+def _kl_penalty(name, average, attached, sentence):
+    def answer(logits, ref_logits, mask, kl_coef):
+        logprobs = logits.log_softmax(-1)
+        ref_logprobs = (ref_logits if attached else ref_logits.detach()).log_softmax(-1)
+        kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+        return kl_coef * average(kl, mask)
+
+    answer.__name__ = name
+    return wrong("calc_kl_penalty", sentence)(answer)
+
+
+KL_MASKED_TOO_LATE = {
+    BY_MEAN: "and nan beyond the mask reaches the gradient, since masking the KL comes too late: "
+    "mask the logits before the softmax.",
+    BY_PRODUCT: "and multiplying by the mask leaves nan, because 0 * nan is nan: mask the logits "
+    "before the softmax.",
+    BY_SELECTION: "and the KL of the true positions is selected too late, so that nan reaches the "
+    "gradient, and a mean of none is nan: select logits, and divide by 1 at least.",
+}
+KL_PENALTIES_OF_TWO_MISTAKES = [
+    _kl_penalty(
+        f"{NAMES_OF_LATE[average]}_reference_attached",
+        average,
+        True,
+        f"Two things: the reference's logits get a gradient, so detach them; {late}",
+    )
+    for average, late in KL_MASKED_TOO_LATE.items()
+] + [
+    _kl_penalty(
+        "selected_too_late",
+        BY_SELECTION,
+        False,
+        "The KL of the true positions is selected too late, so that nan beyond the mask reaches "
+        "the gradient. Select logits before the softmax. And where no token is, the mean of none "
+        "is nan, not 0.",
+    ),
+]
+
+COEFFICIENTS_AND_ARGUMENTS = [
+    edit(
+        "calc_clipped_surrogate_objective",
+        "another_default_of_the_high_clip",
+        "clip_coef_high: float | None = None",
+        "clip_coef_high: float | None = 0.2",
+        "The default of clip_coef_high is None, which stands for clip_coef. Yours is 0.2 whatever "
+        "clip_coef is.",
+    ),
+    edit(
+        "make_replay_memory",
+        "gamma_and_lambda_by_default",
+        "mask, args.gamma, args.lam)",
+        "mask)",
+        "Neither gamma nor lam is passed on: you always use the defaults of compute_advantages.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "vf_coef_twice",
+        "surrogate - value_loss +",
+        "surrogate - args.vf_coef * value_loss +",
+        "vf_coef is applied twice: calc_value_function_loss has multiplied by it already.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "ent_coef_forgotten",
+        "args.ent_coef * entropy",
+        "entropy",
+        "ent_coef is missing: measure_entropy gives the mean entropy, with coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_coef_forgotten",
+        "objective - args.kl_coef * self",
+        "objective - self",
+        "kl_coef is missing: measure_kl gives the mean KL, with coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "ent_coef_and_kl_coef_forgotten",
+        "args.ent_coef * entropy\n"
+        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
+        "            objective = objective - args.kl_coef * self",
+        "entropy\n"
+        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
+        "            objective = objective - self",
+        "ent_coef and kl_coef are missing: measure_entropy and measure_kl give means, with "
+        "coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "entropy_left_out",
+        " + args.ent_coef * entropy",
+        "",
+        "The entropy bonus is missing: add ent_coef times the entropy.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "schedule_steps_with_the_optimizer",
+        '.append(grad_norm.item())\n        self.metrics["lr"].append(self.scheduler.get_last_lr()'
+        "[0])\n        self.scheduler.step()",
+        ".append(grad_norm.item())\n            self.scheduler.step()",
+        "The schedule steps once for each minibatch. It counts phases: call scheduler.step() once, "
+        "after the loop.",
+    ),
+]
