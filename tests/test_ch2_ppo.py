@@ -1411,16 +1411,26 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
 
 
 def _make_memory(
-    student, rng, with_reference=True, spread=2.0, mean=6.0, rows=6, values=1.0, **options
+    student,
+    rng,
+    with_reference=True,
+    spread=2.0,
+    mean=6.0,
+    rows=6,
+    values=1.0,
+    with_gradients=False,
+    **options,
 ):
     args = _make_args(student, batch_size=rows, **options)
     samples = make_samples(rng, rows)
     mask = samples.completion_mask
-    drawn = [leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(3)]
-    drawn[2] = leaf(drawn[2] * values)
+    drawn = [beyond(rng.normal(rows, 5, mean=-1), mask) for _ in range(3)]
+    drawn[2] = drawn[2] * values
+    scores = rng.normal(rows, mean=mean, std=spread)
+    if with_gradients:
+        scores, *drawn = map(leaf, (scores, *drawn))
     if not with_reference:
         drawn[1] = None
-    scores = leaf(rng.normal(rows, mean=mean, std=spread))
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
@@ -1491,8 +1501,8 @@ def memory_of_nearly_equal_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops)
 def memory_with_default_gamma(student, rng):
-    """The default gamma and lambda; the KL in the loss is not charged in the reward as well"""
-    return _make_memory(student, rng, kl_in="loss", kl_coef=2.0)
+    """Default gamma and lambda, no KL in the reward; of inputs with gradients none is stored"""
+    return _make_memory(student, rng, kl_in="loss", kl_coef=2.0, with_gradients=True)
 
 
 # --- RLHFTrainer: rollouts ----------------------------------------------------------------------

@@ -884,12 +884,14 @@ def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
     )
 
 
-def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
-    rows, scores = len(scores), leaf(scores)
+def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=False, **options):
+    rows = len(scores)
     args = _make_grpo_args(student, batch_size=rows, **options)
     samples = make_samples(rng, rows)
     mask = samples.completion_mask
-    logprobs, ref_logprobs = (leaf(beyond(rng.normal(rows, 5, mean=-1), mask)) for _ in range(2))
+    logprobs, ref_logprobs = (beyond(rng.normal(rows, 5, mean=-1), mask) for _ in range(2))
+    if with_gradients:
+        scores, logprobs, ref_logprobs = map(leaf, (scores, logprobs, ref_logprobs))
     memory = student.make_grpo_memory(
         args, samples, scores, logprobs, ref_logprobs if with_reference else None
     )
@@ -909,12 +911,12 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, **options):
 
 @check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
 def memory_of_groups(student, rng):
-    """Groups, one of equal scores; ragged rows, NaN beyond the mask, fields without gradient"""
+    """Groups, one of equal scores; ragged rows, NaN beyond the mask; of gradients none is stored"""
     # Seven times 1e6 / 9 in float32 has another mean.
     constant = rng.tensor([1e6 / 9]).repeat(7)
     scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(14, mean=-3, std=2)])
     sizes = {"group_size": 7, "batches_per_learning_phase": 3, "num_minibatches": 2}
-    return _make_grpo_memory(student, rng, scores, **sizes)
+    return _make_grpo_memory(student, rng, scores, with_gradients=True, **sizes)
 
 
 @check("make_grpo_memory", public=True, expected=grpo_memory_by_loops)

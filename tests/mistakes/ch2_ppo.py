@@ -2561,6 +2561,22 @@ MAKE_REPLAY_MEMORY = [
     ),
     edit(
         "make_replay_memory",
+        "nothing_detached",
+        "        logprobs=logprobs.detach(),\n"
+        "        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),\n"
+        "        values=values.detach(),\n"
+        "        advantages=normalize_advantages(advantages, mask),\n"
+        "        returns=advantages + values.detach().masked_fill(~mask, 0.0),\n",
+        "        logprobs=logprobs,\n"
+        "        ref_logprobs=ref_logprobs,\n"
+        "        values=values,\n"
+        "        advantages=normalize_advantages(advantages, mask),\n"
+        "        returns=advantages + values.masked_fill(~mask, 0.0),\n",
+        "Nothing is detached, so that fields keep the graph that they came with. What is stored of "
+        "a rollout is constant.",
+    ),
+    edit(
+        "make_replay_memory",
         "reference_and_policy_swapped",
         "mask, logprobs, ref_logprobs, kl_coef",
         "mask, ref_logprobs, logprobs, kl_coef",

@@ -1779,6 +1779,15 @@ MAKE_GRPO_MEMORY = [
     ),
     edit(
         "make_grpo_memory",
+        "nothing_detached",
+        "        logprobs=logprobs.detach(),\n"
+        "        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),\n",
+        "        logprobs=logprobs,\n        ref_logprobs=ref_logprobs,\n",
+        "Nothing is detached, so that fields keep the graph that they came with. What is stored of "
+        "a rollout is constant.",
+    ),
+    edit(
+        "make_grpo_memory",
         "reference_with_a_graph",
         "ref_logprobs.detach()",
         "ref_logprobs",
