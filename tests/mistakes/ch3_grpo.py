@@ -2,10 +2,17 @@
 
 import copy
 import math
+import re
 
 import torch
 
-from solutions.ch0_sampling import Samples, get_logprobs, get_samples, select_completion
+from solutions.ch0_sampling import (
+    Samples,
+    get_logprobs,
+    get_samples,
+    masked_mean,
+    select_completion,
+)
 from solutions.ch2_ppo import ReplayMinibatch, calc_kl_penalty
 from solutions.ch3_grpo import (
     calc_grpo_objective,
@@ -2841,3 +2848,467 @@ def clipped_between_logarithms(
     if beta != 0:
         terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
     return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+# --- First attempts, many with two mistakes at once -----------------------------------------------
+
+
+def _grouped(name, sentence, split, axis, join=None, has_case=True, detached=True):
+    """The formula over `axis` of the groups that `split(rewards, group_size)` makes."""
+
+    def answer(rewards, group_size, scale="group", eps=1e-4):
+        _check(rewards, group_size, scale)
+        groups = split(rewards.detach() if detached else rewards, group_size)
+        centered = groups - groups.mean(axis, keepdim=True)
+        if has_case:
+            is_constant = groups.amax(axis, keepdim=True) == groups.amin(axis, keepdim=True)
+            centered = centered.masked_fill(is_constant, 0.0)
+        if scale == "group":
+            centered = centered / (groups.std(axis, keepdim=True) + eps)
+        elif scale == "batch":
+            centered = centered / (groups.std() + eps)
+        return (join or torch.flatten)(centered)
+
+    answer.__name__ = name
+    return wrong("group_advantages", sentence)(answer)
+
+
+def _by_number(rewards, group_size):
+    return rewards.reshape(group_size, -1)
+
+
+def _side_by_side(rewards, group_size):
+    return rewards.reshape(-1, group_size)
+
+
+def _strided(rewards, group_size):
+    return rewards.reshape(group_size, -1).T
+
+
+SIZE_FIRST = "reshape(group_size, -1) makes group_size groups. It should be reshape(-1, group_size)"
+NO_ZEROS = "a group of equal rewards should give exact zeros, so test max == min"
+NOT_DETACHED = "The advantages get a gradient: detach the rewards."
+IN_GROUPS_OF_ANOTHER_SHAPE = [
+    _grouped(
+        "group_size_first_attached",
+        f"{SIZE_FIRST}. {NOT_DETACHED}",
+        _by_number,
+        1,
+        detached=False,
+    ),
+    _grouped(
+        "group_size_first_without_a_case",
+        f"{SIZE_FIRST}; and {NO_ZEROS}.",
+        _by_number,
+        1,
+        has_case=False,
+    ),
+    _grouped(
+        "group_size_first_without_a_case_attached",
+        f"{SIZE_FIRST}; and {NO_ZEROS}. {NOT_DETACHED}",
+        _by_number,
+        1,
+        has_case=False,
+        detached=False,
+    ),
+    _grouped(
+        "strided_groups_attached",
+        "You take every n-th reward as a group; the completions of a prompt stand side by side: "
+        f"reshape to [groups, group_size]. {NOT_DETACHED}",
+        _by_number,
+        0,
+        detached=False,
+    ),
+    _grouped(
+        "strided_groups_left_in_their_order",
+        "You take every n-th reward as a group, and give the advantages back in another order than "
+        "the rewards. The completions of a prompt stand side by side: reshape(-1, group_size), "
+        "then flatten.",
+        _strided,
+        1,
+    ),
+    _grouped(
+        "over_the_groups",
+        "Mean and std run over the groups, not over the members of each: with [groups, group_size] "
+        "that is the last axis, not the first.",
+        _side_by_side,
+        0,
+    ),
+    _grouped(
+        "over_the_groups_attached",
+        "Mean and std run over the groups, not over the members of each: the last axis of [groups, "
+        f"group_size]. {NOT_DETACHED}",
+        _side_by_side,
+        0,
+        detached=False,
+    ),
+    _grouped(
+        "without_a_case_attached",
+        f"Two things: {NO_ZEROS}; and the advantages get a gradient, so detach the rewards.",
+        _side_by_side,
+        1,
+        has_case=False,
+        detached=False,
+    ),
+]
+
+STDS_OF_GROUPS = [
+    edit(
+        "group_advantages",
+        "std_of_the_batch_attached",
+        "groups.std()",
+        "rewards.std()",
+        "With the scale 'batch' a gradient flows through the std: take that of the detached "
+        "rewards, too.",
+    ),
+    edit(
+        "group_advantages",
+        "std_below_eps_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True) < eps",
+        "A std below eps is taken for 0. eps is added to it, whatever its size: only equal rewards "
+        "give zeros.",
+    ),
+]
+
+
+def _sum_of_products(per_token, mask):
+    return (per_token * mask).sum(-1)
+
+
+def _sum_of_the_true(per_token, mask):
+    return per_token.masked_fill(~mask, 0.0).sum(-1)
+
+
+def _by_length(total, at_least):
+    return lambda x, mask: (total(x, mask) / mask.sum(-1).clamp(min=at_least)).mean()
+
+
+def _by_completion(per_token, mask):
+    return masked_mean(per_token, mask, dim=-1).mean()
+
+
+AVERAGES = {
+    "mean": _by_completion,
+    "product": _by_length(_sum_of_products, 1),
+    "tokens": masked_mean,
+    "product_by_0": _by_length(_sum_of_products, 0),
+    "mean_by_0": _by_length(_sum_of_the_true, 0),
+}
+WHY_AVERAGES = {
+    "mean": "",
+    "product": "0 * nan is nan: use masked_fill instead of multiplying by the mask.",
+    "tokens": "Average each completion first, then the batch, not all tokens at once.",
+    "product_by_0": "Multiplying by the mask leaves nan, because 0 * nan is nan, and an empty "
+    "completion divides 0 by 0.",
+    "mean_by_0": "An empty completion divides 0 by 0: clamp the number of tokens at 1.",
+}
+
+
+def _single_update(average, attached, late):
+    faults = (
+        "The advantages get a gradient: detach them." if attached else "",
+        "Log-probs behind the mask make the gradient nan: fill them before you use them."
+        if late
+        else "",
+        WHY_AVERAGES[average],
+    )
+
+    def answer(logprobs, advantages, mask):
+        advantages = advantages if attached else advantages.detach()
+        kept = logprobs if late else logprobs.masked_fill(~mask, 0.0)
+        per_token = (kept - kept.detach()).exp() * advantages[:, None]
+        return AVERAGES[average](per_token, mask)
+
+    words = ["single", average, "attached" if attached else "", "late" if late else ""]
+    answer.__name__ = "_".join(filter(None, words))
+    return wrong("calc_single_update_objective", " ".join(filter(None, faults)))(answer)
+
+
+SINGLE_UPDATES_OF_TWO_MISTAKES = [
+    _single_update(average, attached, late)
+    for average, attached, late in (
+        ("mean", True, True),
+        ("product", True, True),
+        ("tokens", True, True),
+        ("tokens", True, False),
+        ("product_by_0", True, True),
+        ("mean_by_0", True, True),
+        ("mean_by_0", True, False),
+        ("product_by_0", False, True),
+        ("mean_by_0", False, True),
+    )
+]
+
+
+AFTERWARDS = "masked, but after exp"
+MASKED_LATE = {
+    # Of the ratio, of the KL: what comes before the mask, and what it is made of.
+    (True, True): ("ratio and KL", "log-probs"),
+    (True, False): ("the ratio", "its log-probs"),
+    (False, True): ("the KL", "its log-probs"),
+    (False, False): None,
+}
+MULTIPLIED = {
+    (True, True): "log-probs and advantages",
+    (True, False): "log-ratio and advantages",
+    (False, True): "the log-probs of the KL, and advantages,",
+    (False, False): "advantages",
+    (AFTERWARDS, False): "the log-ratio before exp, and advantages,",
+    (False, AFTERWARDS): "log-probs before the KL, and advantages,",
+    (AFTERWARDS, AFTERWARDS): "log-probs before ratio and KL, and advantages,",
+}
+EXCHANGED = (
+    "calc_per_token_kl takes the policy's log-probs first: yours come second, so that the KL is "
+    "upside down and its gradient goes to the reference."
+)
+
+
+def _grpo(attached, late, bare, average="mean", is_or=False, exchanged=False):
+    """GRPO's objective: what is `attached` not detached, a ratio masked too `late`, a KL of `bare`
+    log-probs."""
+
+    def answer(
+        logprobs,
+        old_logprobs,
+        ref_logprobs,
+        advantages,
+        mask,
+        clip_coef=0.2,
+        clip_coef_high=None,
+        beta=0.04,
+    ):
+        if beta != 0 and ref_logprobs is None:
+            raise ValueError("ref_logprobs should be given when beta is not 0")
+        high = clip_coef if clip_coef_high is None else clip_coef_high
+        if is_or:
+            high = clip_coef_high or clip_coef
+        a = advantages if "advantages" in attached else advantages.detach()
+        a = a[:, None] if a.ndim == 1 else a
+        old = old_logprobs if "old log-probs" in attached else old_logprobs.detach()
+        logratio = logprobs - old
+        ratio = (logratio if late else logratio.masked_fill(~mask, 0.0)).exp()
+        ratio = ratio.masked_fill(~mask, 1.0) if late == AFTERWARDS else ratio
+        per_token = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+        if beta != 0:
+            pair = (logprobs, ref_logprobs)
+            new, ref = pair if bare else (x.masked_fill(~mask, 0.0) for x in pair)
+            new, ref = (ref, new) if exchanged else (new, ref)
+            d = (ref if REFERENCE in attached else ref.detach()) - new
+            k3 = torch.expm1(d) - d
+            k3 = k3.masked_fill(~mask, 0.0) if bare == AFTERWARDS else k3
+            per_token = per_token - beta * k3
+        return AVERAGES[average](per_token, mask)
+
+    places = {True: "{}", AFTERWARDS: "{}_masked_afterwards", False: ""}
+    words = ["grpo", average, places[late].format("late"), places[bare].format("bare"), *attached]
+    words += ["or" if is_or else "", "exchanged" if exchanged else ""]
+    answer.__name__ = re.sub(r"\W+", "_", "_".join(filter(None, words)))
+    sentence = " ".join(filter(None, _say_grpo(attached, (late, bare), average)))
+    sentence += " And `clip_coef_high or clip_coef` takes 0 for missing." if is_or else ""
+    sentence = f"{EXCHANGED} {sentence}".strip() if exchanged else sentence
+    return wrong("calc_grpo_objective", sentence)(answer)
+
+
+def _say_grpo(attached, masked_late, average):
+    """One sentence for each thing that is wrong."""
+    if attached:
+        *others, last = (f"the {name}" for name in attached)
+        names = f"{', '.join(others)} and {last}" if others else last
+        yield f"{names[0].upper()}{names[1:]} get a gradient: detach them."
+    if average == "product":
+        what = MULTIPLIED[masked_late]
+        yield f"0 * nan is nan: replace {what} where the mask is false, instead of multiplying."
+    elif MASKED_LATE[masked_late]:
+        after, what = MASKED_LATE[masked_late]
+        yield (
+            f"The mask comes after {after}, where the gradient is 0 times nan: replace {what} "
+            "before you use them."
+        )
+    if average == "tokens":
+        yield WHY_AVERAGES["tokens"]
+
+
+REFERENCE = "reference's log-probs"
+OF_A_ROLLOUT = ((), ("old log-probs",), ("advantages",), ("old log-probs", "advantages"))
+GRPO_OF_TWO_MISTAKES = [
+    *(
+        _grpo(attached, late, bare, average)
+        for attached in OF_A_ROLLOUT
+        for late in (True, False)
+        for bare in (True, False)
+        for average in ("mean", "product", "tokens")
+        # These are right, or stand above.
+        if late
+        or average == "product"
+        or (attached and bare)
+        or (attached and average == "tokens")
+        or (attached, bare, average) == (OF_A_ROLLOUT[3], False, "mean")
+    ),
+    *(_grpo((*names, REFERENCE), late, True) for names in OF_A_ROLLOUT for late in (True, False)),
+    *(_grpo((*names, REFERENCE), False, False) for names in OF_A_ROLLOUT[1:3]),
+    *(
+        _grpo((*names, REFERENCE), True, True, average)
+        for names in (OF_A_ROLLOUT[0], OF_A_ROLLOUT[3])
+        for average in ("product", "tokens")
+    ),
+    *(
+        _grpo((), late, bare, "product")
+        for late, bare in ((AFTERWARDS, False), (False, AFTERWARDS), (AFTERWARDS, AFTERWARDS))
+    ),
+    *(_grpo(names, late, True, is_or=True) for names in OF_A_ROLLOUT for late in (True, False)),
+    *(
+        _grpo((), late, bare, exchanged=True)
+        for late, bare in ((False, False), (False, True), (True, True))
+    ),
+]
+
+LOG_RATIO_TIMES_THE_MASK = [
+    edit(
+        "calc_grpo_objective",
+        "log_ratio_times_the_mask",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "((logprobs - old_logprobs.detach()) * mask).exp()",
+        "The log-ratio is multiplied by the mask, which leaves nan, because 0 * nan is nan. Use "
+        "masked_fill or torch.where.",
+    ),
+]
+
+RATHER_THAN_SUMMED = "Sum over all steps that end at a token or later"
+
+
+def _own_step(name, sentence, order=list, adds=False, by_row=False, of_one=True):
+    """Each token gets the step in which it lies, of the ends as they come in `order`."""
+
+    def answer(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
+        rows = _normalised(step_rewards, step_ends, group_size, completion_len, eps)
+        if by_row:
+            rows = [_normalised_alone(rewards.detach(), eps, of_one) for rewards in step_rewards]
+        advantages = torch.zeros(len(rows), completion_len)
+        for row, (normalised, ends) in enumerate(zip(rows, step_ends, strict=True)):
+            start = 0
+            for end, x in order(zip(ends.tolist(), normalised.tolist(), strict=True)):
+                advantages[row, start : end + 1] *= float(adds)
+                advantages[row, start : end + 1] += x
+                start = end + 1
+        return advantages
+
+    answer.__name__ = name
+    return wrong("process_advantages", sentence)(answer)
+
+
+def _normalised_alone(rewards, eps, of_one):
+    if of_one and len(set(rewards.tolist())) < 2:
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+
+OWN_STEPS = [
+    _own_step(
+        "own_step_only_as_listed",
+        "Each token gets the step in which it lies alone, and a step that ends sooner but comes "
+        f"later in the list overwrites. {RATHER_THAN_SUMMED}, in whatever order they come.",
+    ),
+    _own_step(
+        "own_step_only_as_listed_and_added",
+        "Each token gets the step in which it lies alone, from the end that comes before it in the "
+        f"list. {RATHER_THAN_SUMMED}, in whatever order they come.",
+        adds=True,
+    ),
+    _own_step(
+        "own_step_only_of_sorted_pairs",
+        "Each token gets the step in which it lies alone, and of those that end together only the "
+        f"one with the lowest reward. {RATHER_THAN_SUMMED}.",
+        order=sorted,
+    ),
+    _own_step(
+        "own_step_normalised_by_row",
+        "Two things: each completion is normalised for itself, where all steps of the group should "
+        "be together; and a token gets its own step alone, where it is all that end at it or "
+        "later.",
+        by_row=True,
+    ),
+    _own_step(
+        "own_step_normalised_by_row_of_one",
+        "Each completion is normalised for itself, where all steps of the group should be "
+        "together: the std of one step is nan. And a token gets its own step alone, where it is "
+        "all that end at it or later.",
+        by_row=True,
+        of_one=False,
+    ),
+]
+
+ONE_OF_SEVERAL = [
+    edit(
+        "process_advantages",
+        "not_summed_and_last_of_shared_ends",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)\n"
+        "    return ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "ends_here[row, step_ends[row].long()] = normalized\n    return ends_here",
+        "Only the token at a step's end gets anything, and of several that end there one alone. "
+        f"{RATHER_THAN_SUMMED}.",
+    ),
+    edit(
+        "process_advantages",
+        "normalised_by_row_of_one",
+        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
+        "(step_rewards[row].detach() - step_rewards[row].detach().mean()) / "
+        "(step_rewards[row].detach().std() + eps)",
+        "Each completion is normalised for itself, and the std of a single step is nan. All steps "
+        "of the group are normalised together.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "one_completion_of_each_prompt",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.batch_size // args.group_size",
+        "sample_and_score gets no group_size, so that there is one completion of each prompt, and "
+        "batch_size / group_size in all. Pass args.group_size, too.",
+    ),
+]
+
+GROUPS = 'groups = rearrange(rewards.detach(), "(group member) -> group member", member=group_size)'
+CHECKED = """_check_group_size(group_size, len(rewards))
+    require(
+        scale in ("group", "batch", "none"),
+        f"scale should be 'group', 'batch' or 'none', but is {scale!r}",
+    )
+    """
+BOTH_UNCHECKED = (
+    "Neither group_size nor scale is checked: raise a ValueError that names the one that does not "
+    "fit"
+)
+UNCHECKED = [
+    edit(
+        "group_advantages",
+        "group_sizes_below_two_are_allowed",
+        "isinstance(group_size, int) and group_size >= 2",
+        "True",
+        "A group_size of 0, 1 or less is not checked: below 2 there is nothing to compare, so "
+        "raise a ValueError that names group_size.",
+        within="_check_group_size",
+    ),
+    edit(
+        "group_advantages",
+        "nothing_checked",
+        CHECKED,
+        "",
+        f"{BOTH_UNCHECKED}, rather than what rearrange says.",
+    ),
+    edit(
+        "group_advantages",
+        "nothing_checked_before_reshape",
+        f"{CHECKED}{GROUPS}",
+        "groups = rewards.detach().reshape(-1, group_size)",
+        f"{BOTH_UNCHECKED}, rather than what reshape says.",
+    ),
+    edit(
+        "group_advantages",
+        "group_size_unchecked_before_reshape",
+        f"{CHECKED}{GROUPS}",
+        f"{CHECKED.partition(chr(10))[2].strip()}\n"
+        "    groups = rewards.detach().reshape(-1, group_size)",
+        "group_size is not checked: raise a ValueError that names it where it is below 2 or does "
+        "not divide the batch, rather than what reshape says.",
+    ),
+]
