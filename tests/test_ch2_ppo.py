@@ -285,8 +285,10 @@ def random_rewards(student, rng):
 
 @check("normalize_reward", expected=reward_by_statistics, atol=1e-3)
 def rewards_far_from_zero(student, rng):
-    """Rewards around 1000 with a std of 1: no digits are lost"""
-    return student.normalize_reward(rng.normal(8, mean=1000))
+    """Rewards around 1000 with a std of 1, and around 1 with one of 2e-6: no digits are lost"""
+    close = 1 + rng.permutation(8).to(rng.dtype) / 2**20  # exact in float32, as is their mean
+    f = student.normalize_reward
+    return {"around 1000": f(rng.normal(8, mean=1000)), "around 1": f(close)}
 
 
 @check("normalize_reward", expected=reward_by_statistics)

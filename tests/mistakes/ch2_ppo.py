@@ -434,6 +434,14 @@ NORMALIZE_REWARD = [
     ),
     edit(
         "normalize_reward",
+        "nearly_equal_to_the_first",
+        "rewards.max() == rewards.min()",
+        "torch.allclose(rewards, rewards[0])",
+        "allclose has a tolerance, so that rewards which differ by little beside their size count "
+        "as a constant. Only exactly equal ones are: compare the largest with the smallest.",
+    ),
+    edit(
+        "normalize_reward",
         "small_spread_is_taken_for_none",
         "rewards.max() == rewards.min()",
         "rewards.std() < 1e-6",
