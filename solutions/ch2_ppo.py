@@ -87,7 +87,7 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
 def normalize_reward(rewards: Float[Tensor, "batch"], eps: float = 1e-5) -> Float[Tensor, "batch"]:
     """(rewards - mean) / (std + eps), as a new tensor; one reward, or all equal, gives zeros.
 
-    Equal to the last bit: rewards that differ by 1e-7 are no constant.
+    Equal means max == min: rewards 1e-7 apart are normalised.
     """
     rewards = rewards.detach()
     # In floats a constant minus its mean need not be 0, and 1e-8 / eps is not small.
@@ -127,8 +127,8 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         """Logits and values. Both at position t speak of what comes after token t: the logits
         of the next token, the value of the state in which that token is chosen.
 
-        The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. That
-        may be in bfloat16; the head and its values are in float32.
+        The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. A
+        bfloat16 output is cast: the head and its values are in float32.
         """
         hidden: list[Float[Tensor, "batch seq d_model"]] = []
 
@@ -533,7 +533,7 @@ def make_replay_memory(
     """The arithmetic of a rollout: scores to token rewards, advantages, returns and a memory.
 
     Returns are taken before the advantages are normalised: they are what the values regress on.
-    Every field is stored detached, also where it comes with a gradient.
+    Every field is stored detached.
     """
     mask = samples.completion_mask
     rewards = normalize_reward(scores) if args.normalize_reward else scores
@@ -726,11 +726,10 @@ class RLHFTrainer:
         self.metrics["value_loss"].append(value_loss.item())
         return objective
 
-    def measure_entropy(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
-        """The policy's entropy at the sampling temperature, in nats per token.
-
-        `logits` are the model's, of all positions.
-        """
+    def measure_entropy(
+        self, minibatch: ReplayMinibatch, logits: Float[Tensor, "batch seq vocab"]
+    ) -> Float[Tensor, ""]:
+        """The policy's entropy at the sampling temperature, in nats per token."""
         if self.args.ent_coef == 0:
             logits = logits.detach()  # it is only recorded
         scaled = self._select_scaled(minibatch, logits)
@@ -738,11 +737,10 @@ class RLHFTrainer:
         self.metrics["entropy"].append(entropy.item())
         return entropy
 
-    def measure_kl(self, minibatch: ReplayMinibatch, logits: Tensor) -> Float[Tensor, ""]:
-        """The exact KL from the reference, whose logits live for this minibatch only.
-
-        `logits` are the policy's, of all positions.
-        """
+    def measure_kl(
+        self, minibatch: ReplayMinibatch, logits: Float[Tensor, "batch seq vocab"]
+    ) -> Float[Tensor, ""]:
+        """The exact KL from the reference, whose logits live for this minibatch only."""
         with torch.no_grad(), self.model.reference():
             ref_logits = self.model(minibatch.input_ids, minibatch.attention_mask)
         scaled = self._select_scaled(minibatch, logits)

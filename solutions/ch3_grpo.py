@@ -229,7 +229,7 @@ def make_grpo_memory(
 ) -> ReplayMemory:
     """The arithmetic of a GRPO rollout: scores to advantages, one a completion, and a memory.
 
-    Every field is stored detached, also where it comes with a gradient.
+    Every field is stored detached.
     """
     return ReplayMemory(
         num_minibatches=args.num_minibatches,

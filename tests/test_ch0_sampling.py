@@ -762,7 +762,7 @@ def greedy_llama(student, rng):
     prompts = ["music the", "<pad>A", "7" * (models.N_CTX - 8)]
     model = _boot(student, "llama")
     if isinstance(model, nn.Module):
-        # Logits so close that at a tiny temperature all but the likeliest would be drawn, too.
+        # Logits so close that a tiny temperature in place of 0 would draw others, too.
         model.unembed.weight.data *= 2.0**-14
     return _greedy(student, model, prompts, rng, prepend_bos=False)
 

@@ -794,7 +794,7 @@ def rank_alpha_and_sites(student, rng):
 
 @check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
 def dropout(student, rng):
-    """Qwen2 with dropout in its config: .train() changes no logit, unfreezes nothing; alpha 32"""
+    """Qwen2 with dropout: .train() changes no logit and unfreezes nothing; the default alpha"""
     ids, mask = ragged_batch(rng)
     build = student.TransformerWithLora.from_pretrained  # alpha is left out, but not the rank
     sites = ("attn.q", "mlp.gate")

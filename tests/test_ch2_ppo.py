@@ -1503,7 +1503,7 @@ def memory_of_nearly_equal_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops)
 def memory_with_default_gamma(student, rng):
-    """Default gamma and lambda, no KL in the reward; of inputs with gradients none is stored"""
+    """Default gamma and lambda, no KL in the reward; what is stored is detached"""
     return _make_memory(student, rng, kl_in="loss", kl_coef=2.0, with_gradients=True)
 
 

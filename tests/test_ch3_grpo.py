@@ -911,7 +911,7 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=
 
 @check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
 def memory_of_groups(student, rng):
-    """Groups, one of equal scores; ragged rows, NaN beyond the mask; of gradients none is stored"""
+    """Groups, one of equal scores; ragged rows, NaN beyond the mask; stored detached"""
     # Seven times 1e6 / 9 in float32 has another mean.
     constant = rng.tensor([1e6 / 9]).repeat(7)
     scores = torch.cat([rng.normal(7, mean=5), constant, rng.normal(14, mean=-3, std=2)])

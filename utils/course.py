@@ -34,7 +34,7 @@ from utils.grading.notebook import (  # noqa: E402
     paint,
     run_and_print,
 )
-from utils.grading.stand_in import rebind  # noqa: E402
+from utils.grading.stand_in import find_owner, rebind  # noqa: E402
 
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
@@ -123,20 +123,14 @@ def catch_up() -> None:
 
 def _fill_method(cls: type, reference: type, method: str) -> bool:
     """Take a method that is missing or a stub from the reference, and stubs that stand by it."""
-    owner = next((c for c in cls.__mro__ if method in vars(c)), None)
-    is_missing = owner is None or (method in vars(reference) and not issubclass(owner, _first(cls)))
-    if not is_missing and not is_stub(vars(owner)[method]):
+    owner = find_owner(cls, method, reference)
+    if owner is not None and not is_stub(vars(owner)[method]):
         return False
-    place = cls if is_missing else owner
+    place = owner or cls
     stubs = [key for key, value in vars(place).items() if callable(value) and is_stub(value)]
     for key in {method, *stubs} & vars(reference).keys():
         setattr(place, key, rebind(vars(reference)[key], place))
     return True
-
-
-def _first(cls: type) -> type:
-    """The class of this name that was not re-opened: the last one of its name in the MRO."""
-    return [c for c in cls.__mro__ if c.__name__ == cls.__name__][-1]
 
 
 def show_result(stem: str, name: str) -> None:

@@ -325,12 +325,23 @@ def test_the_notebook_names_the_exercise_that_fails_another(
     assert source.count(right) == 1
     names = vars(build_module(stem, source.replace(right, mistaken)))
     answer = find_answer(names, exercise)
-    before = dict(names), dict(vars(names[exercise.partition(".")[0]]))
+    before = dict(names), dict(vars(names[other.partition(".")[0]]))
     run_and_print(answer, names)
     said = capsys.readouterr().out
-    assert f"With the solutions of the other exercises: of yours, {other} fails here." in said
+    assert f"the solutions of the other exercises, because your {other} fails here." in said
     assert "✗" not in said
-    assert (dict(names), dict(vars(names[exercise.partition(".")[0]]))) == before
+    assert (dict(names), dict(vars(names[other.partition(".")[0]]))) == before
+
+
+def test_the_notebook_does_not_touch_an_earlier_chapters_class(capsys):
+    """GrpoTrainer.rollout_phase is not written: that of RLHFTrainer is inherited."""
+    without = get_chapter("ch3_grpo").without("GrpoTrainer.rollout_phase")
+    names, parent = without.build(), get_reference("ch2_ppo").RLHFTrainer
+    before = dict(vars(parent)), dict(vars(names["GrpoTrainer"]))
+    run_and_print(names["measure_loss_and_gradient_at_start"], names)
+    said = capsys.readouterr().out
+    assert "because your GrpoTrainer.rollout_phase is not written yet." in said
+    assert (dict(vars(parent)), dict(vars(names["GrpoTrainer"]))) == before
 
 
 def test_the_notebook_says_that_checks_are_slow(capsys):

@@ -229,7 +229,7 @@ def test_an_exercise_that_calls_an_unwritten_one_is_checked_alone(names, capsys)
     run_cell(STUB + RIGHT + "check(calc_reinforce_objective)", names)
     printed = capsys.readouterr().out
     assert "✗" not in printed
-    assert "of yours, masked_mean is not written yet." in printed
+    assert "other exercises, because your masked_mean is not written yet." in printed
     assert notebook.is_stub(names["masked_mean"])  # put back
 
 
@@ -246,7 +246,7 @@ def test_a_method_is_checked_alone(names, capsys):
     run_cell("check(TransformerWithLora.trainable_parameters)", names)
     printed = capsys.readouterr().out
     assert "✗" not in printed
-    assert "of yours, more than one is missing or wrong." in printed
+    assert "with the solutions of the other exercises, as it fails with yours." in printed
 
 
 def test_catch_up_fills_in_what_is_not_written(names, capsys):

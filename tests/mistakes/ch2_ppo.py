@@ -3616,8 +3616,8 @@ IN_THE_WRONG_PLACE = [
     ),
     _gae(
         "last_true_token_without_a_delta",
-        "The last true token gets no advantage: its mask is that of the next token. It is the one "
-        "that is paid; after it V' and A' are 0, but its own delta counts.",
+        "The last true token gets advantage 0, because the loop uses the next token's mask. After "
+        "it V' and A' are 0, but its own delta counts.",
         step=_times,
         until=_ahead,
     ),
@@ -3625,15 +3625,15 @@ IN_THE_WRONG_PLACE = [
 
 
 MULTIPLIED = "Multiplying by the mask leaves nan, because 0 * nan is nan: use torch.where."
-NO_CASE = {
+SENTENCE_BY_CONDITION = {
     "any_size": "A single true position has no std, and equal ones leave rounding noise: both "
     "should give zeros.",
     "two_or_more": "Equal advantages do not give exact zeros: ask whether max equals min.",
     "equal": "",
-    "std_1e_8": "Whether advantages are equal is not told by a std below 1e-8, as rounding may "
-    "leave more: ask whether max equals min.",
-    "std_1e_6": "Whether advantages are equal is not told by a std below 1e-6, as rounding may "
-    "leave more: ask whether max equals min.",
+    "std_1e_8": "A std below 1e-8 does not tell equal advantages, as rounding may leave more: ask "
+    "whether max equals min.",
+    "std_1e_6": "A std below 1e-6 does not tell equal advantages, as rounding may leave more: ask "
+    "whether max equals min.",
 }
 
 
@@ -3643,7 +3643,7 @@ def _normalized(put, detached, condition):
     faults = (
         MULTIPLIED if put == "times" else "",
         "" if detached else f"The advantages get a gradient{attached}: detach them.",
-        NO_CASE[condition],
+        SENTENCE_BY_CONDITION[condition],
     )
 
     def answer(advantages, mask, eps=1e-8):
@@ -3666,6 +3666,11 @@ def _normalized(put, detached, condition):
     return wrong("normalize_advantages", " ".join(filter(None, faults)))(answer)
 
 
+RIGHT_OR_ABOVE = {
+    ("index", True, "equal"),
+    ("index", True, "two_or_more"),
+    ("index", False, "equal"),
+}
 NORMALIZED_AT_ONCE = [
     _normalized(put, detached, condition)
     for put, detached in (
@@ -3675,13 +3680,12 @@ NORMALIZED_AT_ONCE = [
         ("times", True),
         ("times", False),
     )
-    for condition in NO_CASE
-    # These are right, or stand above.
-    if put != "index" or condition not in ("equal", "two_or_more" if detached else "equal")
+    for condition in SENTENCE_BY_CONDITION
+    if (put, detached, condition) not in RIGHT_OR_ABOVE
 ]
 
 ROW_BY_ROW = "Each row is normalised on its own: mean and std run over all true positions."
-BY_N = "And our std divides by n - 1, not by n."
+BY_N = "And the std should divide by n - 1, not by n."
 
 
 def _normalized_by_rows(
@@ -3721,7 +3725,9 @@ NORMALIZED_BY_SUMS = [
         f"{ROW_BY_ROW} {BY_N} And 0 * nan is nan: use masked_fill instead of a product.",
         product=True,
     ),
-    _normalized_by_rows("each_row", f"{ROW_BY_ROW} And equal ones give zeros.", ddof=1),
+    _normalized_by_rows(
+        "each_row", f"{ROW_BY_ROW} And equal advantages should give zeros.", ddof=1
+    ),
     _normalized_by_rows(
         "each_row_attached",
         f"{ROW_BY_ROW} And the advantages get a gradient, nan at that: detach them.",
@@ -3743,20 +3749,20 @@ NORMALIZED_BY_SUMS = [
     ),
     _normalized_by_rows(
         "all_by_n",
-        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And equal "
+        "Your std divides by n, as a masked mean of squares does, and not by n - 1. And equal "
         "advantages do not give exact zeros: ask whether max equals min.",
         axis=(0, 1),
     ),
     _normalized_by_rows(
         "all_by_n_attached",
-        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And the "
+        "Your std divides by n, as a masked mean of squares does, and not by n - 1. And the "
         "advantages get a gradient: detach them.",
         detached=False,
         axis=(0, 1),
     ),
     _normalized_by_rows(
         "all_by_n_times_the_mask",
-        "This std divides by n, as a masked mean of squares does: ours divides by n - 1. And 0 * "
+        "Your std divides by n, as a masked mean of squares does, and not by n - 1. And 0 * "
         "nan is nan: use masked_fill instead of a product.",
         product=True,
         axis=(0, 1),
@@ -3788,39 +3794,22 @@ def _reward_threshold(name, least, sentence, one_too=True):
     return wrong("normalize_reward", f"{sentence}{of_one}")(answer)
 
 
+ROUNDING = (
+    "A std below {} does not tell equal rewards, as rounding may leave more: ask whether max equals "
+    "min."
+)
+TOO_LARGE = (
+    "A std below {} is taken for 0. Rewards may be that small: only equal ones give zeros, and eps "
+    "keeps the others from being blown up."
+)
 REWARD_THRESHOLDS = [
     _reward_threshold(f"std_below_{name}_counts_as_none", least, sentence, one_too)
     for name, least, sentence in (
-        (
-            "1e_8",
-            1e-8,
-            "Whether rewards are equal is not told by a std below 1e-8, as rounding may leave "
-            "more: ask whether max equals min.",
-        ),
-        (
-            "1e_7",
-            1e-7,
-            "Whether rewards are equal is not told by a std below 1e-7, as rounding may leave "
-            "more: ask whether max equals min.",
-        ),
-        (
-            "1e_6",
-            1e-6,
-            "A std below 1e-6 is taken for 0. Rewards may be that small: only equal ones give "
-            "zeros, and eps keeps the others from being blown up.",
-        ),
-        (
-            "1e_5",
-            1e-5,
-            "A std below 1e-5 is taken for 0. Rewards may be that small: only equal ones give "
-            "zeros, and eps keeps the others from being blown up.",
-        ),
-        (
-            "1e_4",
-            1e-4,
-            "A std below 1e-4 is taken for 0. Rewards may be that small: only equal ones give "
-            "zeros, and eps keeps the others from being blown up.",
-        ),
+        ("1e_8", 1e-8, ROUNDING.format("1e-8")),
+        ("1e_7", 1e-7, ROUNDING.format("1e-7")),
+        ("1e_6", 1e-6, TOO_LARGE.format("1e-6")),
+        ("1e_5", 1e-5, TOO_LARGE.format("1e-5")),
+        ("1e_4", 1e-4, TOO_LARGE.format("1e-4")),
         (
             "eps",
             None,
@@ -3968,7 +3957,6 @@ def _surrogate_attached(attached, average, is_or=False):
         HIGH_OF_ZERO if is_or else "",
         LATE_AND[average],
     ]
-    count = {2: "Two", 3: "Three"}[len(list(filter(None, faults)))]
 
     def answer(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
         high = clip_coef if clip_coef_high is None else clip_coef_high
@@ -3982,7 +3970,7 @@ def _surrogate_attached(attached, average, is_or=False):
 
     words = filter(None, [NAMES_OF_LATE[average], *attached, "or" if is_or else ""])
     answer.__name__ = "_".join(words).replace(" ", "_").replace("-", "_")
-    sentence = f"{count} things: {' '.join(filter(None, faults))}"
+    sentence = f"More than one mistake: {' '.join(filter(None, faults))}"
     return wrong("calc_clipped_surrogate_objective", sentence)(answer)
 
 
@@ -4007,7 +3995,7 @@ def _value_loss_attached(attached, average):
 
     answer.__name__ = f"{NAMES_OF_LATE[average]}_{what.replace(' ', '_')}"
     late = LATE_AND[average].replace("products", "squares")
-    sentence = f"Two things: the {what} get a gradient, so detach them; {late}"
+    sentence = f"More than one mistake: the {what} get a gradient, so detach them; {late}"
     return wrong("calc_value_function_loss", sentence)(answer)
 
 
@@ -4042,7 +4030,7 @@ KL_PENALTIES_OF_TWO_MISTAKES = [
         f"{NAMES_OF_LATE[average]}_reference_attached",
         average,
         True,
-        f"Two things: the reference's logits get a gradient, so detach them; {late}",
+        f"More than one mistake: the reference's logits get a gradient, so detach them; {late}",
     )
     for average, late in KL_MASKED_TOO_LATE.items()
 ] + [
@@ -4117,7 +4105,8 @@ COEFFICIENTS_AND_ARGUMENTS = [
         "schedule_steps_with_the_optimizer",
         '.append(grad_norm.item())\n        self.metrics["lr"].append(self.scheduler.get_last_lr()'
         "[0])\n        self.scheduler.step()",
-        ".append(grad_norm.item())\n            self.scheduler.step()",
+        '.append(grad_norm.item())\n            self.metrics["lr"].append(self.scheduler.'
+        "get_last_lr()[0])\n            self.scheduler.step()",
         "The schedule steps once for each minibatch. It counts phases: call scheduler.step() once, "
         "after the loop.",
     ),

@@ -17,7 +17,7 @@ from utils.grading.checks import (
 )
 from utils.grading.engine import Verdict, count_points, get_points, grade, grade_exercise
 from utils.grading.observation import Answers, Raised
-from utils.grading.stand_in import alone, find_answer, replaced
+from utils.grading.stand_in import alone, find_answer, find_owner, replaced
 
 Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
 GREEN, RED, YELLOW, BOLD = 32, 31, 33, 1
@@ -54,33 +54,37 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
     note = None
     if not has_reference(stem) and any(map(_lacks_others, verdicts)):
         note = "This needs other exercises that are not written yet: check it again after those."
-    if has_reference(stem) and not all(verdict.passed for verdict in verdicts):
+    elif has_reference(stem) and not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter(stem), exercise, answer, caller) as student_alone:
             again = grade_exercise(stem, exercise, student_alone, slow=slow)
         if count_points(again[0]) > count_points(verdicts):
             pairs = zip(verdicts, again[0], strict=True)
-            mended = next(now.check for before, now in pairs if now.passed and not before.passed)
-            culprit = _find_culprit(stem, exercise, mended, student, caller)
+            mended = [now.check for before, now in pairs if now.passed and not before.passed]
+            note = "Graded with the solutions of the other exercises, "
+            note += _find_culprit(stem, exercise, mended, student, caller)
             verdicts, sentence = again
-            note = "With the solutions of the other exercises: of yours, "
-            note += culprit or "more than one is missing or wrong."
     print(format_verdicts(exercise, verdicts, sentence, note))
     return stem, exercise, verdicts
 
 
 def _find_culprit(
-    stem: str, exercise: str, failed: Check, student: Answers, caller: dict[str, Any]
-) -> str | None:
-    """Which other exercise of the caller's makes a check fail, and why; None if not one alone."""
+    stem: str, exercise: str, mended: list[Check], student: Answers, caller: dict[str, Any]
+) -> str:
+    """Why checks pass with the solutions of the others only, if one other exercise explains it."""
     reference = vars(get_reference(stem))
-    for other in get_checks(stem):
+    quick = next((check for check in mended if not check.slow), None)
+    for other in get_checks(stem) if quick else ():
         mine = find_answer(caller, other)
         if other == exercise or mine is None or mine is find_answer(reference, other):
             continue
         with replaced(other, caller, reference):
-            if grade(failed, student).passed:
-                return f"{other} {'is not written yet' if is_stub(mine) else 'fails here'}."
-    return None
+            passed = grade(quick, student).passed
+        if passed:
+            name, _, method = other.partition(".")
+            is_missing = method and find_owner(caller[name], method, reference[name]) is None
+            fault = "is not written yet" if is_missing or is_stub(mine) else "fails here"
+            return f"because your {other} {fault}."
+    return "as it fails with yours."
 
 
 def _lacks_others(verdict: Verdict) -> bool:

@@ -149,11 +149,10 @@ def is_sound(observed: Any) -> bool:
 
 
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
-    """The traceback without the engine's and the check's own frames, and of those in installed
-    libraries the last alone, if the error came from there."""
+    """The traceback without the engine's and the check's frames; of libraries' only the last."""
     own = (__file__, probe.__code__.co_filename)
     kept = [frame for frame in frames if frame.filename not in own]
-    kept = [f for f in kept[:-1] if "site-packages" not in f.filename] + kept[-1:]
+    kept = [f for f in kept[:-1] if "-packages" not in f.filename] + kept[-1:]
     return "".join(traceback.format_list(kept)).rstrip()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from utils.grading.observation import Answers
 
@@ -129,22 +130,29 @@ def replaced(exercise: str, names: dict[str, Any], reference: dict[str, Any]) ->
         finally:
             names[name] = saved
         return
-    owner, theirs = (_find_owner(space[name], method) for space in (names, reference))
-    saved = vars(owner)[method]
-    setattr(owner, method, rebind(vars(theirs)[method], owner))
-    try:
+    mine, theirs = names[name], reference[name]
+    place = find_owner(mine, method, theirs) or mine
+    their_method = next(vars(c)[method] for c in theirs.__mro__ if method in vars(c))
+    with mock.patch.object(place, method, rebind(their_method, place)):
         yield
-    finally:
-        setattr(owner, method, saved)
 
 
-def _find_owner(cls: type, method: str) -> type:
-    return next(c for c in cls.__mro__ if method in vars(c))
+def find_owner(cls: type, method: str, reference: type) -> type | None:
+    """The class that a method of `cls` stands in; None if it is not written.
+
+    Nor is it where only a class of an earlier chapter has it, but the reference's class its own.
+    """
+    owner = next((c for c in cls.__mro__ if method in vars(c)), None)
+    # A class may be re-opened, by subclasses of its own name.
+    first = [c for c in cls.__mro__ if c.__name__ == cls.__name__][-1]
+    if owner is None or (method in vars(reference) and not issubclass(owner, first)):
+        return None
+    return owner
 
 
 def _graft(chapter: Chapter, name: str, method: str, student: type) -> tuple[dict[str, Any], type]:
     """The reference's class with one method of the student's, and what stands beside it."""
-    owner = _find_owner(student, method)
+    owner = next(c for c in student.__mro__ if method in vars(c))
     mine = {
         key: value
         for key, value in vars(owner).items()
