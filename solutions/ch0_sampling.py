@@ -195,7 +195,8 @@ def get_samples(
 
     `model` is a TransformerBridge, or anything that is called as one and has its `tokenizer` and
     `cfg`. The bos is prepended if the tokenizer has one. Each step feeds the newest token only, but
-    the attention mask of everything so far: it says which cached positions are padding.
+    the attention mask of everything so far: it says which cached positions are padding. The tensors
+    may stand in a later backward pass, as those made under `no_grad` may (not `inference_mode`).
 
     Raises ValueError for an empty list of prompts, a prompt without tokens, `max_new_tokens` < 1,
     and a prompt that leaves too little of the model's context.

@@ -157,7 +157,10 @@ class TransformerWithLora(nn.Module):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "TransformerWithLora":
-        """Adapters on "embedded", a local folder or a model of the Hugging Face hub."""
+        """Adapters on "embedded", a local folder or a model of the Hugging Face hub.
+
+        The model is of the class that this is called on: chapter 2 makes a subclass.
+        """
         return cls(load_base_model(name, device, dtype), rank, alpha, sites)
 
     @property

@@ -3795,8 +3795,8 @@ def _reward_threshold(name, least, sentence, one_too=True):
 
 
 ROUNDING = (
-    "A std below {} does not tell equal rewards, as rounding may leave more: ask whether max equals "
-    "min."
+    "A std below {} does not tell equal rewards, as rounding may leave more: ask whether max "
+    "equals min."
 )
 TOO_LARGE = (
     "A std below {} is taken for 0. Rewards may be that small: only equal ones give zeros, and eps "
