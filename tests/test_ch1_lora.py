@@ -65,9 +65,9 @@ def set_layer(layer, lora_A: Tensor, lora_B: Tensor):
     return layer
 
 
-def random_layer(student, rng, *sizes: int, **options):
+def random_layer(student, rng, *args: int, **kwargs):
     """An adapter that does something: A and B are random."""
-    layer = student.LoraLayer(*sizes, **options)
+    layer = student.LoraLayer(*args, **kwargs)
     return set_layer(layer, rng.normal(*layer.lora_A.shape), rng.normal(*layer.lora_B.shape))
 
 
@@ -145,6 +145,8 @@ def random_adapters(student, rng):
         found[f"rank {rank}, alpha {alpha}"] = [
             layer_and_gradients(layer, rng.normal(*leading, 5)) for leading in ((), (1,), (2, 3))
         ]
+    named = random_layer(student, rng, d_in=2, d_out=3)
+    found["given by name"] = named(rng.normal(2))
     wide = random_layer(student, rng, 3, 6, 2, 8)
     found["given by position"] = with_inputs_after(wide, rng.normal(2, 1, 4, 3))
     defaults = random_layer(student, rng, 6, 6)
@@ -356,7 +358,7 @@ def what_is_kept(student, rng):
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
     before, found, ctx = count_reachable(hooks, layer), {}, {}
     for mode in (torch.no_grad, torch.enable_grad):
-        old_x, x, out = (rng.normal(2, 5, *axes) for axes in ((3, 2), (3, 2), (8,)))
+        old_x, x, out = (rng.normal(*shape) for shape in ((2, 4, 3, 2), (2, 5, 3, 2), (2, 5, 8)))
         named = (("x", x), ("out", out), ("x of the forward that broke off", old_x))
         storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
         with mode():
@@ -1150,11 +1152,12 @@ def errors_inside_reference(student, rng):
         except (error, Exception) as caught:
             found[error.__name__] = f"{type(caught).__name__} passed on"
         found[f"after {error.__name__}"] = score(model, ids, mask)
-    other = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
+    other = set_alike(boot(student, "llama", alpha=2 * ALPHA, sites=("attn.q",)), rng)
     with model.reference():
         found["another model's logits"] = score(other, ids, mask)
         with other.reference():
             found["inside another's reference() too"] = score(model, ids, mask)
+    found["after another's reference() too"] = score(model, ids, mask)
     found["parameters that require a gradient"] = list_trained(model)
     freeze_and_enter(other, "reference")
     found["frozen adapters that require a gradient after reference()"] = list_trained(other)
@@ -1166,10 +1169,14 @@ def enter(context: Callable) -> None:
         pass
 
 
-def freeze_and_enter(model, context: str) -> None:
-    """Freeze the adapters, as for a model that is only scored, and enter a context."""
+def freeze_adapters(model) -> None:
+    """As for a model that is only scored."""
     for parameter in list(model.trainable_parameters()):
         parameter.requires_grad_(False)
+
+
+def freeze_and_enter(model, context: str) -> None:
+    freeze_adapters(model)
     enter(getattr(model, context))
 
 
@@ -1418,12 +1425,12 @@ def _is_rounded_once(observed, reference):
 
 @check("TransformerWithLora.merged", holds=_is_rounded_once)
 def rounded_once(student, rng):
-    """A base in bfloat16 or float16: the sum is made in float32 and rounded once"""
+    """Two models at once, in bfloat16 and float16: each sum is made in float32, rounded once"""
     models_built = {
         kind: set_alike(boot(student, kind, sites=sites, dtype=dtype), rng)
         for kind, sites, dtype in (
             ("llama", ATTENTION, torch.bfloat16),
-            ("shallow", ("mlp.in", "mlp.out"), torch.float16),
+            ("shallow", ("attn.o", "mlp.in", "mlp.out"), torch.float16),
         )
     }
     found = {}
@@ -1432,6 +1439,7 @@ def rounded_once(student, rng):
     ):
         by_shape = {tuple(p.shape): p.detach().double() for p in model.trainable_parameters()}
         before, errors, dtypes = copy_weights(model), [], set()
+        others = copy_weights(other)
         with other.merged(), model.merged():
             for old, new in list_changed(before, model):
                 # nn.Linear keeps [d_out d_in], GPT-2's Conv1D [d_in d_out].
@@ -1448,7 +1456,8 @@ def rounded_once(student, rng):
             "weights that changed inside": len(errors),
             "dtypes inside": sorted(dtypes),
             "the largest error in ulps": max(errors, default=torch.zeros(()).double()),
-            "weights that changed afterwards": len(list_changed(before, model)),
+            "weights that changed afterwards": len(list_changed(before, model))
+            + len(list_changed(others, other)),
         }
     return found
 
@@ -1619,10 +1628,14 @@ def _save_and_load(
         path = Path(folder) / file_name
         first.save_adapter(path_type(path))
         found["trained after saving"] = ", ".join(list_trained(first))
+        freeze_adapters(second)  # frozen or trained, they are loaded
         is_error(second.load_adapter, path_type(path))
+        for parameter in parameters:
+            parameter.requires_grad_(True)
         found["logits saved, B = 0"] = float_logits(first, ids, mask)
         found["logits loaded, B = 0"] = float_logits(second, ids, mask)
         found["logits saved"] = float_logits(set_apart(first, rng), ids, mask)
+        freeze_adapters(first)  # frozen or trained, they are saved
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))

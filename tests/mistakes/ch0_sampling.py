@@ -1835,3 +1835,73 @@ def k_beyond_the_vocabulary_with_top_p(
         z, order = z.topk(min(top_k or vocab, vocab))
         probs = z.softmax(-1)
     return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "In 16 bits a log-softmax is kept after all, row by row: together they are as large as the "
+    "logits once more. A gather and a logsumexp do in every dtype.",
+)
+def keeps_log_softmaxes_of_16_bits(logits, tokens, prefix_len=1, temperature=1.0):
+    logits, index = logits[:, prefix_len - 1 : -1] / temperature, tokens[:, prefix_len:]
+    if logits.dtype in (torch.float32, torch.float64):
+        chosen = logits.gather(-1, index[..., None]).squeeze(-1)
+        return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+    rows = [row.log_softmax(-1).gather(-1, i[:, None]) for row, i in zip(logits, index)]  # noqa: B905
+    return torch.stack(rows).squeeze(-1)
+
+
+@wrong(
+    "get_completion_mask",
+    "The argument has another name, so a call with eos_token_id=2 raises a TypeError. Keep the "
+    "names that the exercise gives.",
+)
+def eos_by_another_name(completion_ids, eos_id):
+    is_eos = completion_ids == eos_id
+    return is_eos.cumsum(-1) - is_eos.int() == 0
+
+
+TOP_K_AND_TOP_P = "    top_k: int | None = None,\n    top_p: float | None = None,\n"
+TOP_P_AND_TOP_K = "    top_p: float | None = None,\n    top_k: int | None = None,\n"
+DECODED = (
+    "        tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)\n"
+    "        for row, keep in zip(completion_ids, mask, strict=True)\n"
+)
+
+FROM_ANOTHER_LOOK = [
+    edit(
+        "sample_next_token",
+        "top_p_before_top_k",
+        TOP_K_AND_TOP_P,
+        TOP_P_AND_TOP_K,
+        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
+    edit(
+        "get_samples",
+        "top_p_before_top_k",
+        TOP_K_AND_TOP_P,
+        TOP_P_AND_TOP_K,
+        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
+    edit(
+        "sample_next_token",
+        "a_floor_of_1e_8_for_zero",
+        "    if temperature == 0:\n        return logits.argmax(-1)\n",
+        "    temperature = max(temperature, 1e-8)\n",
+        "A floor of 1e-8 still samples where two logits are as close as that. Temperature 0 takes "
+        "the argmax.",
+    ),
+    edit(
+        "get_samples",
+        "prompt_replaced_in_the_text",
+        DECODED,
+        "        (tokenizer.decode(p, skip_special_tokens=True) + tokenizer.decode("
+        "row[keep].tolist(), skip_special_tokens=True))"
+        ".replace(tokenizer.decode(p, skip_special_tokens=True), '')\n"
+        "        for p, row, keep in zip(prompt_ids.tolist(), completion_ids, mask, strict=True)\n",
+        "replace() takes the prompt's words out of the completion too, wherever they come again. "
+        "Decode the completion's tokens alone.",
+    ),
+]

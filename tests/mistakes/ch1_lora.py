@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
+from solutions.ch1_lora import LoraLayer, TransformerWithLora, make_lora_hooks
 from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
 # --- LoraLayer ----------------------------------------------------------------------------------
@@ -2810,3 +2810,101 @@ def a_forward_that_looks_at_no_mask(self):
 )
 def a_merged_forward_that_looks_at_no_mask(self):
     return _looks_at_no_mask(TransformerWithLora.merged)(self)
+
+
+FROM_A_TENTH_LOOK = [
+    Answer(
+        IN_ITS_MODULE,
+        REFERENCE,
+        "scalings_in_a_default_argument",
+        "The scalings are saved in a default argument, which is made once: with two models inside "
+        "reference(), one gets the other's back. Save them in a variable of the call.",
+        edits=(
+            Edit(REFERENCE, "def reference(self)", "def reference(self, saved=[])"),
+            Edit(
+                REFERENCE,
+                '        with self._in_mode("reference"):\n            yield self\n',
+                '        with self._in_mode("reference"):\n'
+                "            saved[:] = [layer.scaling for layer in self._layers]\n"
+                "            for layer in self._layers:\n"
+                "                layer.scaling = 0.0\n"
+                "            try:\n"
+                "                yield self\n"
+                "            finally:\n"
+                "                for layer, scaling in zip(self._layers, saved):\n"
+                "                    layer.scaling = scaling\n",
+            ),
+        ),
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        MERGED,
+        "saved_in_a_default_argument",
+        "The weights are saved in a default argument, which is made once: with two models inside "
+        "merged(), one gets the other's back. Save them in a variable of the call.",
+        edits=(
+            Edit(MERGED, "def merged(self)", "def merged(self, saved={})"),
+            Edit(
+                MERGED,
+                "saved = [weight.clone() for weight in weights]",
+                "saved.update(zip(self._linears, [weight.clone() for weight in weights]))",
+            ),
+            Edit(
+                MERGED,
+                "zip(weights, saved, strict=True)",
+                "zip(weights, [saved[site] for site in self._linears], strict=True)",
+            ),
+        ),
+    ),
+    edit(
+        "TransformerWithLora.save_adapter",
+        "frozen_adapters_not_saved",
+        "{name: tensor.contiguous() for name, tensor in self.trainable_state().items()}",
+        "{f'{site}.{name}': p.detach().contiguous() for site, layer in self.adapters.items() "
+        "for name, p in layer.named_parameters() if p.requires_grad}",
+        "Adapters that require no gradient are not in the file. Frozen or trained, they belong to "
+        "the model.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "frozen_adapters_not_loaded",
+        "        self.load_trainable_state(state)\n",
+        "        for site, layer in self.adapters.items():\n"
+        "            for name, p in layer.named_parameters():\n"
+        "                if p.requires_grad:\n"
+        "                    tensor = state.pop(f'{site}.{name}')\n"
+        "                    require(tensor.shape == p.shape, f'{site}.{name} should fit')\n"
+        "                    p.data.copy_(tensor)\n"
+        "        require(not state, f'unknown: {list(state)}')\n",
+        "Adapters that require no gradient are not loaded. Frozen or trained, they belong to the "
+        "model.",
+    ),
+]
+
+
+@wrong(
+    "LoraLayer",
+    "The arguments have other names, so a call with d_in=... and d_out=... raises a TypeError. "
+    "Keep the names that the exercise gives.",
+)
+class InFeatures(LoraLayer):
+    def __init__(self, in_features, out_features, rank=4, alpha=32):
+        super().__init__(in_features, out_features, rank, alpha)
+
+
+@wrong(
+    "make_lora_hooks",
+    "The inputs are kept by their shape, so that of a forward that broke off stays until another "
+    "of its shape comes. A new input overwrites the last, whatever its shape.",
+)
+def one_place_for_each_shape(site, layer):
+    inputs = {}
+
+    def read_input(x, hook):
+        inputs[x.shape[:2]] = x
+
+    def add_output(out, hook):
+        x = inputs.pop(out.shape[:2]).flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
