@@ -411,14 +411,14 @@ def what_leaves_no_choice(student, rng):
     """The likeliest: temperature 0 or 1e-4, top-k 1, a tiny top-p; logits that carry gradient"""
     values = rng.tensor([2.0, 1.5, -1.0, -torch.inf])
     logits = torch.stack([values[rng.permutation(4)] for _ in range(60)])
-    close = rng.tensor([0.0, 1e-30, -1.0])[rng.permutation(3)].repeat(1000, 1)
+    close = rng.tensor([0.0, 1e-6, -1.0])[rng.permutation(3)].repeat(1000, 1)
 
     def sample(logits, **options):
         return student.sample_next_token(logits.clone(), **options)
 
     return {
         "temperature 0": sample(logits, temperature=0.0),
-        "temperature 0, logits 1e-30 apart": sample(close, temperature=0.0),
+        "temperature 0, logits 1e-6 apart": sample(close, temperature=0.0),
         "temperature 0, top_k 3": sample(logits, temperature=0.0, top_k=3),
         "temperature 0, top_p 0.9": sample(logits, temperature=0.0, top_p=0.9),
         "temperature 1e-4": sample(logits, temperature=1e-4),

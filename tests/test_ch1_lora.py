@@ -1169,14 +1169,10 @@ def enter(context: Callable) -> None:
         pass
 
 
-def freeze_adapters(model) -> None:
-    """As for a model that is only scored."""
+def freeze_and_enter(model, context: str) -> None:
+    """Freeze the adapters, as for a model that is only scored, and enter a context."""
     for parameter in list(model.trainable_parameters()):
         parameter.requires_grad_(False)
-
-
-def freeze_and_enter(model, context: str) -> None:
-    freeze_adapters(model)
     enter(getattr(model, context))
 
 
@@ -1628,14 +1624,10 @@ def _save_and_load(
         path = Path(folder) / file_name
         first.save_adapter(path_type(path))
         found["trained after saving"] = ", ".join(list_trained(first))
-        freeze_adapters(second)  # frozen or trained, they are loaded
         is_error(second.load_adapter, path_type(path))
-        for parameter in parameters:
-            parameter.requires_grad_(True)
         found["logits saved, B = 0"] = float_logits(first, ids, mask)
         found["logits loaded, B = 0"] = float_logits(second, ids, mask)
         found["logits saved"] = float_logits(set_apart(first, rng), ids, mask)
-        freeze_adapters(first)  # frozen or trained, they are saved
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))

@@ -1886,14 +1886,6 @@ FROM_ANOTHER_LOOK = [
         "order of the arguments.",
     ),
     edit(
-        "sample_next_token",
-        "a_floor_of_1e_8_for_zero",
-        "    if temperature == 0:\n        return logits.argmax(-1)\n",
-        "    temperature = max(temperature, 1e-8)\n",
-        "A floor of 1e-8 still samples where two logits are as close as that. Temperature 0 takes "
-        "the argmax.",
-    ),
-    edit(
         "get_samples",
         "prompt_replaced_in_the_text",
         DECODED,

@@ -2856,29 +2856,6 @@ FROM_A_TENTH_LOOK = [
             ),
         ),
     ),
-    edit(
-        "TransformerWithLora.save_adapter",
-        "frozen_adapters_not_saved",
-        "{name: tensor.contiguous() for name, tensor in self.trainable_state().items()}",
-        "{f'{site}.{name}': p.detach().contiguous() for site, layer in self.adapters.items() "
-        "for name, p in layer.named_parameters() if p.requires_grad}",
-        "Adapters that require no gradient are not in the file. Frozen or trained, they belong to "
-        "the model.",
-    ),
-    edit(
-        "TransformerWithLora.load_adapter",
-        "frozen_adapters_not_loaded",
-        "        self.load_trainable_state(state)\n",
-        "        for site, layer in self.adapters.items():\n"
-        "            for name, p in layer.named_parameters():\n"
-        "                if p.requires_grad:\n"
-        "                    tensor = state.pop(f'{site}.{name}')\n"
-        "                    require(tensor.shape == p.shape, f'{site}.{name} should fit')\n"
-        "                    p.data.copy_(tensor)\n"
-        "        require(not state, f'unknown: {list(state)}')\n",
-        "Adapters that require no gradient are not loaded. Frozen or trained, they belong to the "
-        "model.",
-    ),
 ]
 
 
