@@ -2857,6 +2857,27 @@ FROM_A_TENTH_LOOK = [
         ),
     ),
     edit(
+        "TransformerWithLora.forward",
+        "mask_dropped_without_left_padding",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if attention_mask is not None and bool(attention_mask[:, 0].all()):\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "A mask without padding on the left is dropped, so that tokens after padding on the right "
+        "attend to it. Hand every mask on.",
+    ),
+    edit(
+        MERGED,
+        "nothing_to_fold",
+        '        with self._in_mode("merged"):\n            weights',
+        "        if not any(layer.lora_B.any() for layer in self._layers):\n"
+        "            yield self\n"
+        "            return\n"
+        '        with self._in_mode("merged"):\n            weights',
+        "While every B is 0 merged() does nothing, and so can be entered inside itself. Nesting is "
+        "an error whatever the adapters hold.",
+    ),
+    edit(
         "TransformerWithLora.save_adapter",
         "frozen_adapters_not_saved",
         "{name: tensor.contiguous() for name, tensor in self.trainable_state().items()}",
