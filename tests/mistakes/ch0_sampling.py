@@ -1886,6 +1886,14 @@ FROM_ANOTHER_LOOK = [
         "order of the arguments.",
     ),
     edit(
+        "get_samples",
+        "generator_last",
+        "    generator: torch.Generator | None = None,\n    prepend_bos: bool = True,\n",
+        "    prepend_bos: bool = True,\n    generator: torch.Generator | None = None,\n",
+        "generator and prepend_bos have changed places, so that a call by position mixes them up. "
+        "Keep the order of the arguments.",
+    ),
+    edit(
         "sample_next_token",
         "a_floor_of_1e_8_for_zero",
         "    if temperature == 0:\n        return logits.argmax(-1)\n",
