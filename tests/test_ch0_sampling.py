@@ -881,8 +881,8 @@ def samples_of_the_model(student, rng):
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
     a, b = rng.integer(0, 10**6), rng.integer(10**6, 10**7)
     prompts = [models.ENDING_PROMPTS[i] for i in rng.integers(0, 4, 24).tolist()]
-    # By position: temperature, top_k, top_p, generator.
-    samples = student.get_samples(model, prompts, 8, *SAMPLING.values(), rng.new_generator())
+    # By position: temperature, top_k, top_p, generator, prepend_bos.
+    samples = student.get_samples(model, prompts, 8, *SAMPLING.values(), rng.new_generator(), True)
     mask = torch.cat(
         [samples.attention_mask[:, : samples.prompt_len].bool(), samples.completion_mask], dim=1
     )

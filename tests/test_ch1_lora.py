@@ -1004,7 +1004,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
     "TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("shallow"), **CLOSE
 )
 def key_value_cache(student, rng):
-    """Padded prompts, then tokens from the cache, in every mode; masks that do not fit"""
+    """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
     mask[0, :2] = 0
     model = set_alike(boot(student, "shallow"), rng)
@@ -1016,6 +1016,9 @@ def key_value_cache(student, rng):
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
+    right = torch.ones_like(mask)
+    right[0, 3:5] = 0  # and on the left there is no padding
+    found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **CACHED)[0]
     return found | _refuse_masks(model, ids, mask)
@@ -1176,11 +1179,14 @@ def freeze_and_enter(model, context: str) -> None:
     enter(getattr(model, context))
 
 
-def _try_to_nest(student, rng, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
+def _try_to_nest(student, rng, pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """What entering the second of two contexts inside the first gives, and the logits then."""
     ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, "llama", sites=("attn.q", "attn.o")), rng)
-    before, found = copy_weights(model), {}
+    model, found = boot(student, "llama", sites=("attn.q", "attn.o")), {}
+    outer, inner = pairs[0]
+    with getattr(model, outer)():
+        found[f"{inner}() inside {outer}(), B = 0"] = is_error(enter, getattr(model, inner))
+    before = copy_weights(set_alike(model, rng))
     model.train()  # dropout stays off, in a context and after it
     for outer, inner in pairs:
         with getattr(model, outer)():

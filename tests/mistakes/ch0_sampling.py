@@ -1149,7 +1149,7 @@ CALC_EXPECTED_POLICY_GRADIENT = [
 
 # --- Plausible ones that need an input of their own ---------------------------------------------
 
-FROM_A_SECOND_LOOK = [
+SEVERAL_EXERCISES_1 = [
     edit(
         "get_samples",
         "temperature_twice",
@@ -1227,7 +1227,7 @@ def minus_infinity_as_minus_100(logits):
 
 # --- Right on short, small or single inputs -----------------------------------------------------
 
-FROM_A_THIRD_LOOK = [
+SEVERAL_EXERCISES_2 = [
     edit(
         "get_logprobs",
         "likeliest_256_only",
@@ -1625,7 +1625,7 @@ def marks_the_logits(logits, rewards, baseline):
     return mean, probs @ (gradients - mean) ** 2
 
 
-FROM_A_FOURTH_LOOK = [
+SEVERAL_EXERCISES_3 = [
     edit(
         "calc_entropy",
         "impossible_tokens_at_minus_10000",
@@ -1675,7 +1675,7 @@ FROM_A_FOURTH_LOOK = [
 ]
 
 
-FROM_A_FIFTH_LOOK = [
+SEVERAL_EXERCISES_4 = [
     edit(
         "get_samples",
         "pads_that_are_drawn_hidden",
@@ -1715,7 +1715,7 @@ FROM_A_FIFTH_LOOK = [
 ]
 
 
-FROM_A_SIXTH_LOOK = [
+SEVERAL_EXERCISES_5 = [
     edit(
         "get_samples",
         "long_prompts_cut",
@@ -1868,7 +1868,7 @@ DECODED = (
     "        for row, keep in zip(completion_ids, mask, strict=True)\n"
 )
 
-FROM_ANOTHER_LOOK = [
+SEVERAL_EXERCISES_6 = [
     edit(
         "sample_next_token",
         "top_p_before_top_k",
@@ -1884,6 +1884,14 @@ FROM_ANOTHER_LOOK = [
         TOP_P_AND_TOP_K,
         "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
         "order of the arguments.",
+    ),
+    edit(
+        "get_samples",
+        "generator_last",
+        "    generator: torch.Generator | None = None,\n    prepend_bos: bool = True,\n",
+        "    prepend_bos: bool = True,\n    generator: torch.Generator | None = None,\n",
+        "generator and prepend_bos have changed places, so that a call by position mixes them up. "
+        "Keep the order of the arguments.",
     ),
     edit(
         "get_samples",

@@ -2042,7 +2042,7 @@ def mean_of_chunk_means(logits, tokens, loss_mask):
 
 # --- Plausible ones that need an input of their own ---------------------------------------------
 
-FROM_A_SECOND_LOOK = [
+SEVERAL_EXERCISES_1 = [
     edit(
         "TransformerWithLora.forward",
         "a_mask_of_the_new_tokens",
@@ -2500,7 +2500,7 @@ def labels_written_into_one_row(logits, tokens, loss_mask):
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels.flatten())
 
 
-FROM_A_FOURTH_LOOK = [
+SEVERAL_EXERCISES_2 = [
     edit(
         "LoraLayer",
         "alpha_rounded",
@@ -2551,7 +2551,7 @@ FROM_A_FOURTH_LOOK = [
 ]
 
 
-FROM_A_FIFTH_LOOK = [
+SEVERAL_EXERCISES_3 = [
     edit(
         "TransformerWithLora.from_pretrained",
         "dtype_before_device",
@@ -2618,7 +2618,7 @@ FROM_A_FIFTH_LOOK = [
 ]
 
 
-FROM_A_SIXTH_LOOK = [
+SEVERAL_EXERCISES_4 = [
     edit(
         "TransformerWithLora.from_pretrained",
         "adapters_on_the_cpu",
@@ -2631,7 +2631,7 @@ FROM_A_SIXTH_LOOK = [
 ]
 
 
-FROM_A_SEVENTH_LOOK = [
+SEVERAL_EXERCISES_5 = [
     edit(
         "make_lora_hooks",
         "change_kept_at_the_point",
@@ -2716,7 +2716,7 @@ FROM_A_SEVENTH_LOOK = [
 ]
 
 
-FROM_AN_EIGHTH_LOOK = [
+SEVERAL_EXERCISES_6 = [
     edit(
         CALL,
         "rows_of_the_mask_not_compared_with_a_cache",
@@ -2756,7 +2756,7 @@ def a_lock_for_all_models(self):
         _in_a_context.clear()
 
 
-FROM_A_NINTH_LOOK = [
+SEVERAL_EXERCISES_7 = [
     edit(
         "LoraLayer",
         "no_gradient_through_a_frozen_adapter",
@@ -2812,7 +2812,7 @@ def a_merged_forward_that_looks_at_no_mask(self):
     return _looks_at_no_mask(TransformerWithLora.merged)(self)
 
 
-FROM_A_TENTH_LOOK = [
+SEVERAL_EXERCISES_8 = [
     Answer(
         IN_ITS_MODULE,
         REFERENCE,
@@ -2855,6 +2855,27 @@ FROM_A_TENTH_LOOK = [
                 "zip(weights, [saved[site] for site in self._linears], strict=True)",
             ),
         ),
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "mask_dropped_without_left_padding",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if attention_mask is not None and bool(attention_mask[:, 0].all()):\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "A mask without padding on the left is dropped, so that tokens after padding on the right "
+        "attend to it. Hand every mask on.",
+    ),
+    edit(
+        MERGED,
+        "nothing_to_fold",
+        '        with self._in_mode("merged"):\n            weights',
+        "        if not any(layer.lora_B.any() for layer in self._layers):\n"
+        "            yield self\n"
+        "            return\n"
+        '        with self._in_mode("merged"):\n            weights',
+        "While every B is 0 merged() does nothing, and so can be entered inside itself. Nesting is "
+        "an error whatever the adapters hold.",
     ),
 ]
 

@@ -2986,7 +2986,7 @@ LEARNING_PHASE = [
 
 # --- Plausible ones that need an input of their own ---------------------------------------------
 
-FROM_A_SECOND_LOOK = [
+SEVERAL_EXERCISES_1 = [
     edit(
         "make_replay_memory",
         "rewards_normalized_inline",

@@ -2255,7 +2255,7 @@ def series_for_small_differences(logprobs, ref_logprobs):
     return torch.where(d.abs() < 5e-4, d**2 / 2 + d**3 / 6, torch.exp(d) - 1 - d)
 
 
-FROM_A_SECOND_LOOK = [
+SEVERAL_EXERCISES_1 = [
     edit(
         "group_advantages",
         "clipped_to_10",
@@ -2337,7 +2337,7 @@ def advantages_by_minibatch(self):
     return memory
 
 
-FROM_A_THIRD_LOOK = [
+SEVERAL_EXERCISES_2 = [
     edit(
         "group_advantages",
         "nearly_equal_counts_as_constant",
