@@ -977,20 +977,21 @@ GRPO_ROLLOUT = {
 }
 
 
-def _roll_out_groups(student, rng, with_first=False, **options):
+def _roll_out_groups(student, rng, after_another=False, **options):
     reward_fn = trainers.RecordingReward()
     args = _make_grpo_args(student, **(GRPO_ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.GrpoTrainer.model_class, rng, "ending")
     trainer = student.GrpoTrainer(args, model)
-    trainer.rollout_phase()
-    first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
-    reward_fn.start()
-    memory = trainer.rollout_phase()  # in which nothing may be left of the first
+    first = {}
+    if after_another:
+        trainer.rollout_phase()
+        first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
+        reward_fn.start()
+    memory = trainer.rollout_phase()
     names = [name for name in GRPO_FIELDS if args.kl_coef > 0 or name != "ref_logprobs"]
     fields = {name: getattr(memory, name) for name in names}
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
-    if with_first:
-        found |= {f"{name} of the first rollout": x for name, x in first.items()}
+    found |= {f"{name} of the first rollout": x for name, x in first.items()}
     found["the memory"] = _find_rows(memory, memory)
     found["the list of minibatches"] = [_find_rows(memory, m) for m in memory.get_minibatches()]
     return found | trainers.describe_rollout(fields, args.gen_len)
@@ -1061,7 +1062,7 @@ def _find_torn_groups(observed) -> str | None:
 @check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
 def rollout_of_groups(student, rng):
     """A second rollout: groups of the adapted policy at temperature 0.5, the memory's fields"""
-    return _roll_out_groups(student, rng, with_first=True)
+    return _roll_out_groups(student, rng, after_another=True)
 
 
 OTHER_GRPO_ROLLOUT = {
