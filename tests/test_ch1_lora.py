@@ -327,7 +327,10 @@ def dtypes(student, rng):
 
 
 def count_reachable(*roots: Any) -> int:
-    """How many numbers the tensors hold that functions and modules can reach, parameters aside."""
+    """How many numbers the tensors hold that functions and modules can reach, parameters aside.
+
+    A function reaches the dicts and lists of its module that it names, too.
+    """
     seen, todo, numbers = set(), list(roots), 0
     while todo:
         item = todo.pop()
@@ -338,6 +341,8 @@ def count_reachable(*roots: Any) -> int:
             numbers += item.numel()
         elif callable(item) and hasattr(item, "__code__") and hasattr(item, "__closure__"):
             held = [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+            named = [item.__globals__.get(name) for name in item.__code__.co_names]
+            held += [value for value in named if isinstance(value, dict | list)]
             todo += [*held, getattr(item, "__self__", None)]
         else:
             todo += gc.get_referents(item)
@@ -698,11 +703,12 @@ def count_bytes(model) -> int:
     return sum(storages.values())
 
 
-def is_error(function: Callable, *args: Any, **kwargs: Any) -> str:
+def is_error(function: Callable, *args: Any, clear: bool = False) -> str:
+    """Whether a call raises an error, and one that says something if it should be clear."""
     try:
-        function(*args, **kwargs)
-    except Exception:  # an observation: whatever it is
-        return "an error"
+        function(*args)
+    except Exception as error:  # an observation: whatever it is
+        return "an error" if str(error) or not clear else "an error without a message"
     return "no error"
 
 
@@ -987,6 +993,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
         "one column more for one row": error_of("mask", model, ids[:1, :5], mask[:1, :6]),
         "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
         "a transposed mask": error_of("mask", model, ids[:, :5], mask[:, :5].T),
+        "a mask without rows": error_of("mask", model, ids[:1, :5], mask[0, :5]),
     }
     for name, misfit in (
         ("the new token alone", mask[:, 5:6]),
@@ -1197,6 +1204,7 @@ def _try_to_nest(student, rng, pairs: list[tuple[str, str]]) -> dict[str, Any]:
     for name in ("reference", "merged"):
         with getattr(model, name)():
             found[f"logits inside {name}() alone"] = score(model, ids, mask)
+            found |= _score_in_steps(model, ids, mask, f"inside {name}()", (5, 8))
             found[f"a mask of one column inside {name}()"] = error_of(
                 "mask", model, ids, mask[:, :1]
             )
@@ -1728,9 +1736,12 @@ def _cut_to_a_column(matrix: Tensor) -> Tensor:
 
 
 def _rejects_what_does_not_fit(observed, reference):
-    accepted = [name for name in LOADED_WRONGLY if observed[name] != reference[name]]
+    accepted = [name for name in LOADED_WRONGLY if observed[name] == "no error"]
     if accepted:
         return f"what should be an error is not: {', '.join(accepted)}"
+    silent = [name for name in LOADED_WRONGLY if observed[name] != reference[name]]
+    if silent:
+        return f"an error should say what does not fit, but has no message: {', '.join(silent)}"
     for name in observed["logits saved"]:
         saved, loaded = observed["logits saved"][name], observed["logits loaded"][name]
         if not torch.allclose(loaded, saved, rtol=0, atol=1e-6):
@@ -1765,7 +1776,7 @@ def adapters_that_do_not_fit(student, rng):
         paths["cut off"] = Path(folder) / "cut off.safetensors"
         paths["cut off"].write_bytes(paths["k"].read_bytes()[:-7])
         for case, (into, other) in LOADED_WRONGLY.items():
-            found[case] = is_error(built[into].load_adapter, paths[other])
+            found[case] = is_error(built[into].load_adapter, paths[other], clear=True)
         for name, model in built.items():
             set_apart(model, rng).load_adapter(paths[name])
             found["logits loaded"][name] = float_logits(model, ids, mask)

@@ -2906,3 +2906,94 @@ def one_place_for_each_shape(site, layer):
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+SEVERAL_EXERCISES_9 = [
+    edit(
+        CALL,
+        "shape_of_the_mask_unpacked",
+        "        require(\n"
+        "            attention_mask is None or attention_mask.shape == (len(input_ids), seq),\n"
+        '            f"attention_mask should have shape {[len(input_ids), seq]}, but has "\n'
+        '            f"{None if attention_mask is None else list(attention_mask.shape)}",\n'
+        "        )\n",
+        "        if attention_mask is not None:\n"
+        "            rows, columns = attention_mask.shape\n"
+        "            if rows != len(input_ids) or columns != seq:\n"
+        '                raise ValueError(f"attention_mask should be {len(input_ids)} by {seq}")\n',
+        "A mask of one axis fails where its shape is unpacked, with an error that does not say "
+        "what is wrong. Compare the whole shape, and name attention_mask in the error.",
+    ),
+]
+
+_activations = {}
+
+
+@wrong(
+    "make_lora_hooks",
+    "A dict of the module keeps every site's input until the next forward, so that all of them "
+    "stay in memory. Take the input out again in the second hook.",
+)
+def kept_by_the_name_of_the_point(site, layer):
+    def read_input(x, hook):
+        _activations[hook.name] = x.clone()
+
+    def add_output(out, hook):
+        x = _activations[f"{site}.hook_in"].flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+def _forward_of_its_own(context, forward):
+    @contextmanager
+    def enter(self):
+        with context(self):
+            self.forward = forward.__get__(self)
+            try:
+                yield self
+            finally:
+                del self.forward
+
+    return enter
+
+
+def _refuse_cached_positions(self, input_ids, attention_mask=None, **kwargs):
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError("attention_mask should have the shape of input_ids")
+    return self._run([], input_ids, attention_mask, **kwargs)
+
+
+def _take_no_cache(self, input_ids, attention_mask=None):
+    return TransformerWithLora.forward(self, input_ids, attention_mask)
+
+
+@wrong(
+    REFERENCE,
+    "Inside, a forward of its own refuses every mask that covers cached positions, so that the "
+    "reference cannot be sampled. Leave forward as it is, and turn the hooks off.",
+)
+def a_forward_that_knows_no_cached_positions(self):
+    return _forward_of_its_own(TransformerWithLora.reference, _refuse_cached_positions)(self)
+
+
+@wrong(
+    MERGED,
+    "Inside, a forward of its own takes no cache arguments, though sampling runs inside merged(). "
+    "Leave forward as it is, and turn the hooks off.",
+)
+def a_merged_forward_without_the_cache(self):
+    return _forward_of_its_own(TransformerWithLora.merged, _take_no_cache)(self)
+
+
+@wrong(
+    LOAD,
+    "A site or a shape that does not fit is an error without a word. Say in the error which one "
+    "it is, and what was expected.",
+)
+def asserts_without_words(self, path):
+    own, state = self.trainable_state(), load_file(path)
+    assert state.keys() == own.keys()
+    for name, tensor in own.items():
+        assert state[name].shape == tensor.shape
+        tensor.copy_(state[name])
