@@ -2909,21 +2909,6 @@ def one_place_for_each_shape(site, layer):
 
 
 SEVERAL_EXERCISES_9 = [
-    edit(
-        CALL,
-        "shape_of_the_mask_unpacked",
-        "        require(\n"
-        "            attention_mask is None or attention_mask.shape == (len(input_ids), seq),\n"
-        '            f"attention_mask should have shape {[len(input_ids), seq]}, but has "\n'
-        '            f"{None if attention_mask is None else list(attention_mask.shape)}",\n'
-        "        )\n",
-        "        if attention_mask is not None:\n"
-        "            rows, columns = attention_mask.shape\n"
-        "            if rows != len(input_ids) or columns != seq:\n"
-        '                raise ValueError(f"attention_mask should be {len(input_ids)} by {seq}")\n',
-        "A mask of one axis fails where its shape is unpacked, with an error that does not say "
-        "what is wrong. Compare the whole shape, and name attention_mask in the error.",
-    ),
 ]
 
 _activations = {}
