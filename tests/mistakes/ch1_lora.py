@@ -2908,9 +2908,6 @@ def one_place_for_each_shape(site, layer):
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
 
 
-SEVERAL_EXERCISES_9 = [
-]
-
 _activations = {}
 
 
