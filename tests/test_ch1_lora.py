@@ -309,6 +309,8 @@ def _keeps_the_dtype(observed, reference):
         yours, expected = observed[name].double(), reference[name].double()
         if (yours - expected).abs().max() > 0.02 * expected.abs().max():
             return f"{name}: the output is wrong by more than rounding"
+        if not torch.equal(observed[f"{name}, the input"], reference[f"{name}, the input"]):
+            return f"{name}: the input should go on as it is"
     if not torch.equal(observed["lora_A afterwards"], reference["lora_A afterwards"]):
         return "the hooks round the trained lora_A: cast what passes through, not the layer"
     return None
@@ -322,7 +324,8 @@ def dtypes(student, rng):
     found = {}
     for name, (x_dtype, out_dtype) in DTYPES.items():
         x, out = rng.normal(2, 4, 6).to(x_dtype), rng.normal(2, 4, 4, 2).to(out_dtype)
-        found[name] = call_both(hooks, "blocks.0.attn.q", x, out)["the output"]
+        both = call_both(hooks, "blocks.0.attn.q", x, out)
+        found |= {name: both["the output"], f"{name}, the input": both["the input"]}
     return found | {"lora_A afterwards": layer.lora_A}
 
 

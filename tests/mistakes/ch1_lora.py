@@ -2979,3 +2979,24 @@ def asserts_without_words(self, path):
     for name, tensor in own.items():
         assert state[name].shape == tensor.shape
         tensor.copy_(state[name])
+
+
+@wrong(
+    "make_lora_hooks",
+    "The hook at hook_in returns the input in the adapter's dtype, which then goes on into the "
+    "frozen layer: in 16 bits that is an error. Read it, and return nothing.",
+)
+def input_goes_on_in_the_adapters_dtype(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        x = x.to(layer.lora_A.dtype)
+        inputs[:] = [x]
+        return x
+
+    def add_output(out, hook):
+        x = inputs.pop()
+        x = x.reshape(*x.shape[:2], layer.d_in)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
