@@ -1696,6 +1696,14 @@ def huber(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
     return vf_coef / 2 * errors.sum() / mask.sum().clamp(min=1)
 
 
+def _product(terms, mask):
+    return (terms * mask).sum() / mask.sum().clamp(min=1)
+
+
+def _selected(terms, mask):
+    return terms[mask].mean()
+
+
 LATE = [
     (
         "masked_too_late",
@@ -1705,12 +1713,12 @@ LATE = [
     ),
     (
         "terms_times_the_mask",
-        lambda terms, mask: (terms * mask).sum() / mask.sum().clamp(min=1),
+        _product,
         "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
     ),
     (
         "selected_too_late",
-        lambda terms, mask: terms[mask].mean(),
+        _selected,
         "The true terms are selected too late: at masked positions the gradient is 0 times nan or "
         "inf. Mask the inputs first. And where no token is, the mean of none is nan, not 0.",
     ),
@@ -3870,8 +3878,9 @@ PAID_AT_AN_INDEX = [
     ),
     _paid(
         "at_the_length_or_the_last_column",
-        "mask.sum(-1) is the number of true positions, one more than the index of the last; to "
-        "clamp it hides that for full rows only. Take 1 off, and leave out rows without any.",
+        "mask.sum(-1) is the number of true positions, one more than the index of the last. "
+        "Clamped to the last column it is right for full rows only: take 1 off, and leave out "
+        "empty rows.",
         _pay_by_length(0, lambda mask: mask.shape[1] - 1),
     ),
     _paid(
@@ -3934,19 +3943,20 @@ PAID_AT_AN_INDEX = [
     ),
 ]
 
-BY_MEAN = masked_mean
-BY_PRODUCT = LATE[1][1]
-BY_SELECTION = LATE[2][1]
 LATE_AND = {
-    BY_MEAN: "and the mask comes after the products, where the gradient is 0 times nan or inf: "
-    "replace what is masked out first.",
-    BY_PRODUCT: "and multiplying by the mask leaves nan, because 0 * nan is nan: replace what is "
+    masked_mean: "and the mask comes after the products, where the gradient is 0 times nan or "
+    "inf: replace what is masked out first.",
+    _product: "and multiplying by the mask leaves nan, because 0 * nan is nan: replace what is "
     "masked out first.",
-    BY_SELECTION: "and the true terms are selected after the products, where the gradient is 0 "
+    _selected: "and the true terms are selected after the products, where the gradient is 0 "
     "times nan or inf, and a mean of none is nan: mask first, and divide by 1 at least.",
 }
 HIGH_OF_ZERO = "`clip_coef_high or clip_coef` takes a clip of 0 for none, so compare with None;"
-NAMES_OF_LATE = {BY_MEAN: "masked_too_late", BY_PRODUCT: "product", BY_SELECTION: "selected"}
+NAMES_OF_LATE = {
+    masked_mean: "masked_too_late",
+    _product: "product",
+    _selected: "selected",
+}
 
 
 def _surrogate_attached(attached, average, is_or=False):
@@ -3977,7 +3987,7 @@ def _surrogate_attached(attached, average, is_or=False):
 OF_A_ROLLOUT = (("old log-probs",), ("advantages",), ("old log-probs", "advantages"))
 SURROGATES_OF_TWO_MISTAKES = [
     *(_surrogate_attached(names, average) for names in OF_A_ROLLOUT for average in LATE_AND),
-    *(_surrogate_attached(names, BY_MEAN, is_or=True) for names in ((), *OF_A_ROLLOUT)),
+    *(_surrogate_attached(names, masked_mean, is_or=True) for names in ((), *OF_A_ROLLOUT)),
 ]
 
 
@@ -4018,11 +4028,11 @@ def _kl_penalty(name, average, attached, sentence):
 
 
 KL_MASKED_TOO_LATE = {
-    BY_MEAN: "and nan beyond the mask reaches the gradient, since masking the KL comes too late: "
-    "mask the logits before the softmax.",
-    BY_PRODUCT: "and multiplying by the mask leaves nan, because 0 * nan is nan: mask the logits "
+    masked_mean: "and nan beyond the mask reaches the gradient, since masking the KL comes too "
+    "late: mask the logits before the softmax.",
+    _product: "and multiplying by the mask leaves nan, because 0 * nan is nan: mask the logits "
     "before the softmax.",
-    BY_SELECTION: "and the KL of the true positions is selected too late, so that nan reaches the "
+    _selected: "and the KL of the true positions is selected too late, so that nan reaches the "
     "gradient, and a mean of none is nan: select logits, and divide by 1 at least.",
 }
 KL_PENALTIES_OF_TWO_MISTAKES = [
@@ -4036,7 +4046,7 @@ KL_PENALTIES_OF_TWO_MISTAKES = [
 ] + [
     _kl_penalty(
         "selected_too_late",
-        BY_SELECTION,
+        _selected,
         False,
         "The KL of the true positions is selected too late, so that nan beyond the mask reaches "
         "the gradient. Select logits before the softmax. And where no token is, the mean of none "
