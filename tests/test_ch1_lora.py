@@ -10,7 +10,7 @@ import gc
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -280,9 +280,10 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position)
 def several_forwards(student, rng):
-    """Two adapters on one site and one on another; a forward after one that broke off halfway"""
+    """Two adapters on one site, one of them on another too; after a forward that broke off"""
     sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
-    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
+    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in range(2)]
+    layers.append(layers[1])
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
     hooks = [hook for pair in pairs for hook in pair]
     call_hooks(hooks, f"{sites[0]}.hook_in", rng.normal(2, 3, 4))  # and then an error
@@ -332,7 +333,7 @@ def dtypes(student, rng):
 def count_reachable(*roots: Any) -> int:
     """How many numbers the tensors hold that functions and modules can reach, parameters aside.
 
-    A function reaches the dicts and lists of its module that it names, too.
+    A function reaches the collections of its module that it names, too.
     """
     seen, todo, numbers = set(), list(roots), 0
     while todo:
@@ -345,7 +346,7 @@ def count_reachable(*roots: Any) -> int:
         elif callable(item) and hasattr(item, "__code__") and hasattr(item, "__closure__"):
             held = [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
             named = [item.__globals__.get(name) for name in item.__code__.co_names]
-            held += [value for value in named if isinstance(value, dict | list)]
+            held += [value for value in named if isinstance(value, Collection)]
             todo += [*held, getattr(item, "__self__", None)]
         else:
             todo += gc.get_referents(item)
@@ -369,6 +370,7 @@ def what_is_kept(student, rng):
         old_x, x, out = (rng.normal(*shape) for shape in ((2, 4, 3, 2), (2, 5, 3, 2), (2, 5, 8)))
         named = (("x", x), ("out", out), ("x of the forward that broke off", old_x))
         storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
+        layer.train(mode is torch.enable_grad)
         with mode():
             call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x, ctx)  # and then an error
             result = call_both(hooks, "blocks.0.attn.o", x, out, ctx)["the output"]
@@ -524,8 +526,11 @@ def get_deltas(model) -> dict[str, Tensor]:
     }
 
 
-def forward_by_hugging_face(kind: str, adapted: bool = True) -> Callable:
-    """A stand-in for the forward, in each of the reference's modes; its cache is all ids so far."""
+def forward_by_hugging_face(kind: str, folded: dict[str, Tensor] | None = None) -> Callable:
+    """A stand-in for the forward, in each of the reference's modes; its cache is all ids so far.
+
+    folded: what is added to the weights; where None is given, what the adapters hold.
+    """
 
     def forward(self, input_ids, attention_mask=None, past_key_values=None, **kwargs):
         ids = input_ids
@@ -533,7 +538,9 @@ def forward_by_hugging_face(kind: str, adapted: bool = True) -> Callable:
             ids = torch.cat([past_key_values, input_ids], dim=1)
         if attention_mask is not None and attention_mask.shape != ids.shape:
             raise ValueError("attention_mask should cover the cached positions and the new ones")
-        deltas = get_deltas(self) if adapted and self._mode != "reference" else {}
+        deltas = folded
+        if deltas is None:
+            deltas = {} if self._mode == "reference" else get_deltas(self)
         logits = score_by_hugging_face(kind, deltas, ids, attention_mask)
         logits = logits[:, -input_ids.shape[1] :].float()
         return (logits, ids) if kwargs.get("return_type") == "logits_and_cache" else logits
@@ -549,7 +556,8 @@ def context_by_hugging_face(kind: str, adapted: bool) -> Callable:
         if self._mode != "hooked":
             raise RuntimeError("contexts do not nest")
         self._mode = "by Hugging Face"
-        vars(self)["forward"] = forward_by_hugging_face(kind, adapted).__get__(self)
+        folded = get_deltas(self) if adapted else {}  # as they are on entering
+        vars(self)["forward"] = forward_by_hugging_face(kind, folded).__get__(self)
         try:
             yield self
         finally:
@@ -781,7 +789,7 @@ def rank_alpha_and_sites(student, rng):
     ids, mask = ragged_batch(rng)
     build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
     models_built = {
-        "chosen": build(path, 5, 2.5, ("mlp.out", "attn.v", "mlp.in")),
+        "chosen": build(path, 37, 25.5, ("mlp.out", "attn.v", "mlp.in")),  # above d_in and d_out
         "defaults": build(path),
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
@@ -791,7 +799,7 @@ def rank_alpha_and_sites(student, rng):
     found["As that are alike in two models"] = sum(
         torch.equal(a.cpu(), b) for a, b in itertools.product(*started)
     )
-    for (_, model), model_rank in zip(models_built.items(), (5, 4), strict=True):
+    for (_, model), model_rank in zip(models_built.items(), (37, 4), strict=True):
         set_alike(model, rng, rank=model_rank)
     for name, model in models_built.items():
         found[name] = {
@@ -994,7 +1002,9 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
             "mask", model, ids[:, :5], mask[:, :6]
         ),
         "one column more for one row": error_of("mask", model, ids[:1, :5], mask[:1, :6]),
-        "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
+        "a mask of one row for two, and a cache is asked for": error_of(
+            "mask", model, ids[:, :5], mask[1:, :5], **CACHED
+        ),
         "a transposed mask": error_of("mask", model, ids[:, :5], mask[:, :5].T),
     }
     for name, misfit in (
@@ -1015,6 +1025,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
 def key_value_cache(student, rng):
     """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
+    ids[:, 6:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
     mask[0, :2] = 0
     model = set_alike(boot(student, "shallow"), rng)
     found = {}
@@ -1026,10 +1037,10 @@ def key_value_cache(student, rng):
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
     right = torch.ones_like(mask)
-    right[0, 3:5] = 0  # and on the left there is no padding
+    right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
-    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, **CACHED)[0]
+    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
     return found | _refuse_masks(model, ids, mask)
 
 
@@ -1108,6 +1119,10 @@ class Interruption(BaseException):
     """What is no `Exception`, as KeyboardInterrupt."""
 
 
+class Mishap(ValueError, RuntimeError, LookupError, AssertionError):
+    """An error of several kinds, none of which may be swallowed."""
+
+
 @check("TransformerWithLora.reference", public=True, expected=NEVER_ADAPTED["llama"], **CLOSE)
 def inside_and_after(student, rng):
     """Inside reference() the logits are the pretrained model's; before and after, the adapted"""
@@ -1155,7 +1170,7 @@ def errors_inside_reference(student, rng):
         score(model, ids, mask)
     score(model, ids, mask)
     hooks, found = count_hooks(model), {}
-    for error in (ValueError, Interruption):
+    for error in (Mishap, Interruption):
         found[error.__name__] = "swallowed"
         try:
             with model.reference():
@@ -1252,19 +1267,30 @@ def memory_of_the_reference(student, rng):
 # --- TransformerWithLora.merged -----------------------------------------------------------------
 
 
+def fill(model, value: float) -> None:
+    """Overwrite the adapters."""
+    for parameter in list(model.trainable_parameters()):
+        parameter.data.fill_(value)
+
+
 def _merge(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, kind), rng)
-    before, found, context = copy_weights(model), {}, model.merged()
+    model, found = boot(student, kind), {}
+    before, context = copy_weights(model), model.merged()
     found["weights that changed before entering"] = name_changed(before, model)
+    before = copy_weights(set_alike(model, rng))
     with context:
         found["inside"] = score(model, ids, mask)
-        found["inside, once more"] = score(model, ids, mask)
     found["weights that changed"] = name_changed(before, model)
     found["after"] = score(model, ids, mask)
-    set_alike(model, rng)
+    before = copy_weights(set_alike(model, rng))
     with model.merged():
         found["inside, other adapters"] = score(model, ids, mask)
+        fill(model, math.nan)  # the hooks are off: nothing looks at the adapters
+        found["inside, adapters lost"] = score(model, ids, mask)
+        fill(model, 0)
+    base = {name: weight for name, weight in before.items() if RANK not in weight.shape}
+    found["weights of the base that changed, with adapters lost"] = name_changed(base, model)
     return found
 
 
@@ -1340,7 +1366,7 @@ def _merge_and_leave(student, rng, kind: str) -> dict[str, Any]:
     found["weights changed"] = len(list_changed(weights, model))
     look("after")
     found["errors"] = []
-    for error, when in ((ValueError, "after an error"), (Interruption, "after an interrupt")):
+    for error, when in ((Mishap, "after an error"), (Interruption, "after an interrupt")):
         passed = "swallowed"
         try:
             with model.merged():
@@ -1558,13 +1584,14 @@ def read_file(path: Path) -> list[Tensor]:
         return [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
 
 
-def rewrite_file(path: Path, change: Callable[[Tensor], Tensor], new_path: Path) -> Path:
-    """A file in which every matrix is changed."""
+def rewrite_file(path: Path, change: Callable[[Tensor], Tensor | None], new_path: Path) -> Path:
+    """A file in which every matrix is changed, or left out for None."""
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
-    changed = {k: change(t).contiguous() if t.ndim == 2 else t for k, t in state.items()}
-    save_file(changed, new_path, metadata)
+    changed = {k: change(t) if t.ndim == 2 else t for k, t in state.items()}
+    kept = {k: t.contiguous() for k, t in changed.items() if t is not None}
+    save_file(kept, new_path, metadata)
     return new_path
 
 
@@ -1638,12 +1665,15 @@ def _save_and_load(
         found["frozen model before"] = float_logits(second, ids, mask)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / file_name
+        save_file({"of another model": torch.ones(1000)}, path)
         first.save_adapter(path_type(path))
         found["trained after saving"] = ", ".join(list_trained(first))
         is_error(second.load_adapter, path_type(path))
         found["logits saved, B = 0"] = float_logits(first, ids, mask)
         found["logits loaded, B = 0"] = float_logits(second, ids, mask)
         found["logits saved"] = float_logits(set_apart(first, rng), ids, mask)
+        first.save_adapter(path_type(path))
+        path.unlink(missing_ok=True)
         first.save_adapter(path_type(path))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))
@@ -1711,6 +1741,7 @@ LOADED_WRONGLY = {
     "two blocks into one": ("q of one block", "q of two blocks"),
     "an A of one row": ("k and in", "k and in, one row"),
     "one B of one column": ("k and in", "k and in, one column"),
+    "a B that is not there": ("k and in", "k and in, no B of mlp.in"),
     "a file that is not there": ("k", "never saved"),
     "a file that is cut off": ("k", "cut off"),
 }
@@ -1737,6 +1768,11 @@ def _cut_to_a_column(matrix: Tensor) -> Tensor:
     return matrix[:, :1] if matrix.shape == (RANK, get_sizes("llama", "mlp.in")[1]) else matrix
 
 
+def _leave_out_a_b(matrix: Tensor) -> Tensor | None:
+    """Everything but mlp.in's B."""
+    return None if matrix.shape == (RANK, get_sizes("llama", "mlp.in")[1]) else matrix
+
+
 def _rejects_what_does_not_fit(observed, reference):
     accepted = [name for name in LOADED_WRONGLY if observed[name] == "no error"]
     if accepted:
@@ -1753,7 +1789,7 @@ def _rejects_what_does_not_fit(observed, reference):
 
 @check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit, beside=True)
 def adapters_that_do_not_fit(student, rng):
-    """Other sizes of A or B, too few or too many sites or blocks, no file or half of it: errors"""
+    """Other sizes, sites or blocks, a B or the file missing, half of it; frozen adapters load"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     dtype = torch.bfloat16  # of the base: the adapters are in float32
@@ -1764,6 +1800,7 @@ def adapters_that_do_not_fit(student, rng):
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
     changes |= {"one row": _cut_to_a_row, "one column": _cut_to_a_column}
+    changes |= {"no B of mlp.in": _leave_out_a_b}
     found = {"logits saved": {}, "logits loaded": {}}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.safetensors" for name in built}
@@ -1780,7 +1817,9 @@ def adapters_that_do_not_fit(student, rng):
         for case, (into, other) in LOADED_WRONGLY.items():
             found[case] = is_error(built[into].load_adapter, paths[other], clear=True)
         for name, model in built.items():
-            set_apart(model, rng).load_adapter(paths[name])
+            for parameter in list(set_apart(model, rng).trainable_parameters()):
+                parameter.requires_grad_(False)  # as of a model that is only sampled
+            model.load_adapter(paths[name])
             found["logits loaded"][name] = float_logits(model, ids, mask)
     return found
 

@@ -1,5 +1,6 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
+from collections import deque
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -3000,3 +3001,257 @@ def input_goes_on_in_the_adapters_dtype(site, layer):
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+SEVERAL_EXERCISES_9 = [
+    edit(
+        "make_lora_hooks",
+        "off_where_nothing_is_trained",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n"
+        "        if not (torch.is_grad_enabled() or layer.training):\n"
+        "            return out\n",
+        "In eval() under no_grad the adapter is off, which is how a policy is sampled. Add its "
+        "output in every mode.",
+    ),
+    edit(
+        BUILD,
+        "rank_capped",
+        "LoraLayer(*_get_in_out(linear), rank, alpha)",
+        "LoraLayer(*_get_in_out(linear), min(rank, *_get_in_out(linear)), alpha)",
+        "The rank is cut to the smaller of d_in and d_out, and with it changes alpha / rank. Make "
+        "the adapters of the rank that is asked for.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        CALL,
+        "first_row_says_if_there_is_padding",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if attention_mask is not None and bool(attention_mask[0].all()):\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "The mask is dropped where its first row has no padding, though other rows may have some. "
+        "Hand it on as it is.",
+    ),
+    edit(
+        CALL,
+        "prompts_to_cache_not_looked_at",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if cache is None and kwargs.get("use_cache"):\n'
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "The mask of the prompts, with which a cache begins, is not looked at. Refuse one of "
+        "another shape there too.",
+    ),
+    edit(
+        CALL,
+        "new_tokens_taken_for_real",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if cache is not None and attention_mask is not None:\n"
+        "            old = attention_mask[:, : cache.get_seq_length()]\n"
+        "            attention_mask = torch.cat([old, torch.ones_like(input_ids)], dim=1)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "With a cache all new tokens are taken for real, whatever the mask says of them. Hand on "
+        "the mask that is given.",
+    ),
+    edit(
+        CALL,
+        "a_tuple_with_use_cache",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if kwargs.get("use_cache"):\n'
+        '            kwargs["return_type"] = "logits_and_cache"\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "With use_cache=True a tuple is returned, though only logits are asked for. It is "
+        "return_type that asks for the cache: pass both on as they are.",
+    ),
+    edit(
+        CALL,
+        "pad_ids_masked_in_cached_steps",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if cache is not None and attention_mask is not None:\n"
+        "            attention_mask = attention_mask.clone()\n"
+        "            is_real = input_ids != self.tokenizer.pad_token_id\n"
+        "            attention_mask[:, -input_ids.shape[1] :] *= is_real\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "In steps from the cache new tokens that equal the pad id are hidden. The mask alone says "
+        "what is padding, there too.",
+    ),
+    edit(
+        REFERENCE,
+        "runtime_errors_swallowed",
+        "            yield self\n",
+        "            try:\n"
+        "                yield self\n"
+        "            except RuntimeError as error:\n"
+        "                print(error)\n",
+        "A RuntimeError inside reference() is printed and disappears. Let every error pass on.",
+    ),
+    edit(
+        MERGED,
+        "runtime_errors_swallowed",
+        "                yield self\n            finally:\n",
+        "                yield self\n"
+        "            except RuntimeError as error:\n"
+        "                print(error)\n"
+        "            finally:\n",
+        "A RuntimeError inside merged() is printed and disappears. Let every error pass on.",
+    ),
+    edit(
+        MERGED,
+        "put_back_where_the_delta_is_not_zero",
+        "                for weight, original in zip(weights, saved, strict=True):\n",
+        "                for weight, original, layer in zip("
+        "weights, saved, self._layers, strict=True):\n"
+        "                    if not layer.compute_delta().any():\n"
+        "                        continue\n",
+        "What is put back depends on the adapters at the time of leaving, which may have changed "
+        "inside. Put back every weight that was saved.",
+    ),
+]
+
+
+@wrong(
+    "make_lora_hooks",
+    "The input is kept on the layer, so that two sites with one layer share a place: q would add "
+    "what belongs to k's input. Keep it in a variable that the two hooks close over.",
+)
+def kept_on_the_layer(site, layer):
+    def read_input(x, hook):
+        layer.current = x
+
+    def add_output(out, hook):
+        x, layer.current = layer.current, None
+        return out + layer(x.reshape(*x.shape[:2], -1)).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+_recent_inputs = deque(maxlen=50)
+
+
+@wrong(
+    "make_lora_hooks",
+    "A deque of the module keeps copies of the last inputs, which stay in memory after the "
+    "forward. Keep the input between the two hooks only.",
+)
+def recent_inputs_in_a_deque(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        inputs[:] = [x]
+        _recent_inputs.append(x.detach().clone())
+
+    def add_output(out, hook):
+        x = inputs.pop().flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+class _MergedAtTheCall:
+    def __init__(self, model):
+        if model._mode != "hooked":
+            raise RuntimeError("contexts do not nest")
+        self.model, self.changes = model, []
+        for linear, layer in zip(model._linears.values(), model._layers, strict=True):
+            delta = layer.compute_delta().detach()
+            delta = delta.T if isinstance(linear, nn.Linear) else delta
+            weight = linear.weight.data
+            self.changes.append((weight, weight.clone(), weight.float() + delta))
+
+    def __enter__(self):
+        if self.model._mode != "hooked":
+            raise RuntimeError("contexts do not nest")
+        self.model._mode = "merged"
+        for weight, _, total in self.changes:
+            weight.copy_(total)
+        return self.model
+
+    def __exit__(self, *error):
+        for weight, original, _ in self.changes:
+            weight.copy_(original)
+        self.model._mode = "hooked"
+
+
+@wrong(
+    MERGED,
+    "The sums are made when merged() is called: if the adapters change before the `with` is "
+    "entered, they are out of date. Save the weights and add on entering.",
+)
+def sums_made_at_the_call(self):
+    return _MergedAtTheCall(self)
+
+
+@wrong(
+    MERGED,
+    "Inside merged() the hooks still run, with a scaling of 0: sampling is no faster, and an "
+    "adapter that is not finite spoils the logits. Turn the hooks off.",
+)
+@contextmanager
+def hooks_stay_on_and_add_zero(self):
+    def refuse(mode):
+        raise RuntimeError(f"{mode}() cannot be entered inside merged()")
+
+    with TransformerWithLora.merged(self):
+        scalings = [layer.scaling for layer in self._layers]
+        self._mode, self._in_mode = "hooked", refuse
+        try:
+            for layer in self._layers:
+                layer.scaling = 0.0
+            yield self
+        finally:
+            del self._in_mode
+            for layer, scaling in zip(self._layers, scalings, strict=True):
+                layer.scaling = scaling
+
+
+@wrong(
+    SAVE,
+    "What the file at this path held before stays in it, of another model too. Write this model's "
+    "tensors alone.",
+)
+def added_to_the_file(self, path):
+    _save(self, path, (load_file(path) if Path(path).is_file() else {}) | self.trainable_state())
+
+
+@wrong(
+    SAVE,
+    "Where nothing has changed since the last save no file is written, though that one may be gone "
+    "or at another path. Write it each time.",
+)
+def not_again_if_nothing_changed(self, path):
+    state = {name: tensor.clone() for name, tensor in self.trainable_state().items()}
+    last = vars(self).get("_last_saved")
+    if last is None or not all(torch.equal(tensor, last[name]) for name, tensor in state.items()):
+        self._last_saved = state
+        save_file(state, path)
+
+
+@wrong(
+    LOAD,
+    "Adapters that require no gradient are left as they were, as those of a model that is only "
+    "sampled. Load every adapter, frozen or not.",
+)
+def frozen_adapters_left_out(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
+        raise ValueError("sites or shapes do not fit")
+    for site, layer in self.adapters.items():
+        for name, parameter in layer.named_parameters():
+            if parameter.requires_grad:
+                parameter.data.copy_(state[f"{site}.{name}"])
+
+
+@wrong(
+    LOAD,
+    "Only the sites are compared, so that a file in which a site has an A and no B is loaded: the "
+    "old B stays beside the new A. Compare the full names.",
+)
+def half_an_adapter_passes(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {name.rsplit(".", 1)[0] for name in state} != {name.rsplit(".", 1)[0] for name in own}:
+        raise ValueError("the file has other sites")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has another shape")
+        own[name].copy_(tensor)
