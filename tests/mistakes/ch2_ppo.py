@@ -4111,3 +4111,149 @@ COEFFICIENTS_AND_ARGUMENTS = [
         "after the loop.",
     ),
 ]
+
+
+AT_THE_ENDS_OF_A_CONTRACT = [
+    edit(
+        "reward_fn_char_count",
+        "bytes_of_the_text",
+        "float(text.count(char))",
+        "float(sum(byte == ord(char) for byte in text.encode()))",
+        "You count bytes. A character such as é has more than one: count in the text itself.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "three_spellings",
+        'words = re.findall("[a-z]+", text.lower())',
+        'words = re.findall("[A-Za-z]+", text)\n'
+        "        words = [w.lower() for w in words if w in (w.lower(), w.upper(), w.capitalize())]",
+        "A word may mix upper and lower case in any way: lower the whole text.",
+    ),
+    edit(
+        "normalize_reward",
+        "graph_kept",
+        "rewards = rewards.detach()",
+        "rewards = rewards.clone()",
+        "The result keeps the graph of the rewards, and a clone does, too. Rewards are numbers: "
+        "detach them.",
+    ),
+    edit(
+        "compute_token_rewards",
+        "score_with_its_graph",
+        "scores.detach()[:, None]",
+        "scores[:, None]",
+        "The scores keep their graph. A reward is a number, the score as well as the KL: detach "
+        "them.",
+    ),
+    edit(
+        "normalize_advantages",
+        "small_spread_is_taken_for_none",
+        "kept.numel() > 1 and kept.max() > kept.min()",
+        "kept.numel() > 1 and kept.std() > 1e-6",
+        "A small std is not the same as equal advantages, and eps is smaller still. Only equal "
+        "ones give zeros.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "log_ratio_between_minus_20_and_20",
+        "clamp(max=80.0)",
+        "clamp(-20.0, 20.0)",
+        "The log-ratio is held within 20, as some libraries do. Where A is negative a larger "
+        "ratio counts in full, and has a gradient: bound it only where exp would overflow.",
+        within="calc_ratio",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "nan_replaced_in_the_products",
+        "entropies = calc_entropy(logits[mask])",
+        "logprobs = logits[mask].log_softmax(-1)\n"
+        "    entropies = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)",
+        "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
+        "product comes too late. Replace the log-prob before you multiply.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "number_without_coefficient",
+        "    entropies = ",
+        "    if ent_coef == 0:\n        return 0.0\n    entropies = ",
+        "With ent_coef 0 you return a Python number. Return a tensor, as for any other "
+        "coefficient.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "number_without_coefficient",
+        "    logprobs = at_least_float32(",
+        "    if kl_coef == 0:\n        return 0.0\n    logprobs = at_least_float32(",
+        "With kl_coef 0 you return a Python number. Return a tensor, as for any other coefficient.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "no_head_lr_is_base_lr",
+        '"value_head": args.head_lr}',
+        '"value_head": args.head_lr or args.base_lr}',
+        "`head_lr or base_lr` takes a head_lr of 0 for none. With 0 the head stands still.",
+    ),
+    edit(
+        "ReplayMemory",
+        "rows_of_the_first_field",
+        "n_rows = next(iter(sizes.values()))",
+        "n_rows = len(next(iter(fields.values())))",
+        "You count the rows of the first field, which may be None. Take one that is a tensor.",
+    ),
+    edit(
+        "ReplayMemory",
+        "chunks_instead_of_parts",
+        "tensor_split(self.num_minibatches)",
+        "chunk(self.num_minibatches)",
+        "chunk(4) makes 3 parts of 9 rows. tensor_split makes as many as num_minibatches says.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_coef_of_the_arguments_set_to_0",
+        '    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0\n',
+        '    if args.kl_in == "loss":\n        args.kl_coef = 0.0\n    kl_coef = args.kl_coef\n',
+        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL either. "
+        "Leave the arguments as they are.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_by_gen_len",
+        "        logprobs, values = [], []\n",
+        "        logprobs, values = [], []\n"
+        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n",
+        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
+        "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "skipped_without_advantages",
+        "            self.optimizer.zero_grad()\n",
+        "            if not minibatch.advantages[minibatch.mask].any():\n"
+        "                continue\n"
+        "            self.optimizer.zero_grad()\n",
+        "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
+        "KL have gradients of their own: every minibatch has its step.",
+    ),
+]
+
+
+@wrong(
+    "compute_advantages",
+    "Each token calls for the next one, and Python allows about 1000 calls within one another. A "
+    "completion may be longer: use a loop.",
+)
+@torch.no_grad()
+def one_call_within_another(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, rewards = (x.masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    advantages = torch.zeros_like(values)
+
+    def go_back_to(t):
+        if t == values.shape[1]:
+            return values.new_zeros(len(values)), values.new_zeros(len(values))
+        next_value, next_advantage = go_back_to(t + 1)
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = (delta + gamma * lam * next_advantage) * mask[:, t]
+        return values[:, t], advantages[:, t]
+
+    go_back_to(0)
+    return advantages
