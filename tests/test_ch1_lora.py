@@ -280,10 +280,9 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position)
 def several_forwards(student, rng):
-    """Two adapters on one site, one of them on another too; after a forward that broke off"""
+    """Two adapters on one site and one on another; a forward after one that broke off halfway"""
     sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
-    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in range(2)]
-    layers.append(layers[1])
+    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
     hooks = [hook for pair in pairs for hook in pair]
     call_hooks(hooks, f"{sites[0]}.hook_in", rng.normal(2, 3, 4))  # and then an error
@@ -1275,12 +1274,12 @@ def fill(model, value: float) -> None:
 
 def _merge(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
-    model, found = boot(student, kind), {}
-    before, context = copy_weights(model), model.merged()
+    model = set_alike(boot(student, kind), rng)
+    before, found, context = copy_weights(model), {}, model.merged()
     found["weights that changed before entering"] = name_changed(before, model)
-    before = copy_weights(set_alike(model, rng))
     with context:
         found["inside"] = score(model, ids, mask)
+        found["inside, once more"] = score(model, ids, mask)
     found["weights that changed"] = name_changed(before, model)
     found["after"] = score(model, ids, mask)
     before = copy_weights(set_alike(model, rng))
@@ -1789,7 +1788,7 @@ def _rejects_what_does_not_fit(observed, reference):
 
 @check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit, beside=True)
 def adapters_that_do_not_fit(student, rng):
-    """Other sizes, sites or blocks, a B or the file missing, half of it; frozen adapters load"""
+    """Other sizes, too few or too many sites or blocks, no B, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     dtype = torch.bfloat16  # of the base: the adapters are in float32
@@ -1817,9 +1816,7 @@ def adapters_that_do_not_fit(student, rng):
         for case, (into, other) in LOADED_WRONGLY.items():
             found[case] = is_error(built[into].load_adapter, paths[other], clear=True)
         for name, model in built.items():
-            for parameter in list(set_apart(model, rng).trainable_parameters()):
-                parameter.requires_grad_(False)  # as of a model that is only sampled
-            model.load_adapter(paths[name])
+            set_apart(model, rng).load_adapter(paths[name])
             found["logits loaded"][name] = float_logits(model, ids, mask)
     return found
 

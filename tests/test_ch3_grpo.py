@@ -165,6 +165,7 @@ def group_sizes_that_do_not_fit(student, rng):
         f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
         for n in (4, 5, 12, 1, 0, -3)
     }
+    bad["4 for 6 equal rewards"] = error_of("group_size", f, rewards * 0, 4)
     return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
 
 
@@ -176,6 +177,7 @@ def unknown_scales(student, rng):
         f"scale {s!r}": error_of("scale", f, rewards, 3, s)
         for s in ("std", "Group", "", None, True)
     }
+    bad["of equal rewards"] = error_of("scale", f, rewards * 0, 3, "std")
     return bad | _every_scale(student, rewards, 3)
 
 
@@ -254,12 +256,12 @@ def single_updates_of_many_shapes(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def unlikely_tokens(student, rng):
-    """Log-probs of -1000, and of 0, a token too; float64; the inputs, slices, stay as they were"""
+    """Log-probs of -1000, and of 0; advantages of 1000; float64; the inputs, slices, stay"""
     mask = ragged_mask(rng, 4, 5)
     logprobs = -1000 * rng.uniform(4, 5, low=0.9, high=1.1)
     logprobs[:, rng.integer(1, 5)] = 0.0
     logprobs = poison(logprobs, mask)
-    advantages = rng.normal(4)
+    advantages = 1000 * rng.normal(4)
     after = with_inputs_after(
         student.calc_single_update_objective, sliced(logprobs), advantages.clone(), sliced(mask)
     )
@@ -645,7 +647,7 @@ def extremes_behind_the_mask(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def far_from_the_reference(student, rng):
-    """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A = -1"""
+    """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A = -30"""
     old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
     return {
         name: value_and_gradients(
@@ -662,7 +664,7 @@ def far_from_the_reference(student, rng):
             logprobs=old[:1, :2] + rng.tensor([[6.0, -6.0]]),
             old_logprobs=old[:1, :2],
             ref_logprobs=old[:1, :2],
-            advantages=rng.tensor([-1.0]) * rng.uniform(1, low=0.5),
+            advantages=rng.tensor([-30.0]) * rng.uniform(1, low=0.5),
         )
     }
 
@@ -841,6 +843,8 @@ def steps_that_do_not_fit(student, rng):
         "4 rows of rewards and 3 of ends": ends[:3],
     }
     found = {name: _error_of_steps(f, rewards, bad_ends, 2, 5) for name, bad_ends in bad.items()}
+    equal, bad_ends = [0 * r for r in rewards], bad["an end at 5, before another, in row 2"]
+    found["an end at 5, all rewards equal"] = _error_of_steps(f, equal, bad_ends, 2, 5)
     return found | {"as it should be": f(rewards, ends, 2, 5)}
 
 
@@ -892,6 +896,7 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=
     logprobs, ref_logprobs = (beyond(rng.normal(rows, 5, mean=-1), mask) for _ in range(2))
     if with_gradients:
         scores, logprobs, ref_logprobs = map(leaf, (scores, logprobs, ref_logprobs))
+    before = dict(vars(args))
     memory = student.make_grpo_memory(
         args, samples, scores, logprobs, ref_logprobs if with_reference else None
     )
@@ -904,6 +909,7 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=
         "fields with a gradient": [name for name, x in tensors.items() if x.requires_grad],
         "minibatches": len(memory.get_minibatches()),
         "whether there are ref_logprobs": getattr(memory, "ref_logprobs", None) is not None,
+        "whether the arguments are as before": vars(args) == before,
         "scores afterwards": scores,
         "logprobs afterwards": inside(logprobs, mask),
     }
@@ -1103,7 +1109,7 @@ def _counts(observed, reference):
 
 @check("GrpoTrainer.rollout_phase", public=True, holds=_counts, beside=True)
 def no_value_head_and_no_reference(student, rng):
-    """The trainer's own model has no value head; kl_coef 0: no reference runs; prompts None"""
+    """No value head; kl_coef 0: no reference runs; prompts None; completions below gen_len"""
     reward_fn = trainers.RecordingReward()
     args = _make_grpo_args(
         student,
@@ -1115,6 +1121,7 @@ def no_value_head_and_no_reference(student, rng):
     )
     trainer = student.GrpoTrainer(args)
     model, entered = trainer.model, []
+    trainers.make_end_likely(model)
     reference = type(model).reference
 
     def counted(self):
@@ -1263,9 +1270,10 @@ def objective_without_kl(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
 def grpo_objective_by_default(student, rng):
-    """The default coefficients, temperature 1"""
+    """The default coefficients, temperature 1; two epochs of one minibatch"""
+    counts = {"batch_size": 6, "num_minibatches": 1}  # the second epoch's ratio is not 1
     defaults = {"clip_coef": 0.2, "ent_coef": 0.001, "kl_coef": 0.04, "temperature": 1.0}
-    return _grpo_objective(student, rng, **defaults, top_k=None, gen_len=5)
+    return _grpo_objective(student, rng, **defaults, **counts, top_k=None, gen_len=5)
 
 
 # --- measure_loss_and_gradient_at_start ---------------------------------------------------------

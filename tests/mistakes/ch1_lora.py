@@ -3110,22 +3110,6 @@ SEVERAL_EXERCISES_9 = [
 ]
 
 
-@wrong(
-    "make_lora_hooks",
-    "The input is kept on the layer, so that two sites with one layer share a place: q would add "
-    "what belongs to k's input. Keep it in a variable that the two hooks close over.",
-)
-def kept_on_the_layer(site, layer):
-    def read_input(x, hook):
-        layer.current = x
-
-    def add_output(out, hook):
-        x, layer.current = layer.current, None
-        return out + layer(x.reshape(*x.shape[:2], -1)).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
 _recent_inputs = deque(maxlen=50)
 
 
@@ -3146,40 +3130,6 @@ def recent_inputs_in_a_deque(site, layer):
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-class _MergedAtTheCall:
-    def __init__(self, model):
-        if model._mode != "hooked":
-            raise RuntimeError("contexts do not nest")
-        self.model, self.changes = model, []
-        for linear, layer in zip(model._linears.values(), model._layers, strict=True):
-            delta = layer.compute_delta().detach()
-            delta = delta.T if isinstance(linear, nn.Linear) else delta
-            weight = linear.weight.data
-            self.changes.append((weight, weight.clone(), weight.float() + delta))
-
-    def __enter__(self):
-        if self.model._mode != "hooked":
-            raise RuntimeError("contexts do not nest")
-        self.model._mode = "merged"
-        for weight, _, total in self.changes:
-            weight.copy_(total)
-        return self.model
-
-    def __exit__(self, *error):
-        for weight, original, _ in self.changes:
-            weight.copy_(original)
-        self.model._mode = "hooked"
-
-
-@wrong(
-    MERGED,
-    "The sums are made when merged() is called: if the adapters change before the `with` is "
-    "entered, they are out of date. Save the weights and add on entering.",
-)
-def sums_made_at_the_call(self):
-    return _MergedAtTheCall(self)
 
 
 @wrong(
@@ -3225,21 +3175,6 @@ def not_again_if_nothing_changed(self, path):
     if last is None or not all(torch.equal(tensor, last[name]) for name, tensor in state.items()):
         self._last_saved = state
         save_file(state, path)
-
-
-@wrong(
-    LOAD,
-    "Adapters that require no gradient are left as they were, as those of a model that is only "
-    "sampled. Load every adapter, frozen or not.",
-)
-def frozen_adapters_left_out(self, path):
-    state, own = load_file(path), self.trainable_state()
-    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
-        raise ValueError("sites or shapes do not fit")
-    for site, layer in self.adapters.items():
-        for name, parameter in layer.named_parameters():
-            if parameter.requires_grad:
-                parameter.data.copy_(state[f"{site}.{name}"])
 
 
 @wrong(

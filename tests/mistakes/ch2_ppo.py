@@ -4121,3 +4121,72 @@ COEFFICIENTS_AND_ARGUMENTS = [
         "after the loop.",
     ),
 ]
+
+
+AT_THE_ENDS_OF_A_CONTRACT = [
+    edit(
+        "reward_fn_char_count",
+        "bytes_of_the_text",
+        "float(text.count(char))",
+        "float(sum(byte == ord(char) for byte in text.encode()))",
+        "You count bytes. A character such as é has more than one: count in the text itself.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "three_spellings",
+        'words = re.findall("[a-z]+", text.lower())',
+        'words = re.findall("[A-Za-z]+", text)\n'
+        "        words = [w.lower() for w in words if w in (w.lower(), w.upper(), w.capitalize())]",
+        "A word may mix upper and lower case in any way: lower the whole text.",
+    ),
+    edit(
+        "calc_entropy_bonus",
+        "nan_replaced_in_the_products",
+        "entropies = calc_entropy(logits[mask])",
+        "logprobs = logits[mask].log_softmax(-1)\n"
+        "    entropies = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)",
+        "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
+        "product comes too late. Replace the log-prob before you multiply.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "no_head_lr_is_base_lr",
+        '"value_head": args.head_lr}',
+        '"value_head": args.head_lr or args.base_lr}',
+        "`head_lr or base_lr` takes a head_lr of 0 for none. With 0 the head stands still.",
+    ),
+    edit(
+        "ReplayMemory",
+        "rows_of_the_first_field",
+        "n_rows = next(iter(sizes.values()))",
+        "n_rows = len(next(iter(fields.values())))",
+        "You count the rows of the first field, which may be None. Take one that is a tensor.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_coef_of_the_arguments_set_to_0",
+        '    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0\n',
+        '    if args.kl_in == "loss":\n        args.kl_coef = 0.0\n    kl_coef = args.kl_coef\n',
+        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL either. "
+        "Leave the arguments as they are.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_by_gen_len",
+        "        logprobs, values = [], []\n",
+        "        logprobs, values = [], []\n"
+        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n",
+        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
+        "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "skipped_without_advantages",
+        "            self.optimizer.zero_grad()\n",
+        "            if not minibatch.advantages[minibatch.mask].any():\n"
+        "                continue\n"
+        "            self.optimizer.zero_grad()\n",
+        "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
+        "KL have gradients of their own: every minibatch has its step.",
+    ),
+]

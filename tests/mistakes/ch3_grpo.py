@@ -3312,3 +3312,66 @@ UNCHECKED = [
         "not divide the batch, rather than what reshape says.",
     ),
 ]
+
+
+AT_THE_ENDS_OF_A_CONTRACT = [
+    edit(
+        "group_advantages",
+        "equal_rewards_before_the_checks",
+        "    _check_group_size(group_size, len(rewards))\n",
+        "    if rewards.max() == rewards.min():\n"
+        "        return torch.zeros_like(rewards)\n"
+        "    _check_group_size(group_size, len(rewards))\n",
+        "Where all rewards are equal you return before group_size and scale are checked. Check "
+        "the arguments first.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "advantages_clipped",
+        "advantages.detach()[:, None]",
+        "advantages.detach().clamp(-10, 10)[:, None]",
+        "The advantages are clipped. Nothing bounds them here.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_clipped",
+        "advantages.detach().masked_fill(~mask, 0.0)",
+        "advantages.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
+        "The advantages are clipped. Only the ratio is.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_checked_where_rewards_differ",
+        "    all_ends = torch.cat(step_ends)\n",
+        "    groups = [torch.cat(step_rewards[i - i % group_size :][:group_size]) "
+        "for i in range(len(step_ends))]\n"
+        "    all_ends = [e for e, g in zip(step_ends, groups) if len(g.unique()) > 1]\n"
+        "    all_ends = torch.cat(all_ends or [torch.tensor([0])])\n",
+        "The ends are checked after groups without differences are skipped. Check them all, first.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "kl_coef_of_the_arguments_set_to_0",
+        "    return ReplayMemory(",
+        '    if args.kl_kind == "exact":\n        args.kl_coef = 0.0\n    return ReplayMemory(',
+        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL at all. "
+        "Leave the arguments as they are.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "columns_by_gen_len",
+        "        logprobs = self.get_sample_logprobs(samples)\n",
+        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n"
+        "        logprobs = self.get_sample_logprobs(samples)\n",
+        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
+        "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "one_minibatch_taken_for_one_update",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach() if args.num_minibatches == 1 else minibatch.logprobs,\n",
+        "One minibatch an epoch is not one update: each epoch is. From the second on the ratio is "
+        "not 1.",
+    ),
+]
