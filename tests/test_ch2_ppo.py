@@ -1420,6 +1420,7 @@ def _make_memory(
     mean=6.0,
     rows=6,
     values=1.0,
+    outlier=0.0,
     with_gradients=False,
     **options,
 ):
@@ -1429,6 +1430,7 @@ def _make_memory(
     drawn = [beyond(rng.normal(rows, 5, mean=-1), mask) for _ in range(3)]
     drawn[2] = drawn[2] * values
     scores = rng.normal(rows, mean=mean, std=spread)
+    scores[0] += outlier
     if with_gradients:
         scores, *drawn = map(leaf, (scores, *drawn))
     if not with_reference:
@@ -1493,8 +1495,9 @@ def memory_of_raw_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores, or advantages, that differ as little as an eps, or not at all; a single completion"""
+    """Scores, or advantages, that hardly differ; one of 150 scores far off; a single completion"""
     cases = {
+        "150 rows": {"rows": 150, "outlier": 1000.0},  # 12 standard deviations away
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
         "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
@@ -1820,7 +1823,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
-    found = {}
+    found, before = {}, dict(vars(args))
     for phase, scale in enumerate(scales, start=1):
         fields = _make_fields(rng, make_samples(rng), args.temperature)
         fields["advantages"] = fields["advantages"] * scale
@@ -1830,7 +1833,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
         trainer.learning_phase(student.ReplayMemory(**counts, **fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
         found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
-    return found
+    return found | {"whether the arguments are as before": vars(args) == before}
 
 
 @check(

@@ -4164,6 +4164,13 @@ AT_THE_ENDS_OF_A_CONTRACT = [
     ),
     edit(
         "make_replay_memory",
+        "normalized_scores_clipped",
+        "normalize_reward(scores) if",
+        "normalize_reward(scores).clamp(-10, 10) if",
+        "Normalised scores are clipped at 10, as some libraries do. Nothing bounds them here.",
+    ),
+    edit(
+        "make_replay_memory",
         "kl_coef_of_the_arguments_set_to_0",
         '    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0\n',
         '    if args.kl_in == "loss":\n        args.kl_coef = 0.0\n    kl_coef = args.kl_coef\n',
@@ -4178,6 +4185,16 @@ AT_THE_ENDS_OF_A_CONTRACT = [
         "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n",
         "You take the last gen_len columns for the completion. Sampling stops when all rows have "
         "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "adaptive_kl_coef",
+        "        self.scheduler.step()",
+        "        self.scheduler.step()\n"
+        '        error = (self.metrics["kl_exact"] or [6.0])[-1] / 6.0 - 1\n'
+        "        self.args.kl_coef *= 1 + 0.1 * max(-0.2, min(error, 0.2))",
+        "kl_coef is adapted to the KL after each phase, as in older libraries. Here it is a "
+        "constant: leave the arguments as they are.",
     ),
     edit(
         "RLHFTrainer.learning_phase",
