@@ -600,6 +600,20 @@ def set_apart(model, rng, rank: int = RANK):
     return model
 
 
+def add_head(model, rng) -> list[nn.Parameter]:
+    """Give a model a part more, as chapter 2 does; none if it keeps its parts in another way."""
+    if not hasattr(model, "trainable_parts"):
+        return []
+    head, parts, state = nn.Linear(3, 1), model.trainable_parts, model.trainable_state
+    named = dict(head.named_parameters(prefix="value_head"))
+    for parameter in named.values():
+        parameter.data.copy_(rng.normal(*parameter.shape))
+    model.value_head = head
+    model.trainable_parts = lambda: parts() | {"value_head": [*named.values()]}
+    model.trainable_state = lambda: state() | {name: p.data for name, p in named.items()}
+    return [*named.values()]
+
+
 def ragged_batch(rng, rows: int = 3, seq: int = 8) -> tuple[Tensor, Tensor]:
     """Random ids, padded on the left and, in other rows, on the right; pad, bos and eos are real
     tokens as well."""
@@ -1505,8 +1519,9 @@ def rounded_once(student, rng):
 def parameters_by_backward(self):
     """All that a backward from the logits reaches, in a mode where the adapters are on."""
     mode, self._mode = self._mode, "hooked"
+    head = list(self.value_head.parameters()) if hasattr(self, "value_head") else []
     try:
-        return find_leaves(self(torch.ones(1, 1, dtype=torch.long)))
+        return find_leaves(self(torch.ones(1, 1, dtype=torch.long))) + head
     finally:
         self._mode = mode
 
@@ -1557,7 +1572,7 @@ def steps_of_an_optimizer(student, rng):
 
 @check("TransformerWithLora.trainable_parameters", expected=parameters_by_backward, **CLOSE)
 def the_same_at_each_call(student, rng):
-    """Each call gives the same parameters, of every site, also after merged() and reference()"""
+    """Each call gives the same parameters, of every site, in every mode; and a head's, if any"""
     model = set_alike(boot(student, "llama"), rng)
     calls = [list(model.trainable_parameters())]
     for parameter in calls[0][:1]:  # as after a backward that reaches one site
@@ -1566,13 +1581,16 @@ def the_same_at_each_call(student, rng):
         with context():
             calls.append(list(model.trainable_parameters()))
     again = calls[-1]
-    return {
+    found = {
         "how many": len(again),
         "other ones": sum({id(p) for p in c} != {id(p) for p in again} for c in calls),
         "kinds": sorted({type(p).__name__ for p in again}),
         "not trained": sum(not (p.requires_grad and p.is_leaf) for p in again),
         "weights of the base that require a gradient": list_unfrozen(model),
     } | measure(again)
+    head = add_head(model, rng)
+    with_head = {id(p) for p in model.trainable_parameters()}
+    return found | {"parameters of a head left out": sum(id(p) not in with_head for p in head)}
 
 
 # --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
@@ -1624,6 +1642,8 @@ def _is_loaded(observed, reference):
         return "loading should not change the base"
     if observed["weights of the base that require a gradient"]:
         return "after loading, weights of the base require a gradient: they should stay frozen"
+    if observed["a head is lost"]:
+        return "of a subclass with one more part, as chapter 2's head, that part is lost"
     if observed["not trained after loading"] != 0:
         return "after loading, some trainable parameters get no gradient"
     if not observed["the same parameters"]:
@@ -1645,6 +1665,14 @@ def _holds_the_adapters(observed, reference):
 def float_logits(model, ids: Tensor, mask: Tensor) -> Tensor:
     """`score` in float32: the dtype of a 16-bit base's logits is left open."""
     return score(model, ids, mask).float()
+
+
+def _loses_a_head(first, second, rng) -> bool:
+    ours, theirs = add_head(first, rng), add_head(second, rng)
+    with tempfile.TemporaryDirectory() as folder:
+        is_error(first.save_adapter, f"{folder}/with_head")
+        is_error(second.load_adapter, f"{folder}/with_head")
+    return any(not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _save_and_load(
@@ -1691,6 +1719,7 @@ def _save_and_load(
     now = list(second.trainable_parameters())
     without = [p for p in now if p.grad is None or not p.grad.any()]
     found["the same parameters"] = {*map(id, now)} == {*map(id, parameters)}
+    found["a head is lost"] = _loses_a_head(first, second, rng)
     return found | {"not trained after loading": len(without)}
 
 

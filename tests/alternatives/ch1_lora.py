@@ -435,7 +435,7 @@ SMALL_CHANGES = [
         "TransformerWithLora.trainable_parameters",
         "a_generator",
         "return [parameter for part in self.trainable_parts().values() for parameter in part]",
-        "yield from self._layers.parameters()",
+        "yield from (p for p in self.parameters() if p.requires_grad)",
     ),
     edit(
         "TransformerWithLora.save_adapter",
@@ -527,15 +527,10 @@ def through_bytes(self, path):
 
     with open(path, "rb") as file:
         state = load(file.read())
-    for site, layer in self.adapters.items():
-        layer.lora_A.data = _fitting(state.pop(f"{site}.lora_A"), layer.lora_A)
-        layer.lora_B.data = _fitting(state.pop(f"{site}.lora_B"), layer.lora_B)
+    for name, own in self.trainable_state().items():
+        assert state[name].shape == own.shape, f"{name} should be {own.shape}"
+        own.copy_(state.pop(name))
     assert not state, f"unknown: {list(state)}"
-
-
-def _fitting(tensor, parameter):
-    assert tensor.shape == parameter.shape, f"{tensor.shape} should be {parameter.shape}"
-    return tensor.to(parameter.device)
 
 
 # --- calc_sft_loss ------------------------------------------------------------------------------

@@ -3190,3 +3190,33 @@ def half_an_adapter_passes(self, path):
         if own[name].shape != tensor.shape:
             raise ValueError(f"{name} has another shape")
         own[name].copy_(tensor)
+
+
+HEAD = "Chapter 2's subclass has a value head, a part more, which is"
+ADAPTERS_ALONE = [
+    edit(
+        "TransformerWithLora.trainable_parameters",
+        "adapters_alone",
+        "[parameter for part in self.trainable_parts().values() for parameter in part]",
+        "list(self._layers.parameters())",
+        f"{HEAD} trained, too: give the parameters of every part in trainable_parts().",
+    ),
+    edit(
+        SAVE,
+        "adapters_alone",
+        "self.trainable_state().items()",
+        "TransformerWithLora.trainable_state(self).items()",
+        f"{HEAD} left out of the file: save all of trainable_state().",
+    ),
+    edit(
+        LOAD,
+        "adapters_alone",
+        "        self.load_trainable_state(state)",
+        "        own = TransformerWithLora.trainable_state(self)\n"
+        '        require(own.keys() == state.keys(), "the file has other sites")\n'
+        "        for name, tensor in own.items():\n"
+        '            require(tensor.shape == state[name].shape, f"{name} has another shape")\n'
+        "            tensor.copy_(state[name])",
+        f"{HEAD} in the file but not loaded: load all of trainable_state().",
+    ),
+]
