@@ -361,7 +361,7 @@ def is_freed(storage: StorageWeakRef) -> bool:
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position)
 def what_is_kept(student, rng):
-    """After a forward hooks and points hold no activation, nor that of one that broke off before"""
+    """After a forward nothing is held, nor of one that broke off; of two of these, the newest"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
     before, found, ctx = count_reachable(hooks, layer), {}, {}
@@ -371,10 +371,16 @@ def what_is_kept(student, rng):
         storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
         layer.train(mode is torch.enable_grad)
         with mode():
-            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x, ctx)  # and then an error
+            reached = []
+            for broken_off in (old_x.clone(), old_x):  # and then an error
+                call_hooks(hooks, "blocks.0.attn.o.hook_in", broken_off, ctx)
+                reached.append(count_reachable(hooks, layer, ctx))
             result = call_both(hooks, "blocks.0.attn.o", x, out, ctx)["the output"]
-        found[mode.__name__] = {"the output": result.detach().clone()}
-        del named, old_x, x, out, result  # with the result goes its graph
+        found[mode.__name__] = {
+            "the output": result.detach().clone(),
+            "numbers that a second input adds": reached[1] - reached[0],
+        }
+        del named, old_x, broken_off, x, out, result  # with the result goes its graph
         held = count_reachable(hooks, layer, ctx) - before
         freed = {f"{name} is freed": is_freed(storage) for name, storage in storages.items()}
         found[mode.__name__] |= {"numbers still held": held} | freed

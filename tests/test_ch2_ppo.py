@@ -1871,7 +1871,13 @@ def epochs_and_minibatches(student, rng):
 
 @check("RLHFTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_that_learns(student, rng):
-    """Eight phases on the embedded model: at least half as many full stops again"""
+    """Eight phases, rewarded for full stops, and no more: at least half as many again"""
+    rewarded = []
+
+    def reward_fn(samples):
+        rewarded.extend(samples)
+        return torch.tensor([float(text.count(".")) for text in samples])
+
     args = student.RLHFArgs(
         batch_size=32,
         num_minibatches=1,
@@ -1880,7 +1886,7 @@ def a_short_run_that_learns(student, rng):
         warmup_steps=0,
         base_lr=5e-3,
         kl_coef=0.0,
-        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
+        reward_fn=reward_fn,
     )
     model = student.TransformerWithValueHeadLora.from_pretrained("embedded", device="cpu")
     sampled = {}
@@ -1890,4 +1896,4 @@ def a_short_run_that_learns(student, rng):
             sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
-    return sampled
+    return sampled | {"rewarded": len(rewarded)}

@@ -1377,7 +1377,13 @@ def gradient_at_the_start(student, rng):
 
 @check("GrpoTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_of_grpo(student, rng):
-    """Eight phases, rewarded for full stops: at least half as many again"""
+    """Eight phases, rewarded for full stops, and no more: at least half as many again"""
+    rewarded = []
+
+    def reward_fn(samples):
+        rewarded.extend(samples)
+        return torch.tensor([float(text.count(".")) for text in samples])
+
     args = student.GrpoArgs(
         batch_size=32,
         num_minibatches=1,
@@ -1386,7 +1392,7 @@ def a_short_run_of_grpo(student, rng):
         warmup_steps=0,
         base_lr=5e-3,
         kl_coef=0.0,
-        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
+        reward_fn=reward_fn,
     )
     model = TransformerWithLora.from_pretrained("embedded", device="cpu")
     sampled = {}
@@ -1396,4 +1402,4 @@ def a_short_run_of_grpo(student, rng):
             sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
-    return sampled
+    return sampled | {"rewarded": len(rewarded)}

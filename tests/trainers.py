@@ -356,7 +356,10 @@ def sample_ids(model, prompt: str, rng) -> Tensor:
 
 
 def find_no_learning(observed, reference):
-    """The rewards before and after, by what the sampled ids say."""
+    """The rewards before and after, by what the sampled ids say; a phase rewards 32 completions."""
+    phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
+    if phases != asked:
+        return f"{phases:g} phases were run, where total_phases is {asked}"
     before, after = (
         sum(models.load_tokenizer().decode(row).count(".") for row in rows) / 64
         for rows in (reference["before"], observed["after"])

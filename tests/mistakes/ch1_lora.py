@@ -3003,6 +3003,26 @@ def input_goes_on_in_the_adapters_dtype(site, layer):
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
 
 
+@wrong(
+    "make_lora_hooks",
+    "Inputs pile up until a forward is completed: each one that breaks off leaves one more in the "
+    "list. A second input should overwrite the first.",
+)
+def newest_of_a_stack(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        inputs.append(x)
+
+    def add_output(out, hook):
+        x = inputs[-1]
+        inputs.clear()
+        change = layer(x.reshape(*x.shape[:2], -1))
+        return out + change.reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
 SEVERAL_EXERCISES_9 = [
     edit(
         "make_lora_hooks",

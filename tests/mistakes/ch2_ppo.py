@@ -4207,3 +4207,15 @@ AT_THE_ENDS_OF_A_CONTRACT = [
         "KL have gradients of their own: every minibatch has its step.",
     ),
 ]
+
+
+TRAIN = [
+    edit(
+        "RLHFTrainer.train",
+        "one_phase_too_many",
+        "while self.phase < args.total_phases",
+        "while self.phase <= args.total_phases",
+        "One phase too many is run. self.phase counts those that are done: stop when it has "
+        "reached total_phases.",
+    ),
+]
