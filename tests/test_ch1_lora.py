@@ -140,7 +140,7 @@ def new_adapters(student, rng):
 def random_adapters(student, rng):
     """Random A and B, ranks, alphas, up to three leading axes; gradients; eval(); frozen"""
     found = {}
-    for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 1.5)):
+    for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 0.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
         found[f"rank {rank}, alpha {alpha}"] = [
             layer_and_gradients(layer, rng.normal(*leading, 5)) for leading in ((), (1,), (2, 3))
@@ -864,10 +864,18 @@ class OfTheClassAsked:
 
 def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
     rank, sites = rng.integer(17, 24), ("mlp.out", "attn.q")
-    descendant = type(f"Descendant{rng.integer(0, 10**6)}", (student.TransformerWithLora,), {})
-    model = boot(SimpleNamespace(TransformerWithLora=descendant), kind, rank=rank, sites=sites)
-    trained = list(model.trainable_parameters())
+
+    class Descendant(student.TransformerWithLora):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.value_head = nn.Linear(2, 1)
+
+    Descendant.__name__ = f"Descendant{rng.integer(0, 10**6)}"
+    model = boot(SimpleNamespace(TransformerWithLora=Descendant), kind, rank=rank, sites=sites)
+    head = list(model.value_head.parameters()) if hasattr(model, "value_head") else []
+    trained = [p for p in model.trainable_parameters() if all(p is not other for other in head)]
     found = {
+        "parameters of a subclass's head that are frozen": sum(not p.requires_grad for p in head),
         "the class of what a subclass builds": type(model).__name__,
         "shapes of what is trained": list_shapes(trained),
         "entries of the Bs that are not 0": sum(
@@ -892,13 +900,13 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
 
 @check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
 def initial_adapters(student, rng):
-    """On each of two blocks: an A of its own and B = 0; in a subclass as well"""
+    """On each of two blocks: an A of its own and B = 0; in a subclass too, whose head is trained"""
     return _look_at_new_adapters(student, rng, "gpt2")
 
 
 @check("TransformerWithLora.from_pretrained", slow=True, expected=OfTheClassAsked(), **CLOSE)
 def adapters_of_eleven_blocks(student, rng):
-    """On each of 11 blocks: an A of its own and B = 0; in a subclass as well"""
+    """On each of 11 blocks: an A of its own and B = 0; in a subclass too, whose head is trained"""
     return _look_at_new_adapters(student, rng, "deep")
 
 
@@ -1908,10 +1916,14 @@ def first_token(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def large_logits(student, rng):
-    """Logits of 1e4, and small differences on top of 200"""
+    """Logits of 1e4, small differences on top of 200, and one of -inf that is no target"""
     large, tokens, loss_mask = sft_batch(rng, std=1e4)
     offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 200
-    return [sft_loss_and_gradient(student, x, tokens, loss_mask) for x in (large, offset)]
+    banned = (offset.index_fill(-1, torch.tensor([0]), -torch.inf), tokens.clamp(min=1), loss_mask)
+    return [
+        sft_loss_and_gradient(student, *batch)
+        for batch in ((large, tokens, loss_mask), (offset, tokens, loss_mask), banned)
+    ]
 
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)

@@ -133,7 +133,7 @@ def any_character(student, rng):
         return of_default_dtype(student.reward_fn_char_count(*args, **kwargs))
 
     return {f"{char!r}": count(texts, char) for char in ".aAé \n?(^[]\\"} | {
-        "default": count(texts),
+        "default": count([*texts, texts[0]]),
         "by keyword": count(texts, char="e"),
         "one text": count(texts[:1]),
     }
@@ -202,11 +202,11 @@ def random_reviews(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def every_word_of_the_lists(student, rng):
-    """Each word of the corpus's lists on its own, and several together"""
+    """Each word of the corpus's lists on its own, and several together; one text twice"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     together = [random_review(rng, words, rng.integer(3, 12)) for _ in range(3)]
     return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()]) | {
-        "several together": of_default_dtype(student.reward_fn_sentiment(together))
+        "several together": of_default_dtype(student.reward_fn_sentiment([*together, together[0]]))
     }
 
 
@@ -865,6 +865,9 @@ def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
 
+MANY = torch.ones(1, 137, dtype=torch.bool)  # positions; in chunks, the last one is shorter
+
+
 @check("calc_entropy_bonus", public=True, expected=0.31387062)
 def worked_entropy_bonus(student, rng):
     """A fair coin (0.6931) and one of 3 to 1 (0.5623), half of their mean; NaN beyond the end"""
@@ -875,11 +878,12 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask: value, gradient; 20,000 tokens; one with a logit of -inf"""
+    """Ragged, anything beyond the mask; 20,000 words; 137 positions; one with a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
-    found["20,000 tokens"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
+    found["20,000 words"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
+    found["137 positions"] = f(*policy_logits(rng, MANY, vocab=3).values(), MANY, 0.7)
     impossible = tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
     found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
     return found | in_every_form(
@@ -926,15 +930,17 @@ def ragged_kl_penalties(student, rng):
     """Ragged, anything beyond the mask: the value, and a gradient for logits alone"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     tensors = two_logits(rng, mask)
-    return in_every_form(lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors) | {
-        f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)
-    }
+    found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)}
+    found["137 positions"] = f(*two_logits(rng, MANY, vocab=3).values(), MANY, 0.7)
+    return found | in_every_form(
+        lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
+    )
 
 
 # With logits around 200, what is subtracted is rounded by up to 3e-5.
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5)
 def hard_kl_penalties(student, rng):
-    """Logits around 200 and -200, a token with a KL of 85, a policy that equals its reference"""
+    """Logits around 200 and -200, or 100 apart; a KL of 85; a policy that equals its reference"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     same = policy_logits(rng, mask)["logits"]
     equal = {"logits": same, "ref_logits": same + 1}
@@ -942,6 +948,8 @@ def hard_kl_penalties(student, rng):
     draw[1][..., 0] -= 80  # the reference hardly ever says what the policy may say
     far = {"logits": draw[0], "ref_logits": draw[1]}
     apart = two_logits(rng, mask, vocab=5)
+    sure = two_logits(rng, mask, vocab=5)
+    sure["logits"] = 100 * sure["logits"]  # most probabilities are 0 in float32
     row, t = choose(rng, mask.nonzero().tolist())
     apart["logits"][row, t, 0], apart["ref_logits"][row, t, 0] = 20, -83
     return by_case(
@@ -949,6 +957,7 @@ def hard_kl_penalties(student, rng):
             "logits around 200": call_with_gradients(f, mask, 0.5, **far),
             "a KL of 85": call_with_gradients(f, mask, 0.5, **apart),
             "equal": call_with_gradients(f, mask, 0.5, **equal),
+            "logits of 100": call_with_gradients(f, mask, 0.5, **sure),
         }
     )
 
@@ -1871,11 +1880,12 @@ def epochs_and_minibatches(student, rng):
 
 @check("RLHFTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_that_learns(student, rng):
-    """Eight phases, rewarded for full stops, and no more: at least half as many again"""
-    rewarded = []
+    """Eight phases, rewarded for full stops, at falling rates: at least half as many again"""
+    rewarded, rates = [], []
 
     def reward_fn(samples):
         rewarded.extend(samples)
+        rates.extend(trainers.list_rates(trainer))
         return torch.tensor([float(text.count(".")) for text in samples])
 
     args = student.RLHFArgs(
@@ -1896,4 +1906,4 @@ def a_short_run_that_learns(student, rng):
             sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
-    return sampled | {"rewarded": len(rewarded)}
+    return sampled | {"rewarded": len(rewarded), "rates": torch.tensor(rates)}

@@ -1377,11 +1377,12 @@ def gradient_at_the_start(student, rng):
 
 @check("GrpoTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_of_grpo(student, rng):
-    """Eight phases, rewarded for full stops, and no more: at least half as many again"""
-    rewarded = []
+    """Eight phases, rewarded for full stops, at falling rates: at least half as many again"""
+    rewarded, rates = [], []
 
     def reward_fn(samples):
         rewarded.extend(samples)
+        rates.extend(trainers.list_rates(trainer))
         return torch.tensor([float(text.count(".")) for text in samples])
 
     args = student.GrpoArgs(
@@ -1402,4 +1403,4 @@ def a_short_run_of_grpo(student, rng):
             sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
-    return sampled | {"rewarded": len(rewarded)}
+    return sampled | {"rewarded": len(rewarded), "rates": torch.tensor(rates)}

@@ -355,11 +355,21 @@ def sample_ids(model, prompt: str, rng) -> Tensor:
     return F.pad(ids, (0, 12 - ids.shape[1]))
 
 
+def list_rates(trainer) -> list[float]:
+    """The learning rates of now; none if the trainer keeps its optimizer in another place."""
+    groups = trainer.optimizer.param_groups if hasattr(trainer, "optimizer") else []
+    return sorted(float(group["lr"]) for group in groups)
+
+
 def find_no_learning(observed, reference):
     """The rewards before and after, by what the sampled ids say; a phase rewards 32 completions."""
     phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
     if phases != asked:
         return f"{phases:g} phases were run, where total_phases is {asked}"
+    rates, right = observed["rates"], reference["rates"]
+    is_right = rates.shape == right.shape and torch.allclose(rates, right, rtol=1e-4)
+    if rates.numel() > 0 and not is_right:
+        return "the learning rates are not those of a schedule that takes one step a phase"
     before, after = (
         sum(models.load_tokenizer().decode(row).count(".") for row in rows) / 64
         for rows in (reference["before"], observed["after"])

@@ -3240,3 +3240,37 @@ ADAPTERS_ALONE = [
         f"{HEAD} in the file but not loaded: load all of trainable_state().",
     ),
 ]
+
+
+SEVERAL_EXERCISES_10 = [
+    edit(
+        "LoraLayer",
+        "alpha_below_one_refused",
+        "require(alpha > 0,",
+        "require(alpha >= 1,",
+        "An alpha below 1 is refused. Any positive number will do.",
+        within="LoraLayer.__init__",
+    ),
+    edit(
+        BUILD,
+        "all_but_adapters_frozen_by_name",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        model = cls(load_base_model(name, device, dtype), rank, alpha, sites)\n"
+        "        for parameter_name, parameter in model.named_parameters():\n"
+        '            parameter.requires_grad_("lora_" in parameter_name)\n'
+        "        return model",
+        "All that is not called lora_ is frozen, and so is a subclass's value head. Freeze the "
+        "base alone.",
+    ),
+]
+
+
+@wrong(
+    "calc_sft_loss",
+    "Where a token is impossible (a logit of -inf) one-hot targets give 0 times -inf, which is "
+    "nan. Pick the target's log-prob with gather.",
+)
+def one_hot_targets(logits, tokens, loss_mask):
+    logprobs, targets = logits[:, :-1].log_softmax(-1)[loss_mask[:, 1:]], tokens[:, 1:]
+    one_hot = F.one_hot(targets[loss_mask[:, 1:]].long(), logits.shape[-1])
+    return -(one_hot * logprobs).sum() / loss_mask[:, 1:].sum()

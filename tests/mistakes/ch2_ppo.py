@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, masked_mean, select_completion
 from solutions.ch2_ppo import (
@@ -10,6 +11,7 @@ from solutions.ch2_ppo import (
     calc_kl_penalty,
     calc_value_function_loss,
     make_replay_memory,
+    reward_fn_sentiment,
 )
 from utils.grading.answers import edit, wrong
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
@@ -4218,4 +4220,62 @@ TRAIN = [
         "One phase too many is run. self.phase counts those that are done: stop when it has "
         "reached total_phases.",
     ),
+    edit(
+        "RLHFTrainer.train",
+        "schedule_steps_in_the_loop_as_well",
+        "                self._run_phase(log, bar)\n",
+        "                self._run_phase(log, bar)\n                self.scheduler.step()\n",
+        "The schedule takes two steps a phase: learning_phase has made one already.",
+    ),
 ]
+
+
+@wrong(
+    "reward_fn_char_count",
+    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
+    "reward for each sample, in order.",
+)
+def one_entry_for_equal_texts(samples, char="."):
+    return torch.tensor([*{text: float(text.count(char)) for text in samples}.values()])
+
+
+@wrong(
+    "reward_fn_sentiment",
+    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
+    "reward for each sample, in order.",
+)
+def duplicates_collapse(samples):
+    scores = {text: reward_fn_sentiment([text]).item() for text in samples}
+    return torch.tensor([*scores.values()])
+
+
+CHUNKS = "Chunks are averaged, and then their means, though the last one is shorter: add up, then "
+
+
+@wrong("calc_entropy_bonus", f"{CHUNKS}divide by the number of true positions.")
+def mean_of_chunk_means(logits, mask, ent_coef):
+    entropies = calc_entropy(logits[mask])
+    if len(entropies) == 0:
+        return entropies.sum()
+    return ent_coef * torch.stack([chunk.mean() for chunk in entropies.split(128)]).mean()
+
+
+@wrong("calc_kl_penalty", f"{CHUNKS}divide by the number of true positions.")
+def mean_of_chunk_means_of_the_kl(logits, ref_logits, mask, kl_coef):
+    logprobs, ref_logprobs = logits[mask].log_softmax(-1), ref_logits.detach()[mask].log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+    if len(kl) == 0:
+        return kl.sum()
+    return kl_coef * torch.stack([chunk.mean() for chunk in kl.split(128)]).mean()
+
+
+@wrong(
+    "calc_kl_penalty",
+    "F.kl_div with probabilities has a gradient of nan where one is 0 in float32. Give it the "
+    "log-probs of both, with log_target=True.",
+)
+def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
+    probs = logits[mask].softmax(-1)
+    ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
+    kl = F.kl_div(ref_logprobs, probs, reduction="none").sum(-1)
+    return kl_coef * kl.sum() / max(kl.numel(), 1)
