@@ -1065,6 +1065,7 @@ def key_value_cache(student, rng):
             )
     right = torch.ones_like(mask)
     right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
+    model.train()  # which changes nothing
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)

@@ -547,7 +547,7 @@ def worked_normal_advantages(student, rng):
 
 @check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
-    """Ragged, anything beyond the mask, rows of different means; the inputs stay as they were"""
+    """Ragged, anything beyond the mask, rows of other means, zeros; the inputs stay as they were"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
@@ -556,6 +556,7 @@ def ragged_normal_advantages(student, rng):
         mask,
         advantages=advantages,
     ) | {
+        "true zeros": f(poison(rng.normal(6, 7).clamp(min=0), mask), mask),
         "an outlier": f(
             torch.cat([rng.normal(1, 250), rng.normal(1, 1, mean=1000)], dim=1),
             torch.ones(1, 251, dtype=torch.bool),

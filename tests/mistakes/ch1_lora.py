@@ -3252,6 +3252,16 @@ SEVERAL_EXERCISES_10 = [
         within="LoraLayer.__init__",
     ),
     edit(
+        CALL,
+        "no_cache_in_training_mode",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if self.training and "use_cache" in kwargs:\n'
+        '            kwargs["use_cache"] = False\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "After train() use_cache is ignored, and sampling fails. Pass cache arguments on in every "
+        "mode.",
+    ),
+    edit(
         BUILD,
         "all_but_adapters_frozen_by_name",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",

@@ -4279,3 +4279,16 @@ def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
     ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
     kl = F.kl_div(ref_logprobs, probs, reduction="none").sum(-1)
     return kl_coef * kl.sum() / max(kl.numel(), 1)
+
+
+@wrong(
+    "normalize_advantages",
+    "Zeros are taken for padding. An advantage may be 0 at a true position, and counts: the mask "
+    "alone says what is there.",
+)
+def zeros_taken_for_padding(advantages, mask, eps=1e-8):
+    there = mask & (advantages != 0)
+    kept, normalized = advantages.detach()[there], torch.zeros_like(advantages)
+    if kept.numel() > 1 and kept.max() > kept.min():
+        normalized[there] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
