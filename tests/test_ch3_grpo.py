@@ -1375,7 +1375,7 @@ def gradient_at_the_start(student, rng):
 # --- GrpoTrainer: all of it ---------------------------------------------------------------------
 
 
-@check("GrpoTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
+@check("GrpoTrainer.train", public=True, slow=True, holds=trainers.find_wrong_run)
 def a_short_run_of_grpo(student, rng):
     """Eight phases, rewarded for full stops, at falling rates: at least half as many again"""
     rewarded, rates = [], []

@@ -362,14 +362,7 @@ def list_rates(trainer) -> list[float]:
 
 
 def find_no_learning(observed, reference):
-    """The rewards before and after, by what the sampled ids say; a phase rewards 32 completions."""
-    phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
-    if phases != asked:
-        return f"{phases:g} phases were run, where total_phases is {asked}"
-    rates, right = observed["rates"], reference["rates"]
-    is_right = rates.shape == right.shape and torch.allclose(rates, right, rtol=1e-4)
-    if rates.numel() > 0 and not is_right:
-        return "the learning rates are not those of a schedule that takes one step a phase"
+    """The rewards before and after, by what the sampled ids say."""
     before, after = (
         sum(models.load_tokenizer().decode(row).count(".") for row in rows) / 64
         for rows in (reference["before"], observed["after"])
@@ -377,3 +370,15 @@ def find_no_learning(observed, reference):
     if after < 1.5 * before:
         return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
     return None
+
+
+def find_wrong_run(observed, reference):
+    """Phases of 32 completions, one step of the schedule each, and what was learned."""
+    phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
+    if phases != asked:
+        return f"{phases:g} phases were run, where total_phases is {asked}"
+    rates, right = observed["rates"], reference["rates"]
+    is_right = rates.shape == right.shape and torch.allclose(rates, right, rtol=1e-4)
+    if rates.numel() > 0 and not is_right:
+        return "the learning rates are not those of a schedule that takes one step a phase"
+    return find_no_learning(observed, reference)

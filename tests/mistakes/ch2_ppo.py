@@ -4211,7 +4211,17 @@ AT_THE_ENDS_OF_A_CONTRACT = [
 ]
 
 
-TRAIN = [
+ONE_UPDATE_AND_TRAIN = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "current_for_old_with_one_epoch",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach()\n"
+        "            if args.batches_per_learning_phase == 1\n"
+        "            else minibatch.logprobs,\n",
+        "One epoch of several minibatches is several updates: from the second on the ratio is not "
+        "1. The old log-probs are the minibatch's.",
+    ),
     edit(
         "RLHFTrainer.train",
         "one_phase_too_many",
