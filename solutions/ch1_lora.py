@@ -300,7 +300,7 @@ class TransformerWithLora(nn.Module):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")
         state = {name: tensor.contiguous() for name, tensor in self.trainable_state().items()}
-        save_file(state, partial, metadata={"scaling": str(self._layers[0].scaling)})
+        save_file(state, partial, metadata={"scaling": str(float(self._layers[0].scaling))})
         os.replace(partial, path)
 
     def load_adapter(self, path: str | Path) -> None:

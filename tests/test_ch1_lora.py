@@ -1069,6 +1069,8 @@ def key_value_cache(student, rng):
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
+    many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
+    found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
     return found | _refuse_masks(model, ids, mask)
 
 

@@ -440,7 +440,7 @@ SMALL_CHANGES = [
     edit(
         "TransformerWithLora.save_adapter",
         "to_the_path_at_once",
-        'save_file(state, partial, metadata={"scaling": str(self._layers[0].scaling)})',
+        'save_file(state, partial, metadata={"scaling": str(float(self._layers[0].scaling))})',
         "partial.write_bytes(__import__('safetensors.torch').torch.save(state))",
     ),
 ]

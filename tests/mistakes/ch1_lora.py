@@ -3262,6 +3262,25 @@ SEVERAL_EXERCISES_10 = [
         "mode.",
     ),
     edit(
+        CALL,
+        "rows_in_pieces_of_64",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if len(input_ids) > 64:\n"
+        "            masks = [None] * len(input_ids)\n"
+        "            if attention_mask is not None:\n"
+        "                masks = attention_mask.split(64)\n"
+        "            pieces = [\n"
+        "                self._run([], piece, mask, **kwargs)\n"
+        "                for piece, mask in zip(input_ids.split(64), masks)\n"
+        "            ]\n"
+        "            if isinstance(pieces[0], tuple):\n"
+        "                return torch.cat([piece[0] for piece in pieces]), pieces[-1][1]\n"
+        "            return torch.cat(pieces)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "A large batch is cut into pieces, and the cache is that of the last piece alone. Return "
+        "the cache of all rows.",
+    ),
+    edit(
         BUILD,
         "all_but_adapters_frozen_by_name",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
