@@ -4,8 +4,9 @@
 as booting takes most of a check's time. "deep": the same in eleven, the first number of two digits.
 "ending": shallow, and eos is likely. "llama": one layer,
 grouped-query attention, rotary positions, dropout of the attention alone, heads that are wider
-together than the model. "qwen": the same with biases on q, k and v. All have an unembedding
-of their own, as a tied one would repeat its input, and the embedded model's tokenizer.
+together than the model, and more logits than tokens, as Qwen's models have. "qwen": the same with
+biases on q, k and v. All have an unembedding of their own, as a tied one would repeat its input,
+and the embedded model's tokenizer.
 """
 
 import atexit
@@ -71,7 +72,7 @@ def _build(kind: str):
             "qwen": (Qwen2Config, Qwen2ForCausalLM),
         }[kind]
         config = config_class(
-            **shape,
+            **(shape | {"vocab_size": 520}),
             head_dim=D_HEAD[kind],
             hidden_size=D_MODEL,
             intermediate_size=48,

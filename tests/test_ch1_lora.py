@@ -10,7 +10,7 @@ import gc
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import models
 from tests.inputs import error_of, gradients, leaf, ragged_mask, sliced, with_inputs_after
@@ -329,61 +331,61 @@ def dtypes(student, rng):
     return found | {"lora_A afterwards": layer.lora_A}
 
 
-def count_reachable(*roots: Any) -> int:
-    """How many numbers the tensors hold that functions and modules can reach, parameters aside.
+class Storages(TorchDispatchMode):
+    """Inside, weak references to the storage of every tensor that an operation makes."""
 
-    A function reaches the collections of its module that it names, too.
-    """
-    seen, todo, numbers = set(), list(roots), 0
-    while todo:
-        item = todo.pop()
-        if id(item) in seen or isinstance(item, type | type(math) | nn.Parameter | str):
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            numbers += item.numel()
-        elif callable(item) and hasattr(item, "__code__") and hasattr(item, "__closure__"):
-            held = [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
-            named = [item.__globals__.get(name) for name in item.__code__.co_names]
-            held += [value for value in named if isinstance(value, Collection)]
-            todo += [*held, getattr(item, "__self__", None)]
-        else:
-            todo += gc.get_referents(item)
-    return numbers
+    def __init__(self):
+        super().__init__()
+        self.made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        given, made = (
+            {s.data_ptr(): s for s in map(Tensor.untyped_storage, _list_tensors(tree))}
+            for tree in ((args, kwargs), output)
+        )
+        self.made += [StorageWeakRef(made[pointer]) for pointer in made.keys() - given.keys()]
+        return output
 
 
-def is_freed(storage: StorageWeakRef) -> bool:
-    """Whether nothing holds a storage; cycles are collected only where it seems to be held."""
-    if not storage.expired():
+def _list_tensors(tree: Any) -> list[Tensor]:
+    """Scalars aside, which may be constants."""
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.numel() > 1]
+
+
+def count_held(storages: Iterable[StorageWeakRef]) -> int:
+    """How many storages something holds; cycles are collected only where one seems to be held."""
+    if not all(storage.expired() for storage in storages):
         gc.collect()
-    return storage.expired()
+    return sum(not storage.expired() for storage in storages)
 
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position)
 def what_is_kept(student, rng):
-    """After a forward nothing is held, nor of one that broke off; of two of these, the newest"""
+    """Nothing is held after a forward, nor after one that broke off; a second replaces the first"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
-    before, found, ctx = count_reachable(hooks, layer), {}, {}
+    found, ctx = {}, {}
     for mode in (torch.no_grad, torch.enable_grad):
         old_x, x, out = (rng.normal(*shape) for shape in ((2, 4, 3, 2), (2, 5, 3, 2), (2, 5, 8)))
         named = (("x", x), ("out", out), ("x of the forward that broke off", old_x))
-        storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
+        given = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in named}
         layer.train(mode is torch.enable_grad)
-        with mode():
-            reached = []
-            for broken_off in (old_x.clone(), old_x):  # and then an error
-                call_hooks(hooks, "blocks.0.attn.o.hook_in", broken_off, ctx)
-                reached.append(count_reachable(hooks, layer, ctx))
+        with mode(), Storages() as storages:
+            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x.clone(), ctx)  # and then an error
+            first = [*storages.made]
+            call_hooks(hooks, "blocks.0.attn.o.hook_in", old_x, ctx)
+            n_of_first = count_held(first)
             result = call_both(hooks, "blocks.0.attn.o", x, out, ctx)["the output"]
         found[mode.__name__] = {
             "the output": result.detach().clone(),
-            "numbers that a second input adds": reached[1] - reached[0],
+            "tensors held of a first input, after the second": n_of_first,
         }
-        del named, old_x, broken_off, x, out, result  # with the result goes its graph
-        held = count_reachable(hooks, layer, ctx) - before
-        freed = {f"{name} is freed": is_freed(storage) for name, storage in storages.items()}
-        found[mode.__name__] |= {"numbers still held": held} | freed
+        del named, old_x, x, out, result  # with the result goes its graph
+        found[mode.__name__] |= {
+            f"{name} is freed": not count_held([s]) for name, s in given.items()
+        }
+        found[mode.__name__]["tensors held that were made of them"] = count_held(storages.made)
     return found
 
 
@@ -484,12 +486,12 @@ def score_by_hugging_face(
     kind: str, deltas: dict[str, Tensor], input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
     """Logits with changed weights, each row's real tokens alone; 0 where there is padding."""
-    weights = change_weights(kind, deltas)
+    weights, model = change_weights(kind, deltas), models.load_hf(kind, torch.float64)
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    logits = torch.zeros(*input_ids.shape, models.SPECIAL["vocab_size"], dtype=torch.float64)
+    logits = torch.zeros(*input_ids.shape, model.config.vocab_size, dtype=torch.float64)
     rows = []
     for ids, real, row in zip(input_ids, mask.bool(), logits, strict=True):
-        output = functional_call(models.load_hf(kind, torch.float64), weights, (ids[real][None],))
+        output = functional_call(model, weights, (ids[real][None],))
         rows.append(row.index_put((real.nonzero()[:, 0],), output.logits[0]))
     return torch.stack(rows)
 
@@ -607,8 +609,8 @@ def set_apart(model, rng, rank: int = RANK):
 
 
 def add_head(model, rng) -> list[nn.Parameter]:
-    """Give a model a part more, as chapter 2 does; none if it keeps its parts in another way."""
-    if not hasattr(model, "trainable_parts"):
+    """Give a model a part more, as chapter 2 does; none if it lacks the helpers for that."""
+    if not (hasattr(model, "trainable_parts") and hasattr(model, "trainable_state")):
         return []
     head, parts, state = nn.Linear(3, 1), model.trainable_parts, model.trainable_state
     named = dict(head.named_parameters(prefix="value_head"))
@@ -900,13 +902,13 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
 
 @check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
 def initial_adapters(student, rng):
-    """On each of two blocks: an A of its own and B = 0; in a subclass too, whose head is trained"""
+    """On each of two blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
     return _look_at_new_adapters(student, rng, "gpt2")
 
 
 @check("TransformerWithLora.from_pretrained", slow=True, expected=OfTheClassAsked(), **CLOSE)
 def adapters_of_eleven_blocks(student, rng):
-    """On each of 11 blocks: an A of its own and B = 0; in a subclass too, whose head is trained"""
+    """On each of 11 blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
     return _look_at_new_adapters(student, rng, "deep")
 
 
@@ -1029,6 +1031,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
             "mask", model, ids[:, :5], mask[:, :6]
         ),
         "one column more for one row": error_of("mask", model, ids[:1, :5], mask[:1, :6]),
+        "a mask of one row for two": error_of("mask", model, ids[:, :5], mask[1:, :5]),
         "a mask of one row for two, and a cache is asked for": error_of(
             "mask", model, ids[:, :5], mask[1:, :5], **CACHED
         ),
@@ -1149,7 +1152,7 @@ class Interruption(BaseException):
     """What is no `Exception`, as KeyboardInterrupt."""
 
 
-class Mishap(ValueError, RuntimeError, LookupError, AssertionError):
+class SeveralErrors(ValueError, RuntimeError, LookupError, AssertionError):
     """An error of several kinds, none of which may be swallowed."""
 
 
@@ -1200,7 +1203,7 @@ def errors_inside_reference(student, rng):
         score(model, ids, mask)
     score(model, ids, mask)
     hooks, found = count_hooks(model), {}
-    for error in (Mishap, Interruption):
+    for error in (SeveralErrors, Interruption):
         found[error.__name__] = "swallowed"
         try:
             with model.reference():
@@ -1297,8 +1300,7 @@ def memory_of_the_reference(student, rng):
 # --- TransformerWithLora.merged -----------------------------------------------------------------
 
 
-def fill(model, value: float) -> None:
-    """Overwrite the adapters."""
+def overwrite_adapters(model, value: float) -> None:
     for parameter in list(model.trainable_parameters()):
         parameter.data.fill_(value)
 
@@ -1316,11 +1318,11 @@ def _merge(student, rng, kind: str) -> dict[str, Any]:
     before = copy_weights(set_alike(model, rng))
     with model.merged():
         found["inside, other adapters"] = score(model, ids, mask)
-        fill(model, math.nan)  # the hooks are off: nothing looks at the adapters
-        found["inside, adapters lost"] = score(model, ids, mask)
-        fill(model, 0)
+        overwrite_adapters(model, math.nan)  # the hooks are off: nothing looks at the adapters
+        found["inside, adapters overwritten with nan"] = score(model, ids, mask)
+        overwrite_adapters(model, 0)
     base = {name: weight for name, weight in before.items() if RANK not in weight.shape}
-    found["weights of the base that changed, with adapters lost"] = name_changed(base, model)
+    found["weights of the base that changed, adapters overwritten"] = name_changed(base, model)
     return found
 
 
@@ -1332,7 +1334,7 @@ def _merge(student, rng, kind: str) -> dict[str, Any]:
     **CLOSE,
 )
 def merged_gpt2(student, rng):
-    """The logits inside are those of the adapted model; after it every weight is as before"""
+    """Inside, the adapted model's logits, also if adapters change then; each weight as before"""
     return _merge(student, rng, "gpt2")
 
 
@@ -1396,7 +1398,7 @@ def _merge_and_leave(student, rng, kind: str) -> dict[str, Any]:
     found["weights changed"] = len(list_changed(weights, model))
     look("after")
     found["errors"] = []
-    for error, when in ((Mishap, "after an error"), (Interruption, "after an interrupt")):
+    for error, when in ((SeveralErrors, "after an error"), (Interruption, "after an interrupt")):
         passed = "swallowed"
         try:
             with model.merged():
@@ -1919,13 +1921,12 @@ def first_token(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def large_logits(student, rng):
-    """Logits of 1e4, small differences on top of 200, and one of -inf that is no target"""
+    """Logits of 1e4, and small differences on top of 200"""
     large, tokens, loss_mask = sft_batch(rng, std=1e4)
     offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 200
-    banned = (offset.index_fill(-1, torch.tensor([0]), -torch.inf), tokens.clamp(min=1), loss_mask)
     return [
         sft_loss_and_gradient(student, *batch)
-        for batch in ((large, tokens, loss_mask), (offset, tokens, loss_mask), banned)
+        for batch in ((large, tokens, loss_mask), (offset, tokens, loss_mask))
     ]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import re
 import statistics
 from pathlib import Path
@@ -180,7 +181,7 @@ def random_review(rng, words, n):
     text = ""
     for _ in range(n):
         word = choose(rng, words)
-        word = choose(rng, (word, word.capitalize(), word.upper(), word[0] + word[1:].upper()))
+        word = choose(rng, (word, word.capitalize(), word.upper()))
         after = choose(rng, ("", "", *".,!?;:\"')*]", "..."))
         text += choose(rng, ("", "", "", *"\"'(*[")) + word + after + choose(rng, "  \n\n")
     return text
@@ -280,6 +281,7 @@ def random_rewards(student, rng):
     ) | {
         "two rewards": f(rewards[:2]),
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
+        "the first equals the last": f(rewards[[0, 1, 2, 0]]),
     }
 
 
@@ -501,8 +503,10 @@ def rows_that_were_cut_short(student, rng):
 
 @check("compute_advantages", expected=advantages_by_double_sum)
 def advantage_edges(student, rng):
-    """One token, no token at all, a completion of 300, a reward of 1000 and a value of -1000"""
-    masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "300": torch.ones(2, 300)}
+    """One token, none, columns behind all ends, 300 tokens; a reward of 1000, a value of -1000"""
+    ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
+    masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "all have ended": ended}
+    masks["300"] = torch.ones(2, 300)
     masks["300"][1, 200:] = 0
     found = {}
     for name, mask in masks.items():
@@ -866,7 +870,7 @@ def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
 
-MANY = torch.ones(1, 137, dtype=torch.bool)  # positions; in chunks, the last one is shorter
+LONG_MASK = torch.ones(1, 137, dtype=torch.bool)  # no multiple of a usual chunk
 
 
 @check("calc_entropy_bonus", public=True, expected=0.31387062)
@@ -879,12 +883,12 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask; 20,000 words; 137 positions; one with a logit of -inf"""
+    """Ragged, anything beyond the mask; a vocabulary of 20,000; 137 positions; a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
-    found["20,000 words"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
-    found["137 positions"] = f(*policy_logits(rng, MANY, vocab=3).values(), MANY, 0.7)
+    found["a vocabulary of 20,000"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
+    found["137 positions"] = f(*policy_logits(rng, LONG_MASK, vocab=3).values(), LONG_MASK, 0.7)
     impossible = tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
     found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
     return found | in_every_form(
@@ -894,7 +898,7 @@ def ragged_entropy_bonuses(student, rng):
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, rtol=1e-3, atol=1e-4)
 def entropy_bonus_of_hard_logits(student, rng):
-    """Logits of 100: no overflow, and a finite gradient"""
+    """Logits of some hundreds: no overflow, and a finite gradient"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     return call_with_gradients(f, mask, 0.5, **policy_logits(rng, mask, 100))
 
@@ -932,7 +936,7 @@ def ragged_kl_penalties(student, rng):
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     tensors = two_logits(rng, mask)
     found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)}
-    found["137 positions"] = f(*two_logits(rng, MANY, vocab=3).values(), MANY, 0.7)
+    found["137 positions"] = f(*two_logits(rng, LONG_MASK, vocab=3).values(), LONG_MASK, 0.7)
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -941,7 +945,7 @@ def ragged_kl_penalties(student, rng):
 # With logits around 200, what is subtracted is rounded by up to 3e-5.
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5)
 def hard_kl_penalties(student, rng):
-    """Logits around 200 and -200, or 100 apart; a KL of 85; a policy that equals its reference"""
+    """Logits around 200 and -200, or 100 times as large; a KL of 85; equal policies: 0"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     same = policy_logits(rng, mask)["logits"]
     equal = {"logits": same, "ref_logits": same + 1}
@@ -958,7 +962,7 @@ def hard_kl_penalties(student, rng):
             "logits around 200": call_with_gradients(f, mask, 0.5, **far),
             "a KL of 85": call_with_gradients(f, mask, 0.5, **apart),
             "equal": call_with_gradients(f, mask, 0.5, **equal),
-            "logits of 100": call_with_gradients(f, mask, 0.5, **sure),
+            "logits 100 times as large": call_with_gradients(f, mask, 0.5, **sure),
         }
     )
 
@@ -1127,7 +1131,15 @@ def _schedule_by_hand(warmup_steps, total_phases, final_scale):
     return rising + [1 - (1 - final_scale) * i / n_left for i in range(n_left + 1)]
 
 
-SCHEDULES = [(3, 7, 0.1), (0, 4, 0.25), (5, 6, 0.5), (1, 3, 0.0), (3, 3, 0.5), (5, 3, 0.5)]
+# warmup_steps, total_phases, final_scale, and what the drawn head_lr is multiplied by
+SCHEDULES = [
+    (3, 7, 0.1, 1),
+    (0, 4, 0.25, 1),
+    (5, 6, 0.5, 0),  # a head that stands still
+    (1, 3, 0.0, 1),
+    (3, 3, 0.5, 1),
+    (5, 3, 0.5, 1),
+]
 
 
 def _adam_by_hand(args, model):
@@ -1166,15 +1178,15 @@ def learning_rates(student, rng):
     """The learning rate of adapters and head at every phase, whether warm-up is 0, short or long"""
     found = {}
     model = make_model(student.TransformerWithValueHeadLora, rng)
-    base_lr, some_lr = float(rng.uniform(1, low=1e-3)), float(rng.uniform(1, low=1e-3))
-    for warmup_steps, total_phases, final_scale in SCHEDULES:
+    base_lr, head_lr = float(rng.uniform(1, low=1e-3)), float(rng.uniform(1, low=1e-3))
+    for warmup_steps, total_phases, final_scale, head_scale in SCHEDULES:
         args = _make_args(
             student,
             warmup_steps=warmup_steps,
             total_phases=total_phases,
             final_scale=final_scale,
             base_lr=base_lr,
-            head_lr=some_lr if warmup_steps else 0.0,  # which is a rate, too
+            head_lr=head_scale * head_lr,
         )
         optimizer, scheduler = student.get_optimizer_and_scheduler(args, model)
         adapters = [p for p in model.trainable_parameters() if not _is_head(p)]
@@ -1445,7 +1457,7 @@ def _make_memory(
         scores, *drawn = map(leaf, (scores, *drawn))
     if not with_reference:
         drawn[1] = None
-    before = dict(vars(args))
+    before = trainers.copy_arguments(args)
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
@@ -1464,7 +1476,7 @@ def _make_memory(
             "the number of rows in each minibatch": [len(ids) for ids in minibatches],
             "the first epoch's input_ids, sorted,": sorted(first.tolist()),
             "whether there are ref_logprobs": getattr(memory, "ref_logprobs", None) is not None,
-            "whether the arguments are as before": vars(args) == before,
+            "the list of the arguments that changed": trainers.list_changed(args, before),
             "scores afterwards": scores,
             "values afterwards": inside(drawn[2], mask),
         }
@@ -1503,11 +1515,16 @@ def memory_of_raw_rewards(student, rng):
     )
 
 
+@check("make_replay_memory", expected=memory_by_loops)
+def memory_with_an_outlier(student, rng):
+    """One score of 150 far off: (150 - 1) / sqrt(150) = 12.2 standard deviations, which stay"""
+    return _make_memory(student, rng, rows=150, outlier=1000.0)
+
+
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores, or advantages, that hardly differ; one of 150 scores far off; a single completion"""
+    """Scores, or advantages, that hardly differ; a single completion"""
     cases = {
-        "150 rows": {"rows": 150, "outlier": 1000.0},  # 12 standard deviations away
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
         "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
@@ -1639,7 +1656,7 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites, model_class; it learns from short completions"""
+    """The trainer's own model: rank, alpha, sites, model_class; it learns; short completions too"""
     rewarded = []
 
     def reward_fn(samples, scale=1.0):
@@ -1669,11 +1686,12 @@ def the_model_that_is_built(student, rng):
     ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids)
-    trainers.make_end_likely(model)
     memory = trainer.rollout_phase()
     trainer.learning_phase(memory)
     learned = trainers.canonical(list(model.trainable_parameters()))
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
+    trainers.make_end_likely(model)
+    trainer.learning_phase(trainer.rollout_phase())
     return {
         "logits": logits.float(),
         "values": values.float(),
@@ -1740,10 +1758,11 @@ def objective_by_definition(self, minibatch):
 
 
 def _objective(student, rng, with_reference=True, minibatches=1, **options):
-    """The objective and its gradient, for one minibatch after the other."""
+    """The objective and its gradient, for one minibatch after the other, in a middle phase."""
     args = _make_args(student, **(OBJECTIVE | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
+    trainer.phase = args.total_phases // 2  # with the coefficients of the first
     model.train()
     found = {}
     for i in range(minibatches):
@@ -1834,7 +1853,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
-    found, before = {}, dict(vars(args))
+    found, before = {}, trainers.copy_arguments(args)
     for phase, scale in enumerate(scales, start=1):
         fields = _make_fields(rng, make_samples(rng), args.temperature)
         fields["advantages"] = fields["advantages"] * scale
@@ -1844,7 +1863,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
         trainer.learning_phase(student.ReplayMemory(**counts, **fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
         found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
-    return found | {"whether the arguments are as before": vars(args) == before}
+    return found | {"the list of the arguments that changed": trainers.list_changed(args, before)}
 
 
 @check(
@@ -1880,14 +1899,31 @@ def epochs_and_minibatches(student, rng):
 # --- RLHFTrainer: all of it ---------------------------------------------------------------------
 
 
-@check("RLHFTrainer.train", public=True, slow=True, holds=trainers.find_wrong_run)
+def _list_rates(trainer) -> list[float]:
+    """The learning rates of now; none if the trainer keeps its optimizer in another place."""
+    groups = trainer.optimizer.param_groups if hasattr(trainer, "optimizer") else []
+    return [float(group["lr"]) for group in groups]
+
+
+def _is_a_run_that_learns(observed, reference):
+    """Phases of 32 completions, one step of the schedule each, and what was learned."""
+    phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
+    if phases != asked:
+        return f"{phases:g} phases were run, where total_phases is {asked}"
+    rate = observed["mean rate"]
+    if rate > 0 and not math.isclose(rate, reference["mean rate"], rel_tol=1e-4):
+        return "the learning rates are not those of a schedule that takes one step a phase"
+    return trainers.find_no_learning(observed, reference)
+
+
+@check("RLHFTrainer.train", public=True, slow=True, holds=_is_a_run_that_learns)
 def a_short_run_that_learns(student, rng):
     """Eight phases, rewarded for full stops, at falling rates: at least half as many again"""
     rewarded, rates = [], []
 
     def reward_fn(samples):
         rewarded.extend(samples)
-        rates.extend(trainers.list_rates(trainer))
+        rates.extend(_list_rates(trainer))
         return torch.tensor([float(text.count(".")) for text in samples])
 
     args = student.RLHFArgs(
@@ -1908,4 +1944,5 @@ def a_short_run_that_learns(student, rng):
             sampled[name] = trainers.sample_ids(model, args.prefix, rng)
             if name == "before":
                 trainer.train()
-    return sampled | {"rewarded": len(rewarded), "rates": torch.tensor(rates)}
+    mean_rate = sum(rates) / max(len(rates), 1)  # 0.0 where none was seen
+    return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}

@@ -4,6 +4,8 @@ The order of `trainable_parameters()` is free, so parameters of one shape get th
 what is observed of them is sorted.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -34,11 +36,23 @@ def fill(model: nn.Module, rng) -> nn.Module:
 
 
 def make_end_likely(model: nn.Module) -> None:
-    """Nearly every completion is eos alone: fewer columns than `gen_len`."""
-    gpt2 = next(m.original_model for m in model.modules() if hasattr(m, "original_model"))
+    """Change the base, a GPT-2, in place: nearly every completion is eos alone, one column."""
+    gpt2 = model.base.original_model
     bias = gpt2.transformer.ln_f.bias.data
     gpt2.transformer.ln_f.weight.data *= 0.1  # which leaves little but a constant
     gpt2.lm_head.weight.data[models.SPECIAL["eos_token_id"]] += 15 * bias / bias.square().sum()
+
+
+def copy_arguments(args: Any) -> dict[str, Any]:
+    """A trainer's arguments by name."""
+    is_declared = dataclasses.is_dataclass(args)
+    names = [x.name for x in dataclasses.fields(args)] if is_declared else list(vars(args))
+    return {name: copy.copy(getattr(args, name)) for name in names}
+
+
+def list_changed(args: Any, before: dict[str, Any]) -> list[str]:
+    """The names of the arguments that are not as `copy_arguments` found them."""
+    return [name for name, value in before.items() if getattr(args, name) != value]
 
 
 def set_gradients(parameters: list[Tensor], rng) -> None:
@@ -355,12 +369,6 @@ def sample_ids(model, prompt: str, rng) -> Tensor:
     return F.pad(ids, (0, 12 - ids.shape[1]))
 
 
-def list_rates(trainer) -> list[float]:
-    """The learning rates of now; none if the trainer keeps its optimizer in another place."""
-    groups = trainer.optimizer.param_groups if hasattr(trainer, "optimizer") else []
-    return sorted(float(group["lr"]) for group in groups)
-
-
 def find_no_learning(observed, reference):
     """The rewards before and after, by what the sampled ids say."""
     before, after = (
@@ -370,15 +378,3 @@ def find_no_learning(observed, reference):
     if after < 1.5 * before:
         return f"the mean number of full stops went from {before:.2f} to {after:.2f} only"
     return None
-
-
-def find_wrong_run(observed, reference):
-    """Phases of 32 completions, one step of the schedule each, and what was learned."""
-    phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
-    if phases != asked:
-        return f"{phases:g} phases were run, where total_phases is {asked}"
-    rates, right = observed["rates"], reference["rates"]
-    is_right = rates.shape == right.shape and torch.allclose(rates, right, rtol=1e-4)
-    if rates.numel() > 0 and not is_right:
-        return "the learning rates are not those of a schedule that takes one step a phase"
-    return find_no_learning(observed, reference)

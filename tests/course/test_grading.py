@@ -333,6 +333,20 @@ def test_the_notebook_names_the_exercise_that_fails_another(
     assert (dict(names), dict(vars(names[other.partition(".")[0]]))) == before
 
 
+def test_the_notebook_names_all_that_is_not_written_and_is_needed(capsys):
+    """As when RLHFTrainer.rollout_phase is checked, and the later methods have no cell yet."""
+    later = [
+        f"RLHFTrainer.{name}" for name in ("compute_rlhf_objective", "learning_phase", "train")
+    ]
+    names = get_chapter("ch2_ppo").without(*later).build()
+    before = dict(vars(names["RLHFTrainer"]))
+    run_and_print(names["RLHFTrainer"].rollout_phase, names)
+    said = capsys.readouterr().out
+    assert f"because your {later[0]} and {later[1]} are not written yet." in said
+    assert "✗" not in said
+    assert dict(vars(names["RLHFTrainer"])) == before
+
+
 def test_the_notebook_does_not_touch_an_earlier_chapters_class(capsys):
     """GrpoTrainer.rollout_phase is not written: that of RLHFTrainer is inherited."""
     without = get_chapter("ch3_grpo").without("GrpoTrainer.rollout_phase")

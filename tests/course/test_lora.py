@@ -206,9 +206,12 @@ def test_a_site_that_never_fires_is_an_error_that_says_which_do(checkpoints):
             TransformerWithLora.from_pretrained(checkpoints["gpt2"], sites=sites, device="cpu")
 
 
-def test_save_and_load(embedded, tmp_path):
+@pytest.mark.parametrize("as_scaling", [float, torch.tensor])  # a reader's own may be a tensor
+def test_save_and_load(embedded, tmp_path, as_scaling):
     ids, attention_mask, _ = ragged_batch()
     randomize(embedded)
+    for layer in embedded.adapters.values():
+        layer.scaling = as_scaling(layer.scaling)
     path = tmp_path / "deep" / "adapter.safetensors"
     embedded.save_adapter(path)
     other = TransformerWithLora.from_pretrained("embedded", sites=ALL_LINEAR_SITES, device="cpu")

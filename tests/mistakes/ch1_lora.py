@@ -3039,8 +3039,8 @@ SEVERAL_EXERCISES_9 = [
         "rank_capped",
         "LoraLayer(*_get_in_out(linear), rank, alpha)",
         "LoraLayer(*_get_in_out(linear), min(rank, *_get_in_out(linear)), alpha)",
-        "The rank is cut to the smaller of d_in and d_out, and with it changes alpha / rank. Make "
-        "the adapters of the rank that is asked for.",
+        "The rank is cut to the smaller of d_in and d_out, which changes alpha / rank as well. "
+        "Make the adapters of the rank that is asked for.",
         within=CONSTRUCT,
     ),
     edit(
@@ -3060,8 +3060,8 @@ SEVERAL_EXERCISES_9 = [
         '        cache = kwargs.get("past_key_values")\n'
         '        if cache is None and kwargs.get("use_cache"):\n'
         "            return self._run([], input_ids, attention_mask, **kwargs)\n",
-        "The mask of the prompts, with which a cache begins, is not looked at. Refuse one of "
-        "another shape there too.",
+        "Where a cache is begun, the shape of the mask is not looked at. Refuse a misfit there "
+        "too.",
     ),
     edit(
         CALL,
@@ -3212,21 +3212,21 @@ def half_an_adapter_passes(self, path):
         own[name].copy_(tensor)
 
 
-HEAD = "Chapter 2's subclass has a value head, a part more, which is"
+HEAD = "A subclass may have more parts than the adapters, as chapter 2's has a value head"
 ADAPTERS_ALONE = [
     edit(
         "TransformerWithLora.trainable_parameters",
         "adapters_alone",
         "[parameter for part in self.trainable_parts().values() for parameter in part]",
         "list(self._layers.parameters())",
-        f"{HEAD} trained, too: give the parameters of every part in trainable_parts().",
+        f"The adapters' parameters alone are given. {HEAD}: go over trainable_parts().",
     ),
     edit(
         SAVE,
         "adapters_alone",
         "self.trainable_state().items()",
         "TransformerWithLora.trainable_state(self).items()",
-        f"{HEAD} left out of the file: save all of trainable_state().",
+        f"The adapters alone are saved. {HEAD}: save all of trainable_state().",
     ),
     edit(
         LOAD,
@@ -3237,7 +3237,7 @@ ADAPTERS_ALONE = [
         "        for name, tensor in own.items():\n"
         '            require(tensor.shape == state[name].shape, f"{name} has another shape")\n'
         "            tensor.copy_(state[name])",
-        f"{HEAD} in the file but not loaded: load all of trainable_state().",
+        f"The adapters alone are loaded. {HEAD}: load all of trainable_state().",
     ),
 ]
 
@@ -3260,6 +3260,29 @@ SEVERAL_EXERCISES_10 = [
         "        return self._run([], input_ids, attention_mask, **kwargs)",
         "After train() use_cache is ignored, and sampling fails. Pass cache arguments on in every "
         "mode.",
+    ),
+    edit(
+        CALL,
+        "cut_to_the_vocabulary",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        output, vocab = self._run([], input_ids, attention_mask, **kwargs), "
+        "self.tokenizer.vocab_size\n"
+        "        if isinstance(output, tuple):\n"
+        "            return output[0][..., :vocab], *output[1:]\n"
+        "        return output[..., :vocab]",
+        "The logits are cut to tokenizer.vocab_size, which leaves out added tokens: on Qwen2.5 eos "
+        "then has no logit. Return all of them.",
+    ),
+    edit(
+        CALL,
+        "one_row_of_a_mask_for_all",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if attention_mask is not None and len(attention_mask) == 1 and "use_cache" not in '
+        "kwargs:\n"
+        "            attention_mask = attention_mask.expand(len(input_ids), -1)\n",
+        "A mask of one row is spread over all rows unless a cache is asked for. Refuse a mask of "
+        "another shape than the ids'.",
     ),
     edit(
         CALL,
@@ -3292,14 +3315,3 @@ SEVERAL_EXERCISES_10 = [
         "base alone.",
     ),
 ]
-
-
-@wrong(
-    "calc_sft_loss",
-    "Where a token is impossible (a logit of -inf) one-hot targets give 0 times -inf, which is "
-    "nan. Pick the target's log-prob with gather.",
-)
-def one_hot_targets(logits, tokens, loss_mask):
-    logprobs, targets = logits[:, :-1].log_softmax(-1)[loss_mask[:, 1:]], tokens[:, 1:]
-    one_hot = F.one_hot(targets[loss_mask[:, 1:]].long(), logits.shape[-1])
-    return -(one_hot * logprobs).sum() / loss_mask[:, 1:].sum()

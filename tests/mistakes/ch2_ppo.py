@@ -4134,14 +4134,6 @@ AT_THE_ENDS_OF_A_CONTRACT = [
         "You count bytes. A character such as é has more than one: count in the text itself.",
     ),
     edit(
-        "reward_fn_sentiment",
-        "three_spellings",
-        'words = re.findall("[a-z]+", text.lower())',
-        'words = re.findall("[A-Za-z]+", text)\n'
-        "        words = [w.lower() for w in words if w in (w.lower(), w.upper(), w.capitalize())]",
-        "A word may mix upper and lower case in any way: lower the whole text.",
-    ),
-    edit(
         "calc_entropy_bonus",
         "nan_replaced_in_the_products",
         "entropies = calc_entropy(logits[mask])",
@@ -4149,6 +4141,17 @@ AT_THE_ENDS_OF_A_CONTRACT = [
         "    entropies = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)",
         "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
         "product comes too late. Replace the log-prob before you multiply.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "head_constant_without_warmup",
+        "LambdaLR(optimizer, get_scale)",
+        "LambdaLR(\n"
+        "        optimizer,\n"
+        "        [get_scale, get_scale if args.warmup_steps else lambda k: 1.0][: len(groups)],\n"
+        "    )",
+        "Without warm-up the head's learning rate stays what it is at first. It falls to "
+        "final_scale, as that of the adapters does.",
     ),
     edit(
         "get_optimizer_and_scheduler",
@@ -4213,6 +4216,32 @@ AT_THE_ENDS_OF_A_CONTRACT = [
 
 ONE_UPDATE_AND_TRAIN = [
     edit(
+        "normalize_reward",
+        "sum_of_differences",
+        "rewards.max() == rewards.min()",
+        "rewards.diff().sum() == 0",
+        "The differences add up to last minus first, which is 0 for many rewards that are not "
+        "constant. Compare the largest with the smallest.",
+    ),
+    edit(
+        "compute_advantages",
+        "break_for_continue",
+        "    for t in reversed(range(values.shape[1])):\n",
+        "    for t in reversed(range(values.shape[1])):\n"
+        "        if not mask[:, t].any():\n"
+        "            break\n",
+        "The loop begins at the right, where all rows may have ended, and stops there. Go on to "
+        "the columns before.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "clip_annealed",
+        "            args.clip_coef,\n",
+        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
+        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
+        "learning rates have a schedule.",
+    ),
+    edit(
         "RLHFTrainer.compute_rlhf_objective",
         "current_for_old_with_one_epoch",
         "            minibatch.logprobs,\n",
@@ -4240,10 +4269,15 @@ ONE_UPDATE_AND_TRAIN = [
 ]
 
 
+ALIKE = (
+    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
+    "reward for each sample, in order."
+)
+
+
 @wrong(
     "reward_fn_char_count",
-    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
-    "reward for each sample, in order.",
+    ALIKE,
 )
 def one_entry_for_equal_texts(samples, char="."):
     return torch.tensor([*{text: float(text.count(char)) for text in samples}.values()])
@@ -4251,10 +4285,9 @@ def one_entry_for_equal_texts(samples, char="."):
 
 @wrong(
     "reward_fn_sentiment",
-    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
-    "reward for each sample, in order.",
+    ALIKE,
 )
-def duplicates_collapse(samples):
+def one_entry_for_equal_texts_of_the_sentiment(samples):
     scores = {text: reward_fn_sentiment([text]).item() for text in samples}
     return torch.tensor([*scores.values()])
 

@@ -3368,10 +3368,18 @@ AT_THE_ENDS_OF_A_CONTRACT = [
     ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",
+        "clip_annealed",
+        "            args.clip_coef,\n",
+        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
+        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
+        "learning rates have a schedule.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
         "one_minibatch_taken_for_one_update",
         "            minibatch.logprobs,\n",
         "            logprobs.detach() if args.num_minibatches == 1 else minibatch.logprobs,\n",
-        "One minibatch an epoch is not one update: each epoch is. From the second on the ratio is "
-        "not 1.",
+        "With one minibatch there is still an update for each epoch, and from the second on the "
+        "ratio is not 1. Compare with minibatch.logprobs.",
     ),
 ]

@@ -1,5 +1,6 @@
 """`check(function)`: the checks of one exercise, in the notebook's cell below it."""
 
+import contextlib
 import inspect
 import os
 import sys
@@ -70,21 +71,33 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
 def _find_culprit(
     stem: str, exercise: str, mended: list[Check], student: Answers, caller: dict[str, Any]
 ) -> str:
-    """Why checks pass with the solutions of the others only, if one other exercise explains it."""
+    """Why checks pass with the solutions of the others only, if few other exercises explain it."""
     reference = vars(get_reference(stem))
     quick = next((check for check in mended if not check.slow), None)
+
+    def passes_with(others: list[str]) -> bool:
+        with contextlib.ExitStack() as stack:
+            for other in others:
+                stack.enter_context(replaced(other, caller, reference))
+            return grade(quick, student).passed
+
+    others, unwritten = [], []
     for other in get_checks(stem) if quick else ():
+        name, _, method = other.partition(".")
         mine = find_answer(caller, other)
-        if other == exercise or mine is None or mine is find_answer(reference, other):
+        if other == exercise or name not in caller or mine is find_answer(reference, other):
             continue
-        with replaced(other, caller, reference):
-            passed = grade(quick, student).passed
-        if passed:
-            name, _, method = other.partition(".")
-            is_missing = method and find_owner(caller[name], method, reference[name]) is None
-            fault = "is not written yet" if is_missing or is_stub(mine) else "fails here"
-            return f"because your {other} {fault}."
-    return "as it fails with yours."
+        is_missing = method and find_owner(caller[name], method, reference[name]) is None
+        (unwritten if is_missing or is_stub(mine) else others).append(other)
+    if unwritten and passes_with(unwritten):
+        for other in unwritten[::-1]:
+            rest = [name for name in unwritten if name != other]
+            unwritten = rest if passes_with(rest) else unwritten
+        *first, last = unwritten
+        names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+        return f"because your {names} not written yet."
+    culprit = next((other for other in others if passes_with([other])), None)
+    return f"because your {culprit} fails here." if culprit else "as it fails with yours."
 
 
 def _lacks_others(verdict: Verdict) -> bool:

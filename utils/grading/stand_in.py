@@ -133,7 +133,7 @@ def replaced(exercise: str, names: dict[str, Any], reference: dict[str, Any]) ->
     mine, theirs = names[name], reference[name]
     place = find_owner(mine, method, theirs) or mine
     their_method = next(vars(c)[method] for c in theirs.__mro__ if method in vars(c))
-    with mock.patch.object(place, method, rebind(their_method, place)):
+    with mock.patch.object(place, method, rebind(their_method, place), create=True):
         yield
 
 
