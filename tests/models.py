@@ -4,9 +4,9 @@
 as booting takes most of a check's time. "deep": the same in eleven, the first number of two digits.
 "ending": shallow, and eos is likely. "llama": one layer,
 grouped-query attention, rotary positions, dropout of the attention alone, heads that are wider
-together than the model, and more logits than tokens, as Qwen's models have. "qwen": the same with
-biases on q, k and v. All have an unembedding of their own, as a tied one would repeat its input,
-and the embedded model's tokenizer.
+together than the model. "qwen": the same with biases on q, k and v, and with more logits than the
+tokenizer has tokens, as Qwen's models have. All have an unembedding of their own, as a tied one
+would repeat its input, and the embedded model's tokenizer.
 """
 
 import atexit
@@ -36,7 +36,7 @@ from utils.models.loading import EMBEDDED_MODEL, keep_booted
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1, "qwen": 1}
 D_MODEL, N_CTX = 32, 64
-D_HEAD = {"llama": 10, "qwen": 8}
+D_HEAD, VOCAB_SIZE = {"llama": 10, "qwen": 8}, {"llama": 512, "qwen": 520}
 EOS_BONUS = 5.0
 ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens
 
@@ -72,7 +72,7 @@ def _build(kind: str):
             "qwen": (Qwen2Config, Qwen2ForCausalLM),
         }[kind]
         config = config_class(
-            **(shape | {"vocab_size": 520}),
+            **(shape | {"vocab_size": VOCAB_SIZE[kind]}),
             head_dim=D_HEAD[kind],
             hidden_size=D_MODEL,
             intermediate_size=48,

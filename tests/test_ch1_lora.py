@@ -988,10 +988,10 @@ def padded_gpt2(student, rng):
     return _padded_logits_and_gradients(student, rng, "gpt2")
 
 
-@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("llama"), **CLOSE)
-def padded_llama(student, rng):
-    """The same with rotary positions, grouped-query attention and a gated MLP"""
-    return _padded_logits_and_gradients(student, rng, "llama")
+@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("qwen"), **CLOSE)
+def padded_qwen(student, rng):
+    """The same with rotary positions, grouped-query attention, a gated MLP and spare logits"""
+    return _padded_logits_and_gradients(student, rng, "qwen")
 
 
 CONTEXTS = {

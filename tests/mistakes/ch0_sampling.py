@@ -7,6 +7,26 @@ import torch.nn.functional as F
 from solutions.ch0_sampling import Samples, encode_prompts, get_completion_mask, sample_next_token
 from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
+TOP_K_AND_TOP_P = "    top_k: int | None = None,\n    top_p: float | None = None,\n"
+TOP_P_AND_TOP_K = "    top_p: float | None = None,\n    top_k: int | None = None,\n"
+
+
+# --- get_logprobs -------------------------------------------------------------------------------
+
+
+class _KeepsALogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, tokens):
+        ctx.logprobs, ctx.tokens = z.log_softmax(-1), tokens[..., None]
+        return ctx.logprobs.gather(-1, ctx.tokens).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = -ctx.logprobs.exp()
+        ones = torch.ones_like(gradient[..., :1])
+        return gradient.scatter_add_(-1, ctx.tokens, ones) * grad[..., None], None
+
+
 GET_LOGPROBS = [
     edit(
         "get_logprobs",
@@ -94,6 +114,21 @@ GET_LOGPROBS = [
         "The values are right but carry no gradient: nothing would be learned. Do not detach the "
         "policy's logits.",
     ),
+    edit(
+        "get_logprobs",
+        "floor_under_the_temperature",
+        "logits / temperature",
+        "logits / max(temperature, 0.1)",
+        "Small temperatures are raised to a floor: divide by the temperature that is given.",
+    ),
+    edit(
+        "get_logprobs",
+        "likeliest_256_only",
+        "scaled.logsumexp(-1)",
+        "scaled.topk(min(256, scaled.shape[-1])).values.logsumexp(-1)",
+        "The normaliser leaves out all but the 256 likeliest tokens. Sum over the whole "
+        "vocabulary.",
+    ),
 ]
 
 
@@ -146,6 +181,82 @@ def log_of_a_softmax(logits, tokens, prefix_len=1, temperature=1.0):
     probs = (logits[:, prefix_len - 1 : -1] / temperature).softmax(-1)
     return torch.log(probs.gather(-1, tokens[:, prefix_len:, None]).squeeze(-1))
 
+
+@wrong(
+    "get_logprobs",
+    "At temperature 1 you keep a log-softmax for the backward pass after all. Subtract a logsumexp "
+    "at every temperature.",
+)
+def keeps_a_log_softmax_at_temperature_1(logits, tokens, prefix_len=1, temperature=1.0):
+    z, chosen = logits[:, prefix_len - 1 : -1], tokens[:, prefix_len:, None]
+    if temperature == 1:
+        return z.log_softmax(-1).gather(-1, chosen).squeeze(-1)
+    z = z / temperature
+    return z.gather(-1, chosen).squeeze(-1) - z.logsumexp(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "You shift within each chunk of positions, so that the first token of every later chunk is "
+    "lost. Shift first, then cut.",
+)
+def shifted_within_chunks(logits, tokens, prefix_len=1, temperature=1.0):
+    z, ids = logits[:, prefix_len - 1 :] / temperature, tokens[:, prefix_len - 1 :]
+    columns = []
+    for start in range(0, ids.shape[1], 64):
+        part, chosen = z[:, start : start + 64], ids[:, start : start + 64]
+        part, chosen = part[:, :-1], chosen[:, 1:, None]
+        columns.append(part.gather(-1, chosen).squeeze(-1) - part.logsumexp(-1))
+    return torch.cat(columns, dim=1)
+
+
+@wrong(
+    "get_logprobs",
+    "view raises on logits that are a part of a larger tensor. reshape copies them if it has to.",
+)
+def views_of_the_logits(logits, tokens, prefix_len=1, temperature=1.0):
+    batch, seq, vocab = logits.shape
+    flat = logits.view(-1, vocab) / temperature
+    following = tokens.roll(-1, 1).reshape(-1, 1)
+    logprobs = flat.gather(-1, following).squeeze(-1) - flat.logsumexp(-1)
+    return logprobs.view(batch, seq)[:, prefix_len - 1 : -1]
+
+
+@wrong(
+    "get_logprobs",
+    "The backward pass is your own, and its context keeps the whole log-softmax, as large as the "
+    "logits once more. A gather and a logsumexp keep neither it nor the probabilities.",
+)
+def keeps_a_log_softmax_in_its_context(logits, tokens, prefix_len=1, temperature=1.0):
+    scaled = logits[:, prefix_len - 1 : -1] / temperature
+    return _KeepsALogSoftmax.apply(scaled, tokens[:, prefix_len:])
+
+
+@wrong(
+    "get_logprobs",
+    "The argument has another name, so a call with prefix_len=3 raises a TypeError. Keep the names "
+    "that the exercise gives.",
+)
+def prefix_len_by_another_name(logits, tokens, prompt_len=1, temperature=1.0):
+    z, ids = logits[:, prompt_len - 1 : -1] / temperature, tokens[:, prompt_len:]
+    return z.gather(-1, ids[..., None]).squeeze(-1) - z.logsumexp(-1)
+
+
+@wrong(
+    "get_logprobs",
+    "In 16 bits a log-softmax is kept after all, row by row: together they are as large as the "
+    "logits once more. A gather and a logsumexp do in every dtype.",
+)
+def keeps_log_softmaxes_of_16_bits(logits, tokens, prefix_len=1, temperature=1.0):
+    logits, index = logits[:, prefix_len - 1 : -1] / temperature, tokens[:, prefix_len:]
+    if logits.dtype in (torch.float32, torch.float64):
+        chosen = logits.gather(-1, index[..., None]).squeeze(-1)
+        return chosen - torch.stack([row.logsumexp(-1) for row in logits])
+    rows = [row.log_softmax(-1).gather(-1, i[:, None]) for row, i in zip(logits, index)]  # noqa: B905
+    return torch.stack(rows).squeeze(-1)
+
+
+# --- calc_entropy -------------------------------------------------------------------------------
 
 CALC_ENTROPY = [
     edit(
@@ -200,6 +311,13 @@ CALC_ENTROPY = [
         "log_softmax(0)",
         "The softmax runs over the first axis. The vocabulary is the last one.",
     ),
+    edit(
+        "calc_entropy",
+        "impossible_tokens_at_minus_10000",
+        "at_least_float32(logits)",
+        "at_least_float32(logits).clamp(min=-1e4)",
+        "-inf becomes -1e4, which is likelier than a logit of -2e4. Leave -inf in the softmax.",
+    ),
 ]
 
 
@@ -249,6 +367,41 @@ def exp_overflows(logits):
     probs = weights / weights.sum(-1, keepdim=True)
     return -torch.special.xlogy(probs, probs).sum(-1)
 
+
+@wrong(
+    "calc_entropy",
+    "-inf is replaced by -100, which is likelier than a logit of -200. Leave -inf in the softmax.",
+)
+def minus_infinity_as_minus_100(logits):
+    logprobs = torch.nan_to_num(logits, neginf=-100.0).log_softmax(-1)
+    return -(logprobs.exp() * logprobs).sum(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "Where a logit is -inf you go through the first axis, as if each entry were one distribution. "
+    "There may be more axes before the vocabulary's.",
+)
+def impossible_tokens_in_two_axes_only(logits):
+    if logits.ndim > 1 and (logits == -torch.inf).any():
+        rows = [row[row > -torch.inf].log_softmax(-1) for row in logits]
+        return torch.stack([-(row.exp() * row).sum() for row in rows])
+    logprobs = logits.log_softmax(-1).masked_fill(logits == -torch.inf, 0.0)
+    return -(logits.softmax(-1) * logprobs).sum(-1)
+
+
+@wrong(
+    "calc_entropy",
+    "view() raises an error on some positions of each row, such as those that predict the "
+    "completion: they are a part of a larger tensor. Use reshape, or work along the last axis.",
+)
+def entropy_of_views(logits):
+    flat = logits.view(-1, logits.shape[-1])
+    logprobs = flat.log_softmax(-1).masked_fill(flat == -torch.inf, 0.0)
+    return -(flat.softmax(-1) * logprobs).sum(-1).view(logits.shape[:-1])
+
+
+# --- masked_mean --------------------------------------------------------------------------------
 
 MASKED_MEAN = [
     edit(
@@ -315,6 +468,27 @@ MASKED_MEAN = [
         "values.detach().masked_fill_(",
         "You write into the caller's values. Make a new tensor: masked_fill without underscore.",
     ),
+    edit(
+        "masked_mean",
+        "zeros_not_counted",
+        "mask.sum(dim)",
+        "(kept != 0).sum(dim)",
+        "What counts is the mask: a true position whose value is 0 counts too.",
+    ),
+    edit(
+        "masked_mean",
+        "none_as_a_sum_of_everything",
+        "    kept = ",
+        "    if not mask.any():\n        return values.sum(dim) * 0\n    kept = ",
+        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
+    ),
+    edit(
+        "masked_mean",
+        "count_in_half_precision",
+        "mask.sum(dim).clamp(min=1)",
+        "mask.bfloat16().sum(dim).clamp(min=1)",
+        "bfloat16 has eight bits, so that a count beyond 256 is rounded. Count in integers.",
+    ),
 ]
 
 
@@ -330,6 +504,42 @@ def mean_of_row_means(values, mask, dim=None):
         return along(values, mask, -1 if dim is None else dim)
     return along(values, mask, -1).mean()
 
+
+@wrong(
+    "masked_mean",
+    "squeeze() drops every axis of size 1: along dim 1 of a single row the result has no axis "
+    "left, where it should have one. Squeeze the averaged axis alone, or sum without keepdim.",
+)
+def every_axis_squeezed(values, mask, dim=None):
+    kept = torch.where(mask, values, 0.0)
+    if dim is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    count = mask.sum(dim, keepdim=True).clamp(min=1)
+    return (kept.sum(dim, keepdim=True) / count).squeeze()
+
+
+@wrong(
+    "masked_mean",
+    "view() raises an error on a slice of a larger tensor, such as the columns of the completion. "
+    "Use reshape or flatten.",
+)
+def views_of_the_values(values, mask, dim=None):
+    if dim is None:
+        values, mask, dim = values.view(-1), mask.view(-1), 0
+    return values.masked_fill(~mask, 0.0).sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+@wrong(
+    "masked_mean",
+    "The argument is called dim: a call with dim=1 raises a TypeError. Keep the names that the "
+    "exercise gives.",
+)
+def axis_for_dim(values, mask, axis=None):
+    kept = values.masked_fill(~mask, 0.0)
+    return kept.sum(axis) / mask.sum(axis).clamp(min=1)
+
+
+# --- sample_next_token --------------------------------------------------------------------------
 
 SAMPLE_NEXT_TOKEN = [
     edit(
@@ -490,6 +700,78 @@ SAMPLE_NEXT_TOKEN = [
         "top_k is not None and logits.topk(top_k) is not None",
         "A top_k beyond the vocabulary should keep all tokens; topk raises there.",
     ),
+    edit(
+        "sample_next_token",
+        "floor_under_the_temperature",
+        "keepdim=True)) / temperature",
+        "keepdim=True)) / max(temperature, 1e-2)",
+        "Small temperatures are raised to a floor, and are then not those that were asked for.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_only_without_top_k_and_top_p",
+        "if temperature == 0:",
+        "if temperature == 0 and top_k is None and top_p is None:",
+        "With a top_k or a top_p you divide by a temperature of 0. It takes the likeliest token "
+        "there too.",
+    ),
+    edit(
+        "sample_next_token",
+        "k_of_the_whole_vocabulary",
+        "top_k < logits.shape[-1]:",
+        "top_k <= logits.shape[-1] and logits.topk(top_k + 1) is not None:",
+        "You look up the first token that is dropped. With a top_k as large as the vocabulary "
+        "there is none.",
+    ),
+    edit(
+        "sample_next_token",
+        "ties_at_k_dropped",
+        "dropped = logits.argsort(descending=True)[:, top_k:]\n"
+        "        logits = logits.scatter(-1, dropped, -torch.inf)",
+        "first_dropped = logits.topk(top_k + 1).values[:, -1:]\n"
+        "        logits = logits.masked_fill(logits <= first_dropped, -torch.inf)",
+        "Where the k-th token and the next are equally likely you drop both, and keep fewer than "
+        "k: none, if all are alike.",
+    ),
+    edit(
+        "sample_next_token",
+        "greedy_below_a_thousandth",
+        "if temperature == 0:",
+        "if temperature < 1e-3:",
+        "Temperatures below 1e-3 are taken for 0. Where logits are as close as the temperature is "
+        "small there is a choice: only 0 is greedy.",
+    ),
+    edit(
+        "sample_next_token",
+        "floor_of_1e_4_under_the_temperature",
+        "keepdim=True)) / temperature",
+        "keepdim=True)) / max(temperature, 1e-4)",
+        "Temperatures below 1e-4 are raised to it, and are then not those that were asked for.",
+    ),
+    edit(
+        "sample_next_token",
+        "every_axis_squeezed_if_greedy",
+        "return logits.argmax(-1)",
+        "return logits.argmax(-1, keepdim=True).squeeze()",
+        "At temperature 0 one row gives a result without an axis: squeeze() drops every axis of "
+        "size 1. It should be [batch].",
+    ),
+    edit(
+        "sample_next_token",
+        "impossible_tokens_at_minus_10000",
+        "logits = at_least_float32(logits)",
+        "logits = torch.nan_to_num(at_least_float32(logits), neginf=-1e4)",
+        "-inf becomes -1e4, and where the other logits lie below it, the impossible tokens are the "
+        "likeliest. Leave -inf in the softmax.",
+    ),
+    edit(
+        "sample_next_token",
+        "top_p_before_top_k",
+        TOP_K_AND_TOP_P,
+        TOP_P_AND_TOP_K,
+        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
 ]
 
 
@@ -528,6 +810,126 @@ def not_renormalized(logits, temperature=1.0, top_k=None, top_p=None, generator=
     chosen = torch.multinomial(probs * keep, 1, generator=generator)
     return order.gather(-1, chosen).squeeze(-1)
 
+
+@wrong(
+    "sample_next_token",
+    "top-p keeps as many tokens in each row as in the row that needs most. Count row by row.",
+)
+def one_nucleus_for_all_rows(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, order = (logits / temperature).sort(descending=True)
+    if top_k is not None:
+        z, order = z[:, :top_k], order[:, :top_k]
+    if top_p is not None and top_p < 1:
+        n_kept = int((z.softmax(-1).cumsum(-1) < top_p).sum(-1).max()) + 1
+        z, order = z[:, :n_kept], order[:, :n_kept]
+    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "top-p sees the 64 likeliest tokens only. A flat distribution needs more of them to reach p.",
+)
+def nucleus_of_64_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, vocab = logits / temperature, logits.shape[-1]
+    if top_p is None or top_p == 1:
+        z, order = z.topk(min(top_k or vocab, vocab))
+    else:
+        z, order = z.topk(min(top_k or 64, vocab))
+        probs = z.softmax(-1)
+        z = z.masked_fill(probs.cumsum(-1) - probs >= top_p, -torch.inf)
+    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
+    return order.gather(-1, drawn).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "numpy() raises an error on logits that carry gradient, as a model's do outside no_grad. "
+    "Detach them first.",
+)
+def through_numpy(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    z = logits.numpy().astype(np.float64)
+    if temperature == 0:
+        return torch.from_numpy(z.argmax(-1))
+    z = (z - z.max(-1, keepdims=True)) / temperature
+    order = np.argsort(-z, axis=-1)
+    z = np.take_along_axis(z, order, -1)
+    z[:, top_k or z.shape[-1] :] = -np.inf
+    probs = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    if top_p is not None and top_p < 1:
+        probs[probs.cumsum(-1) - probs >= top_p] = 0
+        probs /= probs.sum(-1, keepdims=True)
+    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64).numpy()
+    chosen = (probs.cumsum(-1) < u).sum(-1, keepdims=True).clip(max=probs.shape[-1] - 1)
+    return torch.from_numpy(np.take_along_axis(order, chosen, -1)[:, 0])
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_k and no top_p the generator is not used: pass it on in each of your branches.",
+)
+def generator_forgotten_with_top_k_alone(
+    logits, temperature=1.0, top_k=None, top_p=None, generator=None
+):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z, order = ((logits - logits.amax(-1, keepdim=True)) / temperature).sort(descending=True)
+    if top_k is not None:
+        z, order = z[:, :top_k], order[:, :top_k]
+    probs = z.softmax(-1)
+    if top_k is not None and top_p is None:
+        return order.gather(-1, torch.multinomial(probs, 1)).squeeze(-1)
+    if top_p is not None and top_p < 1:
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_p one row gives a result without an axis: squeeze() drops every axis of size 1. "
+    "Use squeeze(-1).",
+)
+def every_axis_squeezed_with_top_p(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if top_k is not None and top_k < z.shape[-1]:
+        z = z.scatter(-1, z.argsort(descending=True)[:, top_k:], -torch.inf)
+    probs = z.softmax(-1)
+    if top_p is not None and top_p < 1:
+        probs, order = probs.sort(descending=True)
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+        return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze()
+    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
+
+
+@wrong(
+    "sample_next_token",
+    "With a top_p, a top_k beyond the vocabulary raises an error: topk takes no more than there "
+    "are. It should keep all.",
+)
+def k_beyond_the_vocabulary_with_top_p(
+    logits, temperature=1.0, top_k=None, top_p=None, generator=None
+):
+    if temperature == 0:
+        return logits.argmax(-1)
+    z = (logits - logits.amax(-1, keepdim=True)) / temperature
+    vocab = z.shape[-1]
+    if top_p is not None and top_p < 1:
+        z, order = z.topk(vocab if top_k is None else top_k)
+        probs = z.softmax(-1)
+        probs = probs * (probs.cumsum(-1) - probs < top_p)
+    else:
+        z, order = z.topk(min(top_k or vocab, vocab))
+        probs = z.softmax(-1)
+    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
+
+
+# --- get_completion_mask ------------------------------------------------------------------------
 
 GET_COMPLETION_MASK = [
     edit(
@@ -624,6 +1026,47 @@ def up_to_the_last_eos(completion_ids, eos_token_id):
     return after | ~is_eos.any(-1, keepdim=True)
 
 
+@wrong(
+    "get_completion_mask",
+    "`is` asks whether two numbers are one object, which Python promises of small ones only. "
+    "Compare with ==.",
+)
+def compared_with_is(completion_ids, eos_token_id):
+    mask = torch.zeros_like(completion_ids, dtype=torch.bool)
+    for row, ids in zip(mask, completion_ids.tolist(), strict=True):
+        for t, token in enumerate(ids):
+            row[t] = True
+            if token is eos_token_id:
+                break
+    return mask
+
+
+@wrong(
+    "get_completion_mask",
+    "view() raises an error on the columns after a prompt, which are a part of a larger tensor. "
+    "Use reshape, or work along the last axis.",
+)
+def views_of_the_ids(completion_ids, eos_token_id):
+    n = completion_ids.shape[1]
+    flat = completion_ids.view(-1)
+    mask = torch.ones_like(flat, dtype=torch.bool)
+    for i in (flat == eos_token_id).nonzero().flatten().tolist():
+        mask[i + 1 : (i // n + 1) * n] = False
+    return mask.view(-1, n)
+
+
+@wrong(
+    "get_completion_mask",
+    "The argument has another name, so a call with eos_token_id=2 raises a TypeError. Keep the "
+    "names that the exercise gives.",
+)
+def eos_by_another_name(completion_ids, eos_id):
+    is_eos = completion_ids == eos_id
+    return is_eos.cumsum(-1) - is_eos.int() == 0
+
+
+# --- left_pad -----------------------------------------------------------------------------------
+
 LEFT_PAD = [
     edit(
         "left_pad",
@@ -683,6 +1126,13 @@ LEFT_PAD = [
         "torch.tensor(mask, dtype=torch.bool)",
         "The attention mask should hold integers, as models take it; yours is boolean.",
     ),
+    edit(
+        "left_pad",
+        "cut_to_512",
+        "seq = max(map(len, sequences))",
+        "sequences = [tokens[-512:] for tokens in sequences]; seq = max(map(len, sequences))",
+        "You keep the last 512 tokens of each sequence. Nothing should be cut.",
+    ),
 ]
 
 
@@ -695,6 +1145,13 @@ def padded_in_place(sequences, pad_token_id):
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
     return torch.tensor(sequences, dtype=torch.long), mask.long()
 
+
+# --- get_samples --------------------------------------------------------------------------------
+
+DECODED = (
+    "        tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)\n"
+    "        for row, keep in zip(completion_ids, mask, strict=True)\n"
+)
 
 GET_SAMPLES = [
     edit(
@@ -838,6 +1295,220 @@ GET_SAMPLES = [
         "sample_next_token(logits, temperature, top_k or 50, top_p, generator)",
         "Without a top_k you sample from 50 tokens, as some libraries do. None keeps all.",
     ),
+    edit(
+        "get_samples",
+        "temperature_twice",
+        "sample_next_token(logits, temperature,",
+        "sample_next_token(logits / (temperature or 1), temperature,",
+        "The logits are divided by the temperature twice: sample_next_token does it already.",
+    ),
+    edit(
+        "get_samples",
+        "generator_from_its_seed",
+        "    tokenizer = model.tokenizer\n",
+        "    tokenizer = model.tokenizer\n"
+        "    if generator is not None:\n"
+        "        generator = torch.Generator().manual_seed(generator.initial_seed())\n",
+        "The generator starts from its seed at each call, so every rollout has the same noise.",
+    ),
+    edit(
+        "get_samples",
+        "prompts_stripped",
+        "    tokenizer = model.tokenizer\n",
+        "    tokenizer = model.tokenizer\n    prompts = [prompt.strip() for prompt in prompts]\n",
+        "The spaces around a prompt are a part of it: take the prompts as they are.",
+    ),
+    edit(
+        "get_samples",
+        "one_prompt",
+        "logits[:, -1]",
+        "logits[:, -1].squeeze()",
+        "squeeze takes the batch axis off where there is one prompt only.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "one_text_for_each_prompt",
+        "texts=texts",
+        "texts=[dict(zip(prompts, texts))[prompt] for prompt in prompts]",
+        "A prompt that comes twice has two completions, and you give both the text of one.",
+    ),
+    edit(
+        "get_samples",
+        "bos_of_the_tokenizer",
+        "model.tokenizer(list(prompts), add_special_tokens=False)",
+        "model.tokenizer(list(prompts))",
+        "The tokenizer adds a bos of its own, whatever prepend_bos says: with "
+        "add_special_tokens=False it does not.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "decoded_token_by_token",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "''.join(tokenizer.decode([i], skip_special_tokens=True) for i in row[keep].tolist())",
+        "One character may take several tokens: decode a completion as a whole.",
+    ),
+    edit(
+        "get_samples",
+        "under_inference_mode",
+        "@torch.no_grad()",
+        "@torch.inference_mode()",
+        "Tensors made under inference_mode cannot enter a later backward pass, and training "
+        "scores these. Use no_grad.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "gradients_stay_off",
+        "Gradients are off for good after the first sampling, and training raises an error. Use "
+        "`with torch.no_grad():`, which puts back what was there before.",
+        edits=(
+            Edit("get_samples", "@torch.no_grad()\n", ""),
+            Edit(
+                "get_samples",
+                "    tokenizer = model.tokenizer\n",
+                "    tokenizer = model.tokenizer\n    torch.set_grad_enabled(False)\n",
+            ),
+        ),
+    ),
+    edit(
+        "get_samples",
+        "last_position_refused",
+        "len(sequence) + max_new_tokens <= model.cfg.n_ctx",
+        "len(sequence) + max_new_tokens < model.cfg.n_ctx",
+        "A prompt and a completion that just fill the context are refused: off by one. The model "
+        "has n_ctx positions, so n_ctx tokens fit.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "attention_goes_on_after_the_eos",
+        "torch.cat([prompt_mask, mask.long()], dim=1)",
+        "torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)",
+        "The attention mask is 1 on the pads after an eos. It should be 0 on padding of either "
+        "side: put the completion mask behind the prompts' mask.",
+    ),
+    edit(
+        "get_samples",
+        "pads_that_are_drawn_hidden",
+        "(~ended).long()[:, None]",
+        "(tokens != pad_token_id).long()[:, None]",
+        "The new column of the attention mask comes from the pad id, so that a pad which the model "
+        "itself draws is hidden from it. Only what follows a row's eos is padding: use `ended`.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "never_a_bos",
+        "sample(logits[:, -1])",
+        "sample(logits[:, -1].index_fill(-1, torch.tensor([model.tokenizer.bos_token_id]), "
+        "-torch.inf))",
+        "You rule out the bos. The policy is the model's own distribution, in which every token "
+        "may come: sample from the logits as they are.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "a_bos_ends_the_row",
+        "ended |= tokens == eos_token_id",
+        "ended |= (tokens == eos_token_id) | (tokens == model.tokenizer.bos_token_id)",
+        "A bos that is drawn ends the row. Only the eos does.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "eos_and_pad_left_out_alone",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "tokenizer.decode([t for t in row[keep].tolist() if t not in "
+        "(tokenizer.eos_token_id, tokenizer.pad_token_id)])",
+        "The texts are free of eos and pad, but a bos that was drawn stays. Decode with "
+        "skip_special_tokens=True, which leaves out every special token.",
+    ),
+    edit(
+        "get_samples",
+        "long_prompts_cut",
+        "sequences = [prefix + tokens for tokens in encoded]",
+        "most = model.cfg.n_ctx - max_new_tokens - len(prefix)\n"
+        "    sequences = [prefix + tokens[:most] for tokens in encoded]",
+        "A prompt that is too long for the model's context is cut in silence, and what you sample "
+        "is the completion of another prompt. Raise a ValueError that names prompts.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "a_bos_of_id_0_dropped",
+        "prepend_bos and bos_token_id is not None",
+        "prepend_bos and bos_token_id",
+        "0 counts as false, so that a bos of id 0 is left out. Ask whether bos_token_id is None.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "minus_100_after_the_eos",
+        "    texts = [",
+        "    completion_ids = completion_ids.masked_fill(~mask, -100)\n    texts = [",
+        "After a row's eos stands an id that is no token, so that no model can score the samples. "
+        "Put the pad id there.",
+    ),
+    edit(
+        "get_samples",
+        "eos_of_another_tokenizer",
+        "mask = get_completion_mask(completion_ids, tokenizer.eos_token_id)",
+        "mask = get_completion_mask(completion_ids, 2)",
+        "The eos is that of one tokenizer, whatever the model's is. Ask `model.tokenizer` for its "
+        "eos_token_id.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "shortened_to_the_context",
+        "Where a prompt leaves less of the model's context than max_new_tokens you sample fewer "
+        "tokens in silence. Raise a ValueError that names prompts.",
+        edits=(
+            Edit("encode_prompts", "len(sequence) + max_new_tokens <= model.cfg.n_ctx", "True"),
+            Edit(
+                "_generate",
+                "while len(columns) < max_new_tokens",
+                "while len(columns) < min(max_new_tokens, model.cfg.n_ctx - prompt_ids.shape[1])",
+            ),
+        ),
+    ),
+    edit(
+        "get_samples",
+        "floor_under_the_temperature",
+        "sample_next_token(logits, temperature, top_k",
+        "sample_next_token(logits, max(temperature, 1e-4), top_k",
+        "Temperature 0 becomes a tiny one, at which tokens that are nearly as likely are drawn as "
+        "well. Pass it on as it is.",
+    ),
+    edit(
+        "get_samples",
+        "top_p_before_top_k",
+        TOP_K_AND_TOP_P,
+        TOP_P_AND_TOP_K,
+        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
+    edit(
+        "get_samples",
+        "generator_last",
+        "    generator: torch.Generator | None = None,\n    prepend_bos: bool = True,\n",
+        "    prepend_bos: bool = True,\n    generator: torch.Generator | None = None,\n",
+        "generator and prepend_bos have changed places, so that a call by position mixes them up. "
+        "Keep the order of the arguments.",
+    ),
+    edit(
+        "get_samples",
+        "prompt_replaced_in_the_text",
+        DECODED,
+        "        (tokenizer.decode(p, skip_special_tokens=True) + tokenizer.decode("
+        "row[keep].tolist(), skip_special_tokens=True))"
+        ".replace(tokenizer.decode(p, skip_special_tokens=True), '')\n"
+        "        for p, row, keep in zip(prompt_ids.tolist(), completion_ids, mask, strict=True)\n",
+        "replace() takes the prompt's words out of the completion too, wherever they come again. "
+        "Decode the completion's tokens alone.",
+    ),
 ]
 
 
@@ -874,6 +1545,10 @@ def without_a_cache(
     attention[:, prompt_ids.shape[1] :] = mask
     return Samples(ids, attention, prompt_ids.shape[1], mask, texts)
 
+
+# --- calc_reinforce_objective -------------------------------------------------------------------
+
+_OBJECTIVE = "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)"
 
 CALC_REINFORCE_OBJECTIVE = [
     edit(
@@ -939,14 +1614,6 @@ CALC_REINFORCE_OBJECTIVE = [
         "return masked_mean(logprobs.masked_fill(~mask, 0.0), mask) * masked_mean(weights, mask)",
         "The mean of a product is not the product of the means: multiply position by position.",
     ),
-]
-
-
-_OBJECTIVE = "return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)"
-_DETACHED = "weights = advantages.detach().masked_fill(~mask, 0.0)"
-
-# Two at once, as one may well write it first.
-CALC_REINFORCE_OBJECTIVE_PAIRS = [
     edit(
         "calc_reinforce_objective",
         "sum_over_a_completion",
@@ -1004,6 +1671,27 @@ CALC_REINFORCE_OBJECTIVE_PAIRS = [
         "The sign is that of a loss; an objective is maximised. And the advantages are constants: "
         "detach them.",
     ),
+    edit(
+        "calc_reinforce_objective",
+        "zero_advantages_not_counted",
+        "weights, mask)",
+        "weights, mask & (weights != 0))",
+        "A token whose advantage is 0 is still a token of the mean.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "logprobs_clamped",
+        "logprobs.masked_fill(~mask, 0.0) *",
+        "logprobs.masked_fill(~mask, 0.0).clamp(min=-10.0) *",
+        "A clamped log-prob has no gradient, and rare tokens are those that should move most.",
+    ),
+    edit(
+        "calc_reinforce_objective",
+        "none_as_a_sum_of_everything",
+        "    if advantages.ndim == 1:",
+        "    if not mask.any():\n        return (logprobs * 0).sum()\n    if advantages.ndim == 1:",
+        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
+    ),
 ]
 
 
@@ -1025,6 +1713,18 @@ def nan_to_num_for_a_mask(logprobs, advantages, mask):
     products = torch.nan_to_num(logprobs, 0.0, 0.0, 0.0) * torch.nan_to_num(advantages, 0.0, 0, 0)
     return products.sum() / mask.sum().clamp(min=1)
 
+
+@wrong(
+    "calc_reinforce_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logprobs(logprobs, advantages, mask):
+    kept = mask.view(-1)
+    products = logprobs.view(-1)[kept] * advantages.detach().view(-1)[kept]
+    return products.sum() / max(len(products), 1)
+
+
+# --- calc_expected_policy_gradient --------------------------------------------------------------
 
 CALC_EXPECTED_POLICY_GRADIENT = [
     edit(
@@ -1147,63 +1847,6 @@ CALC_EXPECTED_POLICY_GRADIENT = [
 ]
 
 
-# --- Plausible ones that need an input of their own ---------------------------------------------
-
-SEVERAL_EXERCISES_1 = [
-    edit(
-        "get_samples",
-        "temperature_twice",
-        "sample_next_token(logits, temperature,",
-        "sample_next_token(logits / (temperature or 1), temperature,",
-        "The logits are divided by the temperature twice: sample_next_token does it already.",
-    ),
-    edit(
-        "get_samples",
-        "generator_from_its_seed",
-        "    tokenizer = model.tokenizer\n",
-        "    tokenizer = model.tokenizer\n"
-        "    if generator is not None:\n"
-        "        generator = torch.Generator().manual_seed(generator.initial_seed())\n",
-        "The generator starts from its seed at each call, so every rollout has the same noise.",
-    ),
-    edit(
-        "masked_mean",
-        "zeros_not_counted",
-        "mask.sum(dim)",
-        "(kept != 0).sum(dim)",
-        "What counts is the mask: a true position whose value is 0 counts too.",
-    ),
-    edit(
-        "calc_reinforce_objective",
-        "zero_advantages_not_counted",
-        "weights, mask)",
-        "weights, mask & (weights != 0))",
-        "A token whose advantage is 0 is still a token of the mean.",
-    ),
-    edit(
-        "calc_reinforce_objective",
-        "logprobs_clamped",
-        "logprobs.masked_fill(~mask, 0.0) *",
-        "logprobs.masked_fill(~mask, 0.0).clamp(min=-10.0) *",
-        "A clamped log-prob has no gradient, and rare tokens are those that should move most.",
-    ),
-    edit(
-        "sample_next_token",
-        "floor_under_the_temperature",
-        "keepdim=True)) / temperature",
-        "keepdim=True)) / max(temperature, 1e-2)",
-        "Small temperatures are raised to a floor, and are then not those that were asked for.",
-    ),
-    edit(
-        "get_logprobs",
-        "floor_under_the_temperature",
-        "logits / temperature",
-        "logits / max(temperature, 0.1)",
-        "Small temperatures are raised to a floor: divide by the temperature that is given.",
-    ),
-]
-
-
 @wrong(
     "calc_expected_policy_gradient",
     "Dividing by p gives nan where an action has no probability left. grad log p is onehot - p.",
@@ -1214,384 +1857,6 @@ def divided_by_the_probability(logits, rewards, baseline):
     gradients = (rewards - baseline)[:, None] * jacobian / p[:, None]
     mean = p @ gradients
     return mean, p @ (gradients - mean) ** 2
-
-
-@wrong(
-    "calc_entropy",
-    "-inf is replaced by -100, which is likelier than a logit of -200. Leave -inf in the softmax.",
-)
-def minus_infinity_as_minus_100(logits):
-    logprobs = torch.nan_to_num(logits, neginf=-100.0).log_softmax(-1)
-    return -(logprobs.exp() * logprobs).sum(-1)
-
-
-# --- Right on short, small or single inputs -----------------------------------------------------
-
-SEVERAL_EXERCISES_2 = [
-    edit(
-        "get_logprobs",
-        "likeliest_256_only",
-        "scaled.logsumexp(-1)",
-        "scaled.topk(min(256, scaled.shape[-1])).values.logsumexp(-1)",
-        "The normaliser leaves out all but the 256 likeliest tokens. Sum over the whole "
-        "vocabulary.",
-    ),
-    edit(
-        "masked_mean",
-        "none_as_a_sum_of_everything",
-        "    kept = ",
-        "    if not mask.any():\n        return values.sum(dim) * 0\n    kept = ",
-        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
-    ),
-    edit(
-        "masked_mean",
-        "count_in_half_precision",
-        "mask.sum(dim).clamp(min=1)",
-        "mask.bfloat16().sum(dim).clamp(min=1)",
-        "bfloat16 has eight bits, so that a count beyond 256 is rounded. Count in integers.",
-    ),
-    edit(
-        "sample_next_token",
-        "greedy_only_without_top_k_and_top_p",
-        "if temperature == 0:",
-        "if temperature == 0 and top_k is None and top_p is None:",
-        "With a top_k or a top_p you divide by a temperature of 0. It takes the likeliest token "
-        "there too.",
-    ),
-    edit(
-        "sample_next_token",
-        "k_of_the_whole_vocabulary",
-        "top_k < logits.shape[-1]:",
-        "top_k <= logits.shape[-1] and logits.topk(top_k + 1) is not None:",
-        "You look up the first token that is dropped. With a top_k as large as the vocabulary "
-        "there is none.",
-    ),
-    edit(
-        "sample_next_token",
-        "ties_at_k_dropped",
-        "dropped = logits.argsort(descending=True)[:, top_k:]\n"
-        "        logits = logits.scatter(-1, dropped, -torch.inf)",
-        "first_dropped = logits.topk(top_k + 1).values[:, -1:]\n"
-        "        logits = logits.masked_fill(logits <= first_dropped, -torch.inf)",
-        "Where the k-th token and the next are equally likely you drop both, and keep fewer than "
-        "k: none, if all are alike.",
-    ),
-    edit(
-        "left_pad",
-        "cut_to_512",
-        "seq = max(map(len, sequences))",
-        "sequences = [tokens[-512:] for tokens in sequences]; seq = max(map(len, sequences))",
-        "You keep the last 512 tokens of each sequence. Nothing should be cut.",
-    ),
-    edit(
-        "get_samples",
-        "prompts_stripped",
-        "    tokenizer = model.tokenizer\n",
-        "    tokenizer = model.tokenizer\n    prompts = [prompt.strip() for prompt in prompts]\n",
-        "The spaces around a prompt are a part of it: take the prompts as they are.",
-    ),
-    edit(
-        "get_samples",
-        "one_prompt",
-        "logits[:, -1]",
-        "logits[:, -1].squeeze()",
-        "squeeze takes the batch axis off where there is one prompt only.",
-        within="_generate",
-    ),
-    edit(
-        "get_samples",
-        "one_text_for_each_prompt",
-        "texts=texts",
-        "texts=[dict(zip(prompts, texts))[prompt] for prompt in prompts]",
-        "A prompt that comes twice has two completions, and you give both the text of one.",
-    ),
-    edit(
-        "get_samples",
-        "bos_of_the_tokenizer",
-        "model.tokenizer(list(prompts), add_special_tokens=False)",
-        "model.tokenizer(list(prompts))",
-        "The tokenizer adds a bos of its own, whatever prepend_bos says: with "
-        "add_special_tokens=False it does not.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
-        "decoded_token_by_token",
-        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
-        "''.join(tokenizer.decode([i], skip_special_tokens=True) for i in row[keep].tolist())",
-        "One character may take several tokens: decode a completion as a whole.",
-    ),
-    edit(
-        "get_samples",
-        "under_inference_mode",
-        "@torch.no_grad()",
-        "@torch.inference_mode()",
-        "Tensors made under inference_mode cannot enter a later backward pass, and training "
-        "scores these. Use no_grad.",
-    ),
-    edit(
-        "calc_reinforce_objective",
-        "none_as_a_sum_of_everything",
-        "    if advantages.ndim == 1:",
-        "    if not mask.any():\n        return (logprobs * 0).sum()\n    if advantages.ndim == 1:",
-        "Where no position is true you sum up what is masked out, and 0 * nan is nan.",
-    ),
-]
-
-
-@wrong(
-    "get_logprobs",
-    "At temperature 1 you keep a log-softmax for the backward pass after all. Subtract a logsumexp "
-    "at every temperature.",
-)
-def keeps_a_log_softmax_at_temperature_1(logits, tokens, prefix_len=1, temperature=1.0):
-    z, chosen = logits[:, prefix_len - 1 : -1], tokens[:, prefix_len:, None]
-    if temperature == 1:
-        return z.log_softmax(-1).gather(-1, chosen).squeeze(-1)
-    z = z / temperature
-    return z.gather(-1, chosen).squeeze(-1) - z.logsumexp(-1)
-
-
-@wrong(
-    "get_logprobs",
-    "You shift within each chunk of positions, so that the first token of every later chunk is "
-    "lost. Shift first, then cut.",
-)
-def shifted_within_chunks(logits, tokens, prefix_len=1, temperature=1.0):
-    z, ids = logits[:, prefix_len - 1 :] / temperature, tokens[:, prefix_len - 1 :]
-    columns = []
-    for start in range(0, ids.shape[1], 64):
-        part, chosen = z[:, start : start + 64], ids[:, start : start + 64]
-        part, chosen = part[:, :-1], chosen[:, 1:, None]
-        columns.append(part.gather(-1, chosen).squeeze(-1) - part.logsumexp(-1))
-    return torch.cat(columns, dim=1)
-
-
-@wrong(
-    "get_logprobs",
-    "view raises on logits that are a part of a larger tensor. reshape copies them if it has to.",
-)
-def views_of_the_logits(logits, tokens, prefix_len=1, temperature=1.0):
-    batch, seq, vocab = logits.shape
-    flat = logits.view(-1, vocab) / temperature
-    following = tokens.roll(-1, 1).reshape(-1, 1)
-    logprobs = flat.gather(-1, following).squeeze(-1) - flat.logsumexp(-1)
-    return logprobs.view(batch, seq)[:, prefix_len - 1 : -1]
-
-
-@wrong(
-    "calc_entropy",
-    "Where a logit is -inf you go through the first axis, as if each entry were one distribution. "
-    "There may be more axes before the vocabulary's.",
-)
-def impossible_tokens_in_two_axes_only(logits):
-    if logits.ndim > 1 and (logits == -torch.inf).any():
-        rows = [row[row > -torch.inf].log_softmax(-1) for row in logits]
-        return torch.stack([-(row.exp() * row).sum() for row in rows])
-    logprobs = logits.log_softmax(-1).masked_fill(logits == -torch.inf, 0.0)
-    return -(logits.softmax(-1) * logprobs).sum(-1)
-
-
-@wrong(
-    "sample_next_token",
-    "top-p keeps as many tokens in each row as in the row that needs most. Count row by row.",
-)
-def one_nucleus_for_all_rows(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    if temperature == 0:
-        return logits.argmax(-1)
-    z, order = (logits / temperature).sort(descending=True)
-    if top_k is not None:
-        z, order = z[:, :top_k], order[:, :top_k]
-    if top_p is not None and top_p < 1:
-        n_kept = int((z.softmax(-1).cumsum(-1) < top_p).sum(-1).max()) + 1
-        z, order = z[:, :n_kept], order[:, :n_kept]
-    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
-    return order.gather(-1, drawn).squeeze(-1)
-
-
-@wrong(
-    "sample_next_token",
-    "top-p sees the 64 likeliest tokens only. A flat distribution needs more of them to reach p.",
-)
-def nucleus_of_64_tokens(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    if temperature == 0:
-        return logits.argmax(-1)
-    z, vocab = logits / temperature, logits.shape[-1]
-    if top_p is None or top_p == 1:
-        z, order = z.topk(min(top_k or vocab, vocab))
-    else:
-        z, order = z.topk(min(top_k or 64, vocab))
-        probs = z.softmax(-1)
-        z = z.masked_fill(probs.cumsum(-1) - probs >= top_p, -torch.inf)
-    drawn = torch.multinomial(z.softmax(-1), 1, generator=generator)
-    return order.gather(-1, drawn).squeeze(-1)
-
-
-@wrong(
-    "get_completion_mask",
-    "`is` asks whether two numbers are one object, which Python promises of small ones only. "
-    "Compare with ==.",
-)
-def compared_with_is(completion_ids, eos_token_id):
-    mask = torch.zeros_like(completion_ids, dtype=torch.bool)
-    for row, ids in zip(mask, completion_ids.tolist(), strict=True):
-        for t, token in enumerate(ids):
-            row[t] = True
-            if token is eos_token_id:
-                break
-    return mask
-
-
-class _KeepsALogSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z, tokens):
-        ctx.logprobs, ctx.tokens = z.log_softmax(-1), tokens[..., None]
-        return ctx.logprobs.gather(-1, ctx.tokens).squeeze(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        gradient = -ctx.logprobs.exp()
-        ones = torch.ones_like(gradient[..., :1])
-        return gradient.scatter_add_(-1, ctx.tokens, ones) * grad[..., None], None
-
-
-@wrong(
-    "get_logprobs",
-    "The backward pass is your own, and its context keeps the whole log-softmax, as large as the "
-    "logits once more. A gather and a logsumexp keep neither it nor the probabilities.",
-)
-def keeps_a_log_softmax_in_its_context(logits, tokens, prefix_len=1, temperature=1.0):
-    scaled = logits[:, prefix_len - 1 : -1] / temperature
-    return _KeepsALogSoftmax.apply(scaled, tokens[:, prefix_len:])
-
-
-@wrong(
-    "masked_mean",
-    "squeeze() drops every axis of size 1: along dim 1 of a single row the result has no axis "
-    "left, where it should have one. Squeeze the averaged axis alone, or sum without keepdim.",
-)
-def every_axis_squeezed(values, mask, dim=None):
-    kept = torch.where(mask, values, 0.0)
-    if dim is None:
-        return kept.sum() / mask.sum().clamp(min=1)
-    count = mask.sum(dim, keepdim=True).clamp(min=1)
-    return (kept.sum(dim, keepdim=True) / count).squeeze()
-
-
-@wrong(
-    "masked_mean",
-    "view() raises an error on a slice of a larger tensor, such as the columns of the completion. "
-    "Use reshape or flatten.",
-)
-def views_of_the_values(values, mask, dim=None):
-    if dim is None:
-        values, mask, dim = values.view(-1), mask.view(-1), 0
-    return values.masked_fill(~mask, 0.0).sum(dim) / mask.sum(dim).clamp(min=1)
-
-
-@wrong(
-    "calc_reinforce_objective",
-    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
-)
-def views_of_the_logprobs(logprobs, advantages, mask):
-    kept = mask.view(-1)
-    products = logprobs.view(-1)[kept] * advantages.detach().view(-1)[kept]
-    return products.sum() / max(len(products), 1)
-
-
-@wrong(
-    "get_logprobs",
-    "The argument has another name, so a call with prefix_len=3 raises a TypeError. Keep the names "
-    "that the exercise gives.",
-)
-def prefix_len_by_another_name(logits, tokens, prompt_len=1, temperature=1.0):
-    z, ids = logits[:, prompt_len - 1 : -1] / temperature, tokens[:, prompt_len:]
-    return z.gather(-1, ids[..., None]).squeeze(-1) - z.logsumexp(-1)
-
-
-@wrong(
-    "calc_entropy",
-    "view() raises an error on some positions of each row, such as those that predict the "
-    "completion: they are a part of a larger tensor. Use reshape, or work along the last axis.",
-)
-def entropy_of_views(logits):
-    flat = logits.view(-1, logits.shape[-1])
-    logprobs = flat.log_softmax(-1).masked_fill(flat == -torch.inf, 0.0)
-    return -(flat.softmax(-1) * logprobs).sum(-1).view(logits.shape[:-1])
-
-
-@wrong(
-    "masked_mean",
-    "The argument is called dim: a call with dim=1 raises a TypeError. Keep the names that the "
-    "exercise gives.",
-)
-def axis_for_dim(values, mask, axis=None):
-    kept = values.masked_fill(~mask, 0.0)
-    return kept.sum(axis) / mask.sum(axis).clamp(min=1)
-
-
-@wrong(
-    "sample_next_token",
-    "numpy() raises an error on logits that carry gradient, as a model's do outside no_grad. "
-    "Detach them first.",
-)
-def through_numpy(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    z = logits.numpy().astype(np.float64)
-    if temperature == 0:
-        return torch.from_numpy(z.argmax(-1))
-    z = (z - z.max(-1, keepdims=True)) / temperature
-    order = np.argsort(-z, axis=-1)
-    z = np.take_along_axis(z, order, -1)
-    z[:, top_k or z.shape[-1] :] = -np.inf
-    probs = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
-    if top_p is not None and top_p < 1:
-        probs[probs.cumsum(-1) - probs >= top_p] = 0
-        probs /= probs.sum(-1, keepdims=True)
-    u = torch.rand(len(probs), 1, generator=generator, dtype=torch.float64).numpy()
-    chosen = (probs.cumsum(-1) < u).sum(-1, keepdims=True).clip(max=probs.shape[-1] - 1)
-    return torch.from_numpy(np.take_along_axis(order, chosen, -1)[:, 0])
-
-
-@wrong(
-    "get_completion_mask",
-    "view() raises an error on the columns after a prompt, which are a part of a larger tensor. "
-    "Use reshape, or work along the last axis.",
-)
-def views_of_the_ids(completion_ids, eos_token_id):
-    n = completion_ids.shape[1]
-    flat = completion_ids.view(-1)
-    mask = torch.ones_like(flat, dtype=torch.bool)
-    for i in (flat == eos_token_id).nonzero().flatten().tolist():
-        mask[i + 1 : (i // n + 1) * n] = False
-    return mask.view(-1, n)
-
-
-CONTEXT_AND_GRADIENTS = [
-    Answer(
-        IN_ITS_MODULE,
-        "get_samples",
-        "gradients_stay_off",
-        "Gradients are off for good after the first sampling, and training raises an error. Use "
-        "`with torch.no_grad():`, which puts back what was there before.",
-        edits=(
-            Edit("get_samples", "@torch.no_grad()\n", ""),
-            Edit(
-                "get_samples",
-                "    tokenizer = model.tokenizer\n",
-                "    tokenizer = model.tokenizer\n    torch.set_grad_enabled(False)\n",
-            ),
-        ),
-    ),
-    edit(
-        "get_samples",
-        "last_position_refused",
-        "len(sequence) + max_new_tokens <= model.cfg.n_ctx",
-        "len(sequence) + max_new_tokens < model.cfg.n_ctx",
-        "A prompt and a completion that just fill the context are refused: off by one. The model "
-        "has n_ctx positions, so n_ctx tokens fit.",
-        within="encode_prompts",
-    ),
-]
 
 
 @wrong(
@@ -1623,285 +1888,3 @@ def marks_the_logits(logits, rewards, baseline):
     probs = logprobs.exp().detach()
     mean = probs @ gradients
     return mean, probs @ (gradients - mean) ** 2
-
-
-SEVERAL_EXERCISES_3 = [
-    edit(
-        "calc_entropy",
-        "impossible_tokens_at_minus_10000",
-        "at_least_float32(logits)",
-        "at_least_float32(logits).clamp(min=-1e4)",
-        "-inf becomes -1e4, which is likelier than a logit of -2e4. Leave -inf in the softmax.",
-    ),
-    edit(
-        "sample_next_token",
-        "greedy_below_a_thousandth",
-        "if temperature == 0:",
-        "if temperature < 1e-3:",
-        "Temperatures below 1e-3 are taken for 0. Where logits are as close as the temperature is "
-        "small there is a choice: only 0 is greedy.",
-    ),
-    edit(
-        "sample_next_token",
-        "floor_of_1e_4_under_the_temperature",
-        "keepdim=True)) / temperature",
-        "keepdim=True)) / max(temperature, 1e-4)",
-        "Temperatures below 1e-4 are raised to it, and are then not those that were asked for.",
-    ),
-    edit(
-        "sample_next_token",
-        "every_axis_squeezed_if_greedy",
-        "return logits.argmax(-1)",
-        "return logits.argmax(-1, keepdim=True).squeeze()",
-        "At temperature 0 one row gives a result without an axis: squeeze() drops every axis of "
-        "size 1. It should be [batch].",
-    ),
-    edit(
-        "sample_next_token",
-        "impossible_tokens_at_minus_10000",
-        "logits = at_least_float32(logits)",
-        "logits = torch.nan_to_num(at_least_float32(logits), neginf=-1e4)",
-        "-inf becomes -1e4, and where the other logits lie below it, the impossible tokens are the "
-        "likeliest. Leave -inf in the softmax.",
-    ),
-    edit(
-        "get_samples",
-        "attention_goes_on_after_the_eos",
-        "torch.cat([prompt_mask, mask.long()], dim=1)",
-        "torch.cat([prompt_mask, torch.ones_like(completion_ids)], dim=1)",
-        "The attention mask is 1 on the pads after an eos. It should be 0 on padding of either "
-        "side: put the completion mask behind the prompts' mask.",
-    ),
-]
-
-
-SEVERAL_EXERCISES_4 = [
-    edit(
-        "get_samples",
-        "pads_that_are_drawn_hidden",
-        "(~ended).long()[:, None]",
-        "(tokens != pad_token_id).long()[:, None]",
-        "The new column of the attention mask comes from the pad id, so that a pad which the model "
-        "itself draws is hidden from it. Only what follows a row's eos is padding: use `ended`.",
-        within="_generate",
-    ),
-    edit(
-        "get_samples",
-        "never_a_bos",
-        "sample(logits[:, -1])",
-        "sample(logits[:, -1].index_fill(-1, torch.tensor([model.tokenizer.bos_token_id]), "
-        "-torch.inf))",
-        "You rule out the bos. The policy is the model's own distribution, in which every token "
-        "may come: sample from the logits as they are.",
-        within="_generate",
-    ),
-    edit(
-        "get_samples",
-        "a_bos_ends_the_row",
-        "ended |= tokens == eos_token_id",
-        "ended |= (tokens == eos_token_id) | (tokens == model.tokenizer.bos_token_id)",
-        "A bos that is drawn ends the row. Only the eos does.",
-        within="_generate",
-    ),
-    edit(
-        "get_samples",
-        "eos_and_pad_left_out_alone",
-        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
-        "tokenizer.decode([t for t in row[keep].tolist() if t not in "
-        "(tokenizer.eos_token_id, tokenizer.pad_token_id)])",
-        "The texts are free of eos and pad, but a bos that was drawn stays. Decode with "
-        "skip_special_tokens=True, which leaves out every special token.",
-    ),
-]
-
-
-SEVERAL_EXERCISES_5 = [
-    edit(
-        "get_samples",
-        "long_prompts_cut",
-        "sequences = [prefix + tokens for tokens in encoded]",
-        "most = model.cfg.n_ctx - max_new_tokens - len(prefix)\n"
-        "    sequences = [prefix + tokens[:most] for tokens in encoded]",
-        "A prompt that is too long for the model's context is cut in silence, and what you sample "
-        "is the completion of another prompt. Raise a ValueError that names prompts.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
-        "a_bos_of_id_0_dropped",
-        "prepend_bos and bos_token_id is not None",
-        "prepend_bos and bos_token_id",
-        "0 counts as false, so that a bos of id 0 is left out. Ask whether bos_token_id is None.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
-        "minus_100_after_the_eos",
-        "    texts = [",
-        "    completion_ids = completion_ids.masked_fill(~mask, -100)\n    texts = [",
-        "After a row's eos stands an id that is no token, so that no model can score the samples. "
-        "Put the pad id there.",
-    ),
-    edit(
-        "get_samples",
-        "eos_of_another_tokenizer",
-        "mask = get_completion_mask(completion_ids, tokenizer.eos_token_id)",
-        "mask = get_completion_mask(completion_ids, 2)",
-        "The eos is that of one tokenizer, whatever the model's is. Ask `model.tokenizer` for its "
-        "eos_token_id.",
-    ),
-    Answer(
-        IN_ITS_MODULE,
-        "get_samples",
-        "shortened_to_the_context",
-        "Where a prompt leaves less of the model's context than max_new_tokens you sample fewer "
-        "tokens in silence. Raise a ValueError that names prompts.",
-        edits=(
-            Edit("encode_prompts", "len(sequence) + max_new_tokens <= model.cfg.n_ctx", "True"),
-            Edit(
-                "_generate",
-                "while len(columns) < max_new_tokens",
-                "while len(columns) < min(max_new_tokens, model.cfg.n_ctx - prompt_ids.shape[1])",
-            ),
-        ),
-    ),
-    edit(
-        "get_samples",
-        "floor_under_the_temperature",
-        "sample_next_token(logits, temperature, top_k",
-        "sample_next_token(logits, max(temperature, 1e-4), top_k",
-        "Temperature 0 becomes a tiny one, at which tokens that are nearly as likely are drawn as "
-        "well. Pass it on as it is.",
-    ),
-]
-
-
-@wrong(
-    "sample_next_token",
-    "With a top_k and no top_p the generator is not used: pass it on in each of your branches.",
-)
-def generator_forgotten_with_top_k_alone(
-    logits, temperature=1.0, top_k=None, top_p=None, generator=None
-):
-    if temperature == 0:
-        return logits.argmax(-1)
-    z, order = ((logits - logits.amax(-1, keepdim=True)) / temperature).sort(descending=True)
-    if top_k is not None:
-        z, order = z[:, :top_k], order[:, :top_k]
-    probs = z.softmax(-1)
-    if top_k is not None and top_p is None:
-        return order.gather(-1, torch.multinomial(probs, 1)).squeeze(-1)
-    if top_p is not None and top_p < 1:
-        probs = probs * (probs.cumsum(-1) - probs < top_p)
-    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
-
-
-@wrong(
-    "sample_next_token",
-    "With a top_p one row gives a result without an axis: squeeze() drops every axis of size 1. "
-    "Use squeeze(-1).",
-)
-def every_axis_squeezed_with_top_p(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    if temperature == 0:
-        return logits.argmax(-1)
-    z = (logits - logits.amax(-1, keepdim=True)) / temperature
-    if top_k is not None and top_k < z.shape[-1]:
-        z = z.scatter(-1, z.argsort(descending=True)[:, top_k:], -torch.inf)
-    probs = z.softmax(-1)
-    if top_p is not None and top_p < 1:
-        probs, order = probs.sort(descending=True)
-        probs = probs * (probs.cumsum(-1) - probs < top_p)
-        return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze()
-    return torch.multinomial(probs, 1, generator=generator).squeeze(-1)
-
-
-@wrong(
-    "sample_next_token",
-    "With a top_p, a top_k beyond the vocabulary raises an error: topk takes no more than there "
-    "are. It should keep all.",
-)
-def k_beyond_the_vocabulary_with_top_p(
-    logits, temperature=1.0, top_k=None, top_p=None, generator=None
-):
-    if temperature == 0:
-        return logits.argmax(-1)
-    z = (logits - logits.amax(-1, keepdim=True)) / temperature
-    vocab = z.shape[-1]
-    if top_p is not None and top_p < 1:
-        z, order = z.topk(vocab if top_k is None else top_k)
-        probs = z.softmax(-1)
-        probs = probs * (probs.cumsum(-1) - probs < top_p)
-    else:
-        z, order = z.topk(min(top_k or vocab, vocab))
-        probs = z.softmax(-1)
-    return order.gather(-1, torch.multinomial(probs, 1, generator=generator)).squeeze(-1)
-
-
-@wrong(
-    "get_logprobs",
-    "In 16 bits a log-softmax is kept after all, row by row: together they are as large as the "
-    "logits once more. A gather and a logsumexp do in every dtype.",
-)
-def keeps_log_softmaxes_of_16_bits(logits, tokens, prefix_len=1, temperature=1.0):
-    logits, index = logits[:, prefix_len - 1 : -1] / temperature, tokens[:, prefix_len:]
-    if logits.dtype in (torch.float32, torch.float64):
-        chosen = logits.gather(-1, index[..., None]).squeeze(-1)
-        return chosen - torch.stack([row.logsumexp(-1) for row in logits])
-    rows = [row.log_softmax(-1).gather(-1, i[:, None]) for row, i in zip(logits, index)]  # noqa: B905
-    return torch.stack(rows).squeeze(-1)
-
-
-@wrong(
-    "get_completion_mask",
-    "The argument has another name, so a call with eos_token_id=2 raises a TypeError. Keep the "
-    "names that the exercise gives.",
-)
-def eos_by_another_name(completion_ids, eos_id):
-    is_eos = completion_ids == eos_id
-    return is_eos.cumsum(-1) - is_eos.int() == 0
-
-
-TOP_K_AND_TOP_P = "    top_k: int | None = None,\n    top_p: float | None = None,\n"
-TOP_P_AND_TOP_K = "    top_p: float | None = None,\n    top_k: int | None = None,\n"
-DECODED = (
-    "        tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)\n"
-    "        for row, keep in zip(completion_ids, mask, strict=True)\n"
-)
-
-SEVERAL_EXERCISES_6 = [
-    edit(
-        "sample_next_token",
-        "top_p_before_top_k",
-        TOP_K_AND_TOP_P,
-        TOP_P_AND_TOP_K,
-        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
-        "order of the arguments.",
-    ),
-    edit(
-        "get_samples",
-        "top_p_before_top_k",
-        TOP_K_AND_TOP_P,
-        TOP_P_AND_TOP_K,
-        "top_k and top_p have changed places, so that a call by position mixes them up. Keep the "
-        "order of the arguments.",
-    ),
-    edit(
-        "get_samples",
-        "generator_last",
-        "    generator: torch.Generator | None = None,\n    prepend_bos: bool = True,\n",
-        "    prepend_bos: bool = True,\n    generator: torch.Generator | None = None,\n",
-        "generator and prepend_bos have changed places, so that a call by position mixes them up. "
-        "Keep the order of the arguments.",
-    ),
-    edit(
-        "get_samples",
-        "prompt_replaced_in_the_text",
-        DECODED,
-        "        (tokenizer.decode(p, skip_special_tokens=True) + tokenizer.decode("
-        "row[keep].tolist(), skip_special_tokens=True))"
-        ".replace(tokenizer.decode(p, skip_special_tokens=True), '')\n"
-        "        for p, row, keep in zip(prompt_ids.tolist(), completion_ids, mask, strict=True)\n",
-        "replace() takes the prompt's words out of the completion too, wherever they come again. "
-        "Decode the completion's tokens alone.",
-    ),
-]

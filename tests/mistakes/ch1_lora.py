@@ -13,6 +13,47 @@ from torch import nn
 from solutions.ch1_lora import LoraLayer, TransformerWithLora, make_lora_hooks
 from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
+BUILD, CONSTRUCT = "TransformerWithLora.from_pretrained", "TransformerWithLora.__init__"
+REFERENCE, IN_MODE = "TransformerWithLora.reference", "TransformerWithLora._in_mode"
+SAVE, LOAD = "TransformerWithLora.save_adapter", "TransformerWithLora.load_adapter"
+
+
+def _put_under_names(self, state):
+    for name, tensor in self.trainable_state().items():
+        tensor.copy_(state[name])
+
+
+def _looks_at_no_mask(context):
+    @contextmanager
+    def enter(self):
+        with context(self):
+            self.forward = lambda input_ids, attention_mask=None, **kwargs: self._run(
+                [], input_ids, attention_mask, **kwargs
+            )
+            try:
+                yield self
+            finally:
+                del self.forward
+
+    return enter
+
+
+def _forward_of_its_own(context, forward):
+    @contextmanager
+    def enter(self):
+        with context(self):
+            self.forward = forward.__get__(self)
+            try:
+                yield self
+            finally:
+                del self.forward
+
+    return enter
+
+
+HEAD = "A subclass may have more parts than the adapters, as chapter 2's has a value head"
+
+
 # --- LoraLayer ----------------------------------------------------------------------------------
 
 INIT, FORWARD = "LoraLayer.__init__", "LoraLayer.forward"
@@ -208,6 +249,51 @@ LORA_LAYER = [
         "The defaults are rank 4 and alpha 32.",
         within=INIT,
     ),
+    edit(
+        "LoraLayer",
+        "first_axis_squeezed",
+        "return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "rows = torch.atleast_2d(x)\n"
+        "        return (rows @ self.lora_A * self.scaling @ self.lora_B).squeeze(0)",
+        "A leading axis of size 1 is lost, as of a batch of one row. Give the result all of x's "
+        "leading axes.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "no_gradient_in_evaluation_mode",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):\n"
+        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "In eval() there is no gradient. eval() is about dropout: a policy is trained in it too.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "alpha_rounded",
+        "self.scaling = alpha / rank",
+        "self.scaling = int(alpha) / rank",
+        "alpha is cut to an integer, but any positive number will do. Divide it as it is.",
+    ),
+    edit(
+        "LoraLayer",
+        "no_gradient_through_a_frozen_adapter",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        trained = self.lora_A.requires_grad\n"
+        "        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):\n"
+        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "A frozen adapter lets no gradient through, so that adapters of earlier blocks learn from "
+        "a wrong one. Only A and B are frozen: the product still depends on x.",
+        within=FORWARD,
+    ),
+    edit(
+        "LoraLayer",
+        "alpha_below_one_refused",
+        "require(alpha > 0,",
+        "require(alpha >= 1,",
+        "An alpha below 1 is refused. Any positive number will do.",
+        within="LoraLayer.__init__",
+    ),
 ]
 
 
@@ -242,9 +328,24 @@ class SwappedStart(nn.Module):
         return x @ self.lora_A @ self.lora_B * self.scaling
 
 
+@wrong(
+    "LoraLayer",
+    "The arguments have other names, so a call with d_in=... and d_out=... raises a TypeError. "
+    "Keep the names that the exercise gives.",
+)
+class InFeatures(LoraLayer):
+    def __init__(self, in_features, out_features, rank=4, alpha=32):
+        super().__init__(in_features, out_features, rank, alpha)
+
+
 # --- make_lora_hooks ----------------------------------------------------------------------------
 
-HOOKS = [
+_shared_input = {}
+_input_of_site = {}
+_activations = {}
+_recent_inputs = deque(maxlen=50)
+
+MAKE_LORA_HOOKS = [
     edit(
         "make_lora_hooks",
         "replaces_the_output",
@@ -421,6 +522,70 @@ HOOKS = [
         "return torch.cat([out[:, :-1], out[:, -1:] + change[:, -1:]], 1)",
         "Only the last position is adapted. The adapter acts at every position.",
     ),
+    edit(
+        "make_lora_hooks",
+        "nothing_added_while_b_is_zero",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        if not layer.lora_B.any():\n            return out\n",
+        "While B is 0 nothing is added, so B never gets a gradient and nothing is learned.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "off_in_evaluation",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        if not layer.training:\n            return out\n",
+        "The adapter is off in eval(): it belongs to the policy, which is sampled in eval() too.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "added_to_a_flat_copy",
+        "return out + layer(x).reshape(out.shape).to(out.dtype)",
+        "out.flatten(2).add_(layer(x).to(out.dtype)); return out",
+        "`flatten` gives a copy where the output's head axes are strided, and what is added to the "
+        "copy is lost. Give the adapter's output the shape of the layer's, and add.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "cast_for_bfloat16_only",
+        ".to(out.dtype)",
+        ".to(out.dtype if out.dtype == torch.bfloat16 else torch.float32)",
+        "The output keeps its dtype in bfloat16 only: in float16 it becomes float32.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "two_head_axes_expected",
+        "x = x.reshape(*x.shape[:2], layer.d_in)",
+        "x = x.flatten(2) if x.ndim == 4 else x",
+        "Head axes are flattened only where there are two of them. Flatten whatever follows the "
+        "batch and seq axes.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "change_kept_at_the_point",
+        "return out + layer(x).reshape(out.shape).to(out.dtype)",
+        "hook.ctx['change'] = layer(x).reshape(out.shape).to(out.dtype)\n"
+        "        return out + hook.ctx['change']",
+        "What is added stays in `hook.ctx` after the forward, and with it every layer's graph. "
+        "Take it out again in the second hook, or keep it in the closure alone.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "input_of_a_frozen_adapter_detached",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n        x = x if layer.lora_A.requires_grad else x.detach()\n",
+        "The input of a frozen adapter is detached, so that adapters of earlier blocks learn from "
+        "a wrong gradient. Only A and B are frozen.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "off_where_nothing_is_trained",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n"
+        "        if not (torch.is_grad_enabled() or layer.training):\n"
+        "            return out\n",
+        "In eval() under no_grad the adapter is off, which is how a policy is sampled. Add its "
+        "output in every mode.",
+    ),
 ]
 
 
@@ -462,9 +627,6 @@ def keeps_the_input_in_the_layer(site, layer):
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
 
 
-_shared_input = {}
-
-
 @wrong(
     "make_lora_hooks",
     "All sites share one place for the input: where two sites read before the first one adds, as "
@@ -480,9 +642,6 @@ def one_place_for_all_sites(site, layer):
         return out + change.reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-_input_of_site = {}
 
 
 @wrong(
@@ -502,11 +661,103 @@ def one_place_for_each_name(site, layer):
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
 
 
+@wrong(
+    "make_lora_hooks",
+    "The inputs are kept by their shape, so that of a forward that broke off stays until another "
+    "of its shape comes. A new input overwrites the last, whatever its shape.",
+)
+def one_place_for_each_shape(site, layer):
+    inputs = {}
+
+    def read_input(x, hook):
+        inputs[x.shape[:2]] = x
+
+    def add_output(out, hook):
+        x = inputs.pop(out.shape[:2]).flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+@wrong(
+    "make_lora_hooks",
+    "A dict of the module keeps every site's input until the next forward, so that all of them "
+    "stay in memory. Take the input out again in the second hook.",
+)
+def kept_by_the_name_of_the_point(site, layer):
+    def read_input(x, hook):
+        _activations[hook.name] = x.clone()
+
+    def add_output(out, hook):
+        x = _activations[f"{site}.hook_in"].flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+@wrong(
+    "make_lora_hooks",
+    "The hook at hook_in returns the input in the adapter's dtype, which then goes on into the "
+    "frozen layer: in 16 bits that is an error. Read it, and return nothing.",
+)
+def input_goes_on_in_the_adapters_dtype(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        x = x.to(layer.lora_A.dtype)
+        inputs[:] = [x]
+        return x
+
+    def add_output(out, hook):
+        x = inputs.pop()
+        x = x.reshape(*x.shape[:2], layer.d_in)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+@wrong(
+    "make_lora_hooks",
+    "Inputs pile up until a forward is completed: each one that breaks off leaves one more in the "
+    "list. A second input should overwrite the first.",
+)
+def newest_of_a_stack(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        inputs.append(x)
+
+    def add_output(out, hook):
+        x = inputs[-1]
+        inputs.clear()
+        change = layer(x.reshape(*x.shape[:2], -1))
+        return out + change.reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+@wrong(
+    "make_lora_hooks",
+    "A deque of the module keeps copies of the last inputs, which stay in memory after the "
+    "forward. Keep the input between the two hooks only.",
+)
+def recent_inputs_in_a_deque(site, layer):
+    inputs = []
+
+    def read_input(x, hook):
+        inputs[:] = [x]
+        _recent_inputs.append(x.detach().clone())
+
+    def add_output(out, hook):
+        x = inputs.pop().flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
 # --- TransformerWithLora.from_pretrained --------------------------------------------------------
 
-BUILD, CONSTRUCT = "TransformerWithLora.from_pretrained", "TransformerWithLora.__init__"
-
-FROM_PRETRAINED = [
+TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
         BUILD,
         "rank_ignored",
@@ -758,13 +1009,187 @@ FROM_PRETRAINED = [
         "alpha: float = 16",
         "alpha is 32 by default.",
     ),
+    edit(
+        BUILD,
+        "last_site_checked",
+        "        for site in sites:\n",
+        "        for site in sites[-1:]:\n",
+        "Only the last site is checked, and a wrong one before it is silently left out. Check all.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "bfloat16_or_float32",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name, device, dtype if dtype == torch.bfloat16 else torch.float32)",
+        "Every dtype but bfloat16 gives float32. Load the base in the dtype that is asked for.",
+    ),
+    edit(
+        BUILD,
+        "blocks_start_as_copies",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
+        "copy_of(first.setdefault(site.split('.', 2)[2], LoraLayer(*_get_in_out(linear), rank, "
+        "alpha))) for copy_of, first in [(__import__('copy').deepcopy, {})] "
+        "for site, linear in self._linears.items()",
+        "The adapters of a site are copies of the first block's, so that all blocks start with the "
+        "same A. Make each one anew.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "one_base_for_all_models",
+        "load_base_model(name, device, dtype)",
+        "globals().setdefault('_load', __import__('functools').cache(load_base_model))"
+        "(name, device, dtype)",
+        "The base is loaded once and shared by all models of its name: what one merges into the "
+        "weights, the others see. Load one for each.",
+    ),
+    edit(
+        BUILD,
+        "blocks_of_one_digit",
+        'if k.split(".", 2)[2] in sites}',
+        'if k[len("blocks.0.") :] in sites}',
+        "Blocks from the tenth on have no adapters: `blocks.10.` is longer than `blocks.0.`. Split "
+        "the name at its dots.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "sizes_from_the_config",
+        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
+        "LoraLayer(*sizes.get(site.split('.', 2)[2], _get_in_out(linear)), rank, alpha) "
+        "for d in [base.cfg.d_model] for sizes in [{'attn.q': (d, d), 'attn.o': (d, d)}] "
+        "for site, linear in self._linears.items()",
+        "The output of q and the input of o are taken for d_model wide. They are as wide as all "
+        "heads together, which another head size makes another number: ask the layer's weight.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "architectures_by_name",
+        'available = sorted({site.split(".", 2)[2] for site in linears})',
+        'available = [*ATTENTION_SITES, "mlp.in", "mlp.out"]\n'
+        '        if base.cfg.architecture == "LlamaForCausalLM":\n'
+        '            available.append("mlp.gate")',
+        "mlp.gate is refused on every architecture but Llama, though Qwen2's fires as well. Look "
+        "at what fires, not at a name.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "takes_no_string",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name.resolve(), device, dtype)",
+        "A name that is a string raises an error. Wrap a folder: `Path(name)` takes both.",
+    ),
+    edit(
+        BUILD,
+        "device_ignored",
+        "load_base_model(name, device, dtype)",
+        "load_base_model(name, dtype=dtype)",
+        "device has no effect. Pass it on.",
+    ),
+    edit(
+        BUILD,
+        "seeds_the_global_generator",
+        "        return cls(",
+        "        torch.manual_seed(0)\n        return cls(",
+        "The same seed is set each time: every model starts with the same A, whatever seed the "
+        "caller has set. Leave seeds to the caller.",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "alpha_rounded",
+        "_get_in_out(linear), rank, alpha)",
+        "_get_in_out(linear), rank, int(alpha))",
+        "alpha is cut to an integer, but any positive number will do. Hand it on as it is.",
+        within="TransformerWithLora.__init__",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "adapters_in_the_dtype_of_the_base",
+        "torch.promote_types(weight.dtype, torch.float32))",
+        "weight.dtype)",
+        "On a base in bfloat16 the adapters are in bfloat16 too, where a small step of the "
+        "optimizer is rounded away. Keep them in float32.",
+        within="TransformerWithLora.__init__",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "dtype_before_device",
+        "        device: str | torch.device | None = None,\n"
+        "        dtype: torch.dtype | None = None,",
+        "        dtype: torch.dtype | None = None,\n"
+        "        device: str | torch.device | None = None,",
+        "device and dtype have changed places, so that a call by position mixes them up. Keep the "
+        "order of the arguments.",
+    ),
+    edit(
+        "TransformerWithLora.from_pretrained",
+        "adapters_on_the_cpu",
+        ".to(weight.device, torch.promote_types(weight.dtype, torch.float32))",
+        ".float()",
+        "The base goes to the device that is asked for and the adapters stay on the CPU, so that "
+        "the first forward on a GPU raises an error. Put them where the weights of the base are.",
+        within="TransformerWithLora.__init__",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        BUILD,
+        "alpha_goes_with_the_rank",
+        "Where alpha is left out it is 8 times the rank, which is 32 for a rank of 4 only. It is "
+        "32 by default, whatever the rank.",
+        edits=(
+            Edit(BUILD, "alpha: float = 32", "alpha: float | None = None"),
+            Edit(BUILD, "rank, alpha, sites)", "rank, alpha or 8 * rank, sites)"),
+        ),
+    ),
+    edit(
+        BUILD,
+        "takes_no_torch_device",
+        "        return cls(",
+        '        if device is not None and "cuda" in device and not torch.cuda.is_available():\n'
+        "            device = None\n"
+        "        return cls(",
+        "A torch.device is searched as if it were a string, which raises a TypeError. The device "
+        "may be given as either: hand it on as it is.",
+    ),
+    edit(
+        BUILD,
+        "rank_capped",
+        "LoraLayer(*_get_in_out(linear), rank, alpha)",
+        "LoraLayer(*_get_in_out(linear), min(rank, *_get_in_out(linear)), alpha)",
+        "The rank is cut to the smaller of d_in and d_out, which changes alpha / rank as well. "
+        "Make the adapters of the rank that is asked for.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "all_but_adapters_frozen_by_name",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        model = cls(load_base_model(name, device, dtype), rank, alpha, sites)\n"
+        "        for parameter_name, parameter in model.named_parameters():\n"
+        '            parameter.requires_grad_("lora_" in parameter_name)\n'
+        "        return model",
+        "All that is not called lora_ is frozen, and so is a subclass's value head. Freeze the "
+        "base alone.",
+    ),
 ]
+
 
 # --- TransformerWithLora.forward ----------------------------------------------------------------
 
 CALL, RUN = "TransformerWithLora.forward", "TransformerWithLora._run"
 
-FORWARDS = [
+
+def _refuse_mask(input_ids, attention_mask, kwargs):
+    cache = kwargs.get("past_key_values")
+    seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if attention_mask is not None and attention_mask.shape != (len(input_ids), seq):
+        raise ValueError("the mask has another shape")
+
+
+TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
         CALL,
         "mask_ignored",
@@ -958,14 +1383,228 @@ FORWARDS = [
         "A tuple is returned where only logits are asked for.",
         within=RUN,
     ),
+    edit(
+        "TransformerWithLora.forward",
+        "a_mask_of_the_new_tokens",
+        '        cache = kwargs.get("past_key_values")\n',
+        "        if attention_mask is None:\n"
+        "            attention_mask = torch.ones_like(input_ids)\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
+        '        cache = kwargs.get("past_key_values")\n',
+        "A mask made for the new tokens alone hides what is in the cache.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "adapters_at_zero_skipped",
+        "for site, layer in self.adapters.items())",
+        "for site, layer in self.adapters.items() if layer.lora_B.any())",
+        "Adapters whose B is 0 are skipped, so B never gets a gradient and nothing is learned.",
+        within="TransformerWithLora._run",
+    ),
+    edit(
+        CALL,
+        "frozen_adapters_are_off",
+        'if self._mode == "hooked":',
+        'if self._mode == "hooked" and any(p.requires_grad for p in self._layers.parameters()):',
+        "Adapters that require no gradient are left out. Frozen or trained, they belong to the "
+        "model.",
+        within=RUN,
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        CALL,
+        "gradient_in_training_mode_only",
+        "In eval() the logits carry no gradient. That is for no_grad: eval() says how layers "
+        "behave, and here they behave alike in either mode.",
+        edits=(
+            Edit(CONSTRUCT, "self.train(False)", "self.train(True)"),
+            Edit(
+                RUN,
+                "with self.base.hooks(fwd_hooks=hooks):",
+                "with self.base.hooks(fwd_hooks=hooks), "
+                "torch.set_grad_enabled(torch.is_grad_enabled() and self.training):",
+            ),
+        ),
+    ),
+    edit(
+        CALL,
+        "blocks_by_their_prefix",
+        "for site, layer in self.adapters.items())",
+        "for block in range(self.cfg.n_layers) for site, layer in self.adapters.items() "
+        "if site.startswith(f'blocks.{block}'))",
+        "`blocks.1` begins `blocks.10` too, whose adapters are then on twice. Compare with "
+        "`blocks.1.`, the dot included.",
+        within=RUN,
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "no_cache_is_asked_for_its_length",
+        "(0 if cache is None else cache.get_seq_length())",
+        '(cache.get_seq_length() if "past_key_values" in kwargs else 0)',
+        "past_key_values may be given as None, as get_samples does in its first step, and None has "
+        "no length. Ask whether the cache is None, not whether the argument is there.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "mask_dropped_in_the_first_step",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if cache is None and "past_key_values" in kwargs:\n'
+        "            return self._run([], input_ids, None, **kwargs)\n",
+        "While the cache is still None the attention mask is not handed on, so that the padding "
+        "of the prompts is attended to and cached. The mask matters in the first step most.",
+    ),
+    edit(
+        CALL,
+        "numbers_of_the_mask_counted",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or attention_mask.numel() == len(input_ids) * seq,",
+        "The entries of the mask are counted, so that one of [seq batch] passes for one of "
+        "[batch seq]. Compare the shape, axis by axis.",
+    ),
+    edit(
+        CALL,
+        "masks_not_looked_at_in_a_context",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        if self._mode != "hooked":\n'
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
+        '        cache = kwargs.get("past_key_values")\n',
+        "Inside merged() and reference() the base is run before the mask is looked at. Refuse a "
+        "mask that does not fit in every mode: sampling runs inside merged().",
+    ),
+    edit(
+        CALL,
+        "rows_of_the_mask_not_compared_with_a_cache",
+        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
+        "attention_mask is None or (attention_mask.shape == input_ids.shape if cache is None "
+        "else attention_mask.shape[1] == seq),",
+        "With a cache only the columns of the mask are compared, so that a mask of one row is "
+        "broadcast to all rows. Compare both axes there too.",
+    ),
+    edit(
+        CALL,
+        "mask_of_one_row_never_refused",
+        "attention_mask is None or attention_mask.shape",
+        "attention_mask is None or len(input_ids) == 1 or attention_mask.shape",
+        "The mask of a single row is passed on whatever its length. Compare the shape for every "
+        "number of rows.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "mask_dropped_without_left_padding",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if attention_mask is not None and bool(attention_mask[:, 0].all()):\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "A mask without padding on the left is dropped, so that tokens after padding on the right "
+        "attend to it. Hand every mask on.",
+    ),
+    edit(
+        CALL,
+        "first_row_says_if_there_is_padding",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if attention_mask is not None and bool(attention_mask[0].all()):\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "The mask is dropped where its first row has no padding, though other rows may have some. "
+        "Hand it on as it is.",
+    ),
+    edit(
+        CALL,
+        "prompts_to_cache_not_looked_at",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if cache is None and kwargs.get("use_cache"):\n'
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "Where a cache is begun, the shape of the mask is not looked at. Refuse a misfit there "
+        "too.",
+    ),
+    edit(
+        CALL,
+        "new_tokens_taken_for_real",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if cache is not None and attention_mask is not None:\n"
+        "            old = attention_mask[:, : cache.get_seq_length()]\n"
+        "            attention_mask = torch.cat([old, torch.ones_like(input_ids)], dim=1)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "With a cache all new tokens are taken for real, whatever the mask says of them. Hand on "
+        "the mask that is given.",
+    ),
+    edit(
+        CALL,
+        "a_tuple_with_use_cache",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if kwargs.get("use_cache"):\n'
+        '            kwargs["return_type"] = "logits_and_cache"\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "With use_cache=True a tuple is returned, though only logits are asked for. It is "
+        "return_type that asks for the cache: pass both on as they are.",
+    ),
+    edit(
+        CALL,
+        "pad_ids_masked_in_cached_steps",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if cache is not None and attention_mask is not None:\n"
+        "            attention_mask = attention_mask.clone()\n"
+        "            is_real = input_ids != self.tokenizer.pad_token_id\n"
+        "            attention_mask[:, -input_ids.shape[1] :] *= is_real\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "In steps from the cache new tokens that equal the pad id are hidden. The mask alone says "
+        "what is padding, there too.",
+    ),
+    edit(
+        CALL,
+        "no_cache_in_training_mode",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if self.training and "use_cache" in kwargs:\n'
+        '            kwargs["use_cache"] = False\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "After train() use_cache is ignored, and sampling fails. Pass cache arguments on in every "
+        "mode.",
+    ),
+    edit(
+        CALL,
+        "cut_to_the_vocabulary",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        output, vocab = self._run([], input_ids, attention_mask, **kwargs), "
+        "self.tokenizer.vocab_size\n"
+        "        if isinstance(output, tuple):\n"
+        "            return output[0][..., :vocab], *output[1:]\n"
+        "        return output[..., :vocab]",
+        "The logits are cut to tokenizer.vocab_size, which leaves out added tokens: on Qwen2.5 eos "
+        "then has no logit. Return all of them.",
+    ),
+    edit(
+        CALL,
+        "one_row_of_a_mask_for_all",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        '        if attention_mask is not None and len(attention_mask) == 1 and "use_cache" not in '
+        "kwargs:\n"
+        "            attention_mask = attention_mask.expand(len(input_ids), -1)\n",
+        "A mask of one row is spread over all rows unless a cache is asked for. Refuse a mask of "
+        "another shape than the ids'.",
+    ),
+    edit(
+        CALL,
+        "rows_in_pieces_of_64",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if len(input_ids) > 64:\n"
+        "            masks = [None] * len(input_ids)\n"
+        "            if attention_mask is not None:\n"
+        "                masks = attention_mask.split(64)\n"
+        "            pieces = [\n"
+        "                self._run([], piece, mask, **kwargs)\n"
+        "                for piece, mask in zip(input_ids.split(64), masks)\n"
+        "            ]\n"
+        "            if isinstance(pieces[0], tuple):\n"
+        "                return torch.cat([piece[0] for piece in pieces]), pieces[-1][1]\n"
+        "            return torch.cat(pieces)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "A large batch is cut into pieces, and the cache is that of the last piece alone. Return "
+        "the cache of all rows.",
+    ),
 ]
-
-
-def _refuse_mask(input_ids, attention_mask, kwargs):
-    cache = kwargs.get("past_key_values")
-    seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
-    if attention_mask is not None and attention_mask.shape != (len(input_ids), seq):
-        raise ValueError("the mask has another shape")
 
 
 @wrong(
@@ -1021,11 +1660,41 @@ def past_the_bridge(self, input_ids, attention_mask=None, **kwargs):
     return (output.logits, output.past_key_values) if cached else output.logits
 
 
+@wrong(
+    CALL,
+    "The argument has another name, so a call with input_ids=... raises a TypeError. Keep the "
+    "names that the exercise gives.",
+)
+def tokens_for_input_ids(self, tokens, attention_mask=None, **kwargs):
+    return TransformerWithLora.forward(self, tokens, attention_mask, **kwargs)
+
+
 # --- TransformerWithLora.reference --------------------------------------------------------------
 
-REFERENCE, IN_MODE = "TransformerWithLora.reference", "TransformerWithLora._in_mode"
 
-REFERENCES = [
+class _OffFromTheStart:
+    def __init__(self, model):
+        if model._mode != "hooked":
+            raise RuntimeError("contexts do not nest")
+        self.model, model._mode = model, "reference"
+
+    def __enter__(self):
+        return self.model
+
+    def __exit__(self, *error):
+        self.model._mode = "hooked"
+
+
+_in_a_context = []
+
+
+def _refuse_cached_positions(self, input_ids, attention_mask=None, **kwargs):
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError("attention_mask should have the shape of input_ids")
+    return self._run([], input_ids, attention_mask, **kwargs)
+
+
+TRANSFORMER_WITH_LORA_REFERENCE = [
     edit(
         REFERENCE,
         "adapters_stay_on",
@@ -1134,6 +1803,90 @@ REFERENCES = [
         "Every reference() copies the base for as long as it lasts: twice the memory, and the time "
         "of a copy. Turn the adapters off instead.",
     ),
+    edit(
+        "TransformerWithLora.reference",
+        "unfrozen_on_leaving",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            self.requires_grad_(False)\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self.requires_grad_(True)",
+        "On leaving, every weight requires a gradient, those of the frozen base too.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "off_for_the_class",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            kept = type(self).adapters\n"
+        "            type(self).adapters = property(lambda model: {})\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                type(self).adapters = kept",
+        "The adapters are switched off on the class, so for every other model as well.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "a_forward_without_the_cache",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        with self._in_mode("reference"):\n'
+        "            self.forward = lambda input_ids, attention_mask=None: at_least_float32(\n"
+        "                self.base(input_ids, attention_mask=attention_mask)\n"
+        "            )\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                del self.forward",
+        "Inside, forward drops its other arguments: the reference cannot be sampled with a cache.",
+    ),
+    edit(
+        "TransformerWithLora.reference",
+        "adapters_unfrozen_on_leaving",
+        "            yield self",
+        "            self._layers.requires_grad_(False)\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self._layers.requires_grad_(True)",
+        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
+        "the hooks off, no gradient reaches them.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        REFERENCE,
+        "scalings_in_a_default_argument",
+        "The scalings are saved in a default argument, which is made once: with two models inside "
+        "reference(), one gets the other's back. Save them in a variable of the call.",
+        edits=(
+            Edit(REFERENCE, "def reference(self)", "def reference(self, saved=[])"),
+            Edit(
+                REFERENCE,
+                '        with self._in_mode("reference"):\n            yield self\n',
+                '        with self._in_mode("reference"):\n'
+                "            saved[:] = [layer.scaling for layer in self._layers]\n"
+                "            for layer in self._layers:\n"
+                "                layer.scaling = 0.0\n"
+                "            try:\n"
+                "                yield self\n"
+                "            finally:\n"
+                "                for layer, scaling in zip(self._layers, saved):\n"
+                "                    layer.scaling = scaling\n",
+            ),
+        ),
+    ),
+    edit(
+        REFERENCE,
+        "runtime_errors_swallowed",
+        "            yield self\n",
+        "            try:\n"
+        "                yield self\n"
+        "            except RuntimeError as error:\n"
+        "                print(error)\n",
+        "A RuntimeError inside reference() is printed and disappears. Let every error pass on.",
+    ),
 ]
 
 
@@ -1218,19 +1971,6 @@ def hooks_left_behind(self):
                     self.base.add_hook(name, function)
 
 
-class _OffFromTheStart:
-    def __init__(self, model):
-        if model._mode != "hooked":
-            raise RuntimeError("contexts do not nest")
-        self.model, model._mode = model, "reference"
-
-    def __enter__(self):
-        return self.model
-
-    def __exit__(self, *error):
-        self.model._mode = "hooked"
-
-
 @wrong(
     REFERENCE,
     "The adapters go off when reference() is called, before the `with` is entered. Turn them off "
@@ -1240,11 +1980,116 @@ def off_at_the_call(self):
     return _OffFromTheStart(self)
 
 
+@wrong(
+    REFERENCE,
+    "The adapters are set to zero inside: what save_adapter writes there is lost. Turn the hooks "
+    "off, and leave the adapters as they are.",
+)
+@contextmanager
+def adapters_zeroed_through_data(self):
+    with self._in_mode("reference"):
+        saved = [layer.lora_B.data.clone() for layer in self._layers]
+        try:
+            for layer in self._layers:
+                layer.lora_B.data.zero_()
+            yield self
+        finally:
+            for layer, lora_B in zip(self._layers, saved, strict=True):
+                layer.lora_B.data.copy_(lora_B)
+
+
+@wrong(
+    REFERENCE,
+    "One lock serves all models, so that no two can be in a context at once, such as a policy and "
+    "a reward model. Keep it on the model.",
+)
+@contextmanager
+def a_lock_for_all_models(self):
+    if _in_a_context:
+        raise RuntimeError("contexts do not nest")
+    _in_a_context.append(self)
+    try:
+        with self._in_mode("reference"):
+            yield self
+    finally:
+        _in_a_context.clear()
+
+
+@wrong(
+    REFERENCE,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.reference)(self)
+
+
+@wrong(
+    REFERENCE,
+    "Inside, a forward of its own refuses every mask that covers cached positions, so that the "
+    "reference cannot be sampled. Leave forward as it is, and turn the hooks off.",
+)
+def a_forward_that_knows_no_cached_positions(self):
+    return _forward_of_its_own(TransformerWithLora.reference, _refuse_cached_positions)(self)
+
+
 # --- TransformerWithLora.merged -----------------------------------------------------------------
 
 MERGED = "TransformerWithLora.merged"
 
-MERGES = [
+
+def _merge_in_place(self, weights):
+    for weight, linear, layer in zip(weights, self._linears.values(), self._layers, strict=True):
+        delta = layer.compute_delta().detach()
+        delta = delta.T if isinstance(linear, nn.Linear) else delta
+        weight.copy_(weight.float() + delta)
+
+
+@contextmanager
+def _merged(self, restore="always", nests=False, subtract=False, delta_of=None):
+    """`merged` written out, wrong as asked."""
+    if self._mode != "hooked" and not nests:
+        raise RuntimeError
+    mode, self._mode = self._mode, "merged"
+    pairs = list(zip(self._linears.values(), self._layers, strict=True))
+    saved = [linear.weight.data.clone() for linear, _ in pairs]
+    deltas = [(delta_of or (lambda layer: layer.compute_delta().detach()))(x) for _, x in pairs]
+    deltas = [
+        d.T if isinstance(linear, nn.Linear) else d
+        for d, (linear, _) in zip(deltas, pairs, strict=True)
+    ]
+    for (linear, _), delta in zip(pairs, deltas, strict=True):
+        linear.weight.data.copy_(linear.weight.data.float() + delta)
+
+    def put_back():
+        self._mode = mode
+        for (linear, _), weight, delta in zip(pairs, saved, deltas, strict=True):
+            if subtract:
+                linear.weight.data.copy_(linear.weight.data.float() - delta)
+            else:
+                linear.weight.data.copy_(weight)
+
+    try:
+        yield self
+    except Exception:
+        if restore in ("always", "after an Exception"):
+            put_back()
+        raise
+    except BaseException:
+        if restore == "always":
+            put_back()
+        raise
+    put_back()
+
+
+_kept_deltas = WeakKeyDictionary()
+
+
+def _take_no_cache(self, input_ids, attention_mask=None):
+    return TransformerWithLora.forward(self, input_ids, attention_mask)
+
+
+TRANSFORMER_WITH_LORA_MERGED = [
     edit(
         MERGED,
         "hooks_stay_on",
@@ -1372,14 +2217,123 @@ MERGES = [
         "[: len(self._linears) // 2])",
         "Only the first block's adapters are merged.",
     ),
+    edit(
+        MERGED,
+        "weights_of_the_first_merge",
+        "saved = [weight.clone() for weight in weights]",
+        'saved = vars(self).setdefault("_saved", [weight.clone() for weight in weights])',
+        "The weights that come back are those of the first merge, even if the base has changed "
+        "since, and the copy stays in memory. Save them on entering, each time.",
+    ),
+    edit(
+        MERGED,
+        "inference_mode",
+        'with self._in_mode("merged"):',
+        'with torch.inference_mode(), self._in_mode("merged"):',
+        "What is made in inference_mode cannot enter a later backward, as samples and log-probs "
+        "do. Use no_grad, or nothing.",
+    ),
+    edit(
+        MERGED,
+        "one_lock_for_all_models",
+        '        if self._mode != "hooked":\n'
+        '            raise RuntimeError(f"{mode}() cannot be entered inside {self._mode}()")\n'
+        "        self._mode = mode\n"
+        "        try:\n"
+        "            yield\n"
+        "        finally:\n",
+        "        if vars(TransformerWithLora).get('_inside'):\n"
+        '            raise RuntimeError(f"{mode}() cannot be entered inside another context")\n'
+        "        self._mode, TransformerWithLora._inside = mode, True\n"
+        "        try:\n"
+        "            yield\n"
+        "        finally:\n"
+        "            TransformerWithLora._inside = False\n",
+        "The lock belongs to the class, so that no two models can be in a context at once, such as "
+        "a policy and a reward model. Keep the mode on the model.",
+        within=IN_MODE,
+    ),
+    edit(
+        "TransformerWithLora.merged",
+        "adapters_unfrozen_on_leaving",
+        "                yield self\n            finally:\n",
+        "                self._layers.requires_grad_(False)\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self._layers.requires_grad_(True)\n",
+        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
+        "the hooks off, no gradient reaches them.",
+    ),
+    edit(
+        MERGED,
+        "float16_rounded_twice",
+        "weight.copy_(at_least_float32(weight) + delta)",
+        "weight.copy_(weight.float() + delta if weight.dtype == torch.bfloat16 else "
+        "weight + delta.to(weight.dtype))",
+        "The sum is made in float32 for bfloat16 only: in float16 A B is rounded before it is "
+        "added. Add in float32 whatever the dtype of the weights.",
+    ),
+    edit(
+        MERGED,
+        "frozen_adapters_left_out",
+        "delta = layer.compute_delta().detach()",
+        "delta = layer.compute_delta().detach() * float(layer.lora_A.requires_grad)",
+        "Adapters that require no gradient are not folded in. Frozen or trained, they belong to "
+        "the model.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        MERGED,
+        "saved_in_a_default_argument",
+        "The weights are saved in a default argument, which is made once: with two models inside "
+        "merged(), one gets the other's back. Save them in a variable of the call.",
+        edits=(
+            Edit(MERGED, "def merged(self)", "def merged(self, saved={})"),
+            Edit(
+                MERGED,
+                "saved = [weight.clone() for weight in weights]",
+                "saved.update(zip(self._linears, [weight.clone() for weight in weights]))",
+            ),
+            Edit(
+                MERGED,
+                "zip(weights, saved, strict=True)",
+                "zip(weights, [saved[site] for site in self._linears], strict=True)",
+            ),
+        ),
+    ),
+    edit(
+        MERGED,
+        "nothing_to_fold",
+        '        with self._in_mode("merged"):\n            weights',
+        "        if not any(layer.lora_B.any() for layer in self._layers):\n"
+        "            yield self\n"
+        "            return\n"
+        '        with self._in_mode("merged"):\n            weights',
+        "While every B is 0 merged() does nothing, and so can be entered inside itself. Nesting is "
+        "an error whatever the adapters hold.",
+    ),
+    edit(
+        MERGED,
+        "runtime_errors_swallowed",
+        "                yield self\n            finally:\n",
+        "                yield self\n"
+        "            except RuntimeError as error:\n"
+        "                print(error)\n"
+        "            finally:\n",
+        "A RuntimeError inside merged() is printed and disappears. Let every error pass on.",
+    ),
+    edit(
+        MERGED,
+        "put_back_where_the_delta_is_not_zero",
+        "                for weight, original in zip(weights, saved, strict=True):\n",
+        "                for weight, original, layer in zip("
+        "weights, saved, self._layers, strict=True):\n"
+        "                    if not layer.compute_delta().any():\n"
+        "                        continue\n",
+        "What is put back depends on the adapters at the time of leaving, which may have changed "
+        "inside. Put back every weight that was saved.",
+    ),
 ]
-
-
-def _merge_in_place(self, weights):
-    for weight, linear, layer in zip(weights, self._linears.values(), self._layers, strict=True):
-        delta = layer.compute_delta().detach()
-        delta = delta.T if isinstance(linear, nn.Linear) else delta
-        weight.copy_(weight.float() + delta)
 
 
 @wrong(
@@ -1396,43 +2350,6 @@ def weights_stay_after_an_error(self):
         yield self
         for weight, original in zip(weights, saved, strict=True):
             weight.copy_(original)
-
-
-@contextmanager
-def _merged(self, restore="always", nests=False, subtract=False, delta_of=None):
-    """`merged` written out, wrong as asked."""
-    if self._mode != "hooked" and not nests:
-        raise RuntimeError
-    mode, self._mode = self._mode, "merged"
-    pairs = list(zip(self._linears.values(), self._layers, strict=True))
-    saved = [linear.weight.data.clone() for linear, _ in pairs]
-    deltas = [(delta_of or (lambda layer: layer.compute_delta().detach()))(x) for _, x in pairs]
-    deltas = [
-        d.T if isinstance(linear, nn.Linear) else d
-        for d, (linear, _) in zip(deltas, pairs, strict=True)
-    ]
-    for (linear, _), delta in zip(pairs, deltas, strict=True):
-        linear.weight.data.copy_(linear.weight.data.float() + delta)
-
-    def put_back():
-        self._mode = mode
-        for (linear, _), weight, delta in zip(pairs, saved, deltas, strict=True):
-            if subtract:
-                linear.weight.data.copy_(linear.weight.data.float() - delta)
-            else:
-                linear.weight.data.copy_(weight)
-
-    try:
-        yield self
-    except Exception:
-        if restore in ("always", "after an Exception"):
-            put_back()
-        raise
-    except BaseException:
-        if restore == "always":
-            put_back()
-        raise
-    put_back()
 
 
 @wrong(
@@ -1469,9 +2386,6 @@ def merged_for_good_by_an_interrupt(self):
 )
 def merges_nest(self):
     return _merged(self, nests=True)
-
-
-_kept_deltas = WeakKeyDictionary()
 
 
 @wrong(
@@ -1530,9 +2444,123 @@ def merged_at_the_call(self):
     return stack
 
 
+@wrong(
+    MERGED,
+    "The merged weights of a 16-bit base stay in float32, and a forward inside mixes the two. Make "
+    "the sum in float32, then round it once to the dtype of the weights.",
+)
+@contextmanager
+def merged_weights_stay_in_float32(self):
+    with self._in_mode("merged"):
+        saved = [(linear, linear.weight.data) for linear in self._linears.values()]
+        try:
+            for (linear, weight), layer in zip(saved, self._layers, strict=True):
+                delta = layer.compute_delta().detach()
+                delta = delta.T if isinstance(linear, nn.Linear) else delta
+                linear.weight.data = weight.float() + delta
+            yield self
+        finally:
+            for linear, weight in saved:
+                linear.weight.data = weight
+
+
+@wrong(
+    "TransformerWithLora.merged",
+    "An error while the adapters are folded in, such as a lack of memory, leaves some of them in "
+    "the weights. Begin the try before the first weight changes.",
+)
+@contextmanager
+def half_merged_by_an_error(self):
+    with self._in_mode("merged"):
+        weights = [linear.weight.data for linear in self._linears.values()]
+        saved = [weight.clone() for weight in weights]
+        for linear, layer in zip(self._linears.values(), self._layers, strict=True):
+            delta = layer.compute_delta().detach()
+            weight = linear.weight.data
+            weight.copy_(weight.float() + (delta.T if isinstance(linear, nn.Linear) else delta))
+        try:
+            yield self
+        finally:
+            for weight, original in zip(weights, saved, strict=True):
+                weight.copy_(original)
+
+
+@wrong(
+    MERGED,
+    "`blocks.1` begins `blocks.10` too, so its adapters are folded in twice. Go through the sites "
+    "once, or compare with the dot that follows.",
+)
+@contextmanager
+def blocks_merged_by_their_prefix(self):
+    with self._in_mode("merged"):
+        saved = [linear.weight.data.clone() for linear in self._linears.values()]
+        try:
+            for block in range(self.cfg.n_layers):
+                for (site, linear), layer in zip(self._linears.items(), self._layers, strict=True):
+                    if site.startswith(f"blocks.{block}"):
+                        delta = layer.compute_delta().detach()
+                        delta = delta.T if isinstance(linear, nn.Linear) else delta
+                        linear.weight.data.copy_(linear.weight.data.float() + delta)
+            yield self
+        finally:
+            for linear, weight in zip(self._linears.values(), saved, strict=True):
+                linear.weight.data.copy_(weight)
+
+
+@wrong(
+    MERGED,
+    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
+    "forward as it is, and turn the hooks off.",
+)
+def a_merged_forward_that_looks_at_no_mask(self):
+    return _looks_at_no_mask(TransformerWithLora.merged)(self)
+
+
+@wrong(
+    MERGED,
+    "Inside, a forward of its own takes no cache arguments, though sampling runs inside merged(). "
+    "Leave forward as it is, and turn the hooks off.",
+)
+def a_merged_forward_without_the_cache(self):
+    return _forward_of_its_own(TransformerWithLora.merged, _take_no_cache)(self)
+
+
+@wrong(
+    MERGED,
+    "Inside merged() the hooks still run, with a scaling of 0: sampling is no faster, and an "
+    "adapter that is not finite spoils the logits. Turn the hooks off.",
+)
+@contextmanager
+def hooks_stay_on_and_add_zero(self):
+    def refuse(mode):
+        raise RuntimeError(f"{mode}() cannot be entered inside merged()")
+
+    with TransformerWithLora.merged(self):
+        scalings = [layer.scaling for layer in self._layers]
+        self._mode, self._in_mode = "hooked", refuse
+        try:
+            for layer in self._layers:
+                layer.scaling = 0.0
+            yield self
+        finally:
+            del self._in_mode
+            for layer, scaling in zip(self._layers, scalings, strict=True):
+                layer.scaling = scaling
+
+
 # --- TransformerWithLora.trainable_parameters ---------------------------------------------------
 
 TRAINABLE = "TransformerWithLora.trainable_parameters"
+
+TRANSFORMER_WITH_LORA_TRAINABLE_PARAMETERS = [
+    edit(
+        "TransformerWithLora.trainable_parameters",
+        "adapters_alone",
+        "[parameter for part in self.trainable_parts().values() for parameter in part]",
+        "list(self._layers.parameters())",
+        f"The adapters' parameters alone are given. {HEAD}: go over trainable_parts().",
+    ),
+]
 
 
 @wrong(TRAINABLE, "These are all parameters, the frozen base's too. Give the adapters' alone.")
@@ -1602,18 +2630,57 @@ def unfreezes_the_base(self):
     return [p for name, p in self.named_parameters() if "lora_" in name]
 
 
-# --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
+@wrong(
+    TRAINABLE,
+    "After a backward that reaches some of the adapters, the others are left out. What is trained "
+    "does not depend on which gradients there are at the moment.",
+)
+def those_that_have_a_gradient(self):
+    trained = list(self._layers.parameters())
+    return [p for p in trained if p.grad is not None] or trained
 
-SAVE, LOAD = "TransformerWithLora.save_adapter", "TransformerWithLora.load_adapter"
 
-
-def _put_under_names(self, state):
-    for name, tensor in self.trainable_state().items():
-        tensor.copy_(state[name])
+# --- TransformerWithLora.save_adapter -----------------------------------------------------------
 
 
 def _save(self, path, state):
     save_file({name: t.contiguous() for name, t in state.items()}, path)
+
+
+TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
+    edit(
+        "TransformerWithLora.save_adapter",
+        "everything_trained_after_saving",
+        "        os.replace(partial, path)",
+        "        os.replace(partial, path)\n        self.requires_grad_(True)",
+        "After saving, the weights of the base require a gradient. Saving changes nothing of the "
+        "model: leave requires_grad alone.",
+    ),
+    edit(
+        "TransformerWithLora.save_adapter",
+        "detached_in_place",
+        "tensor.contiguous() for name, tensor in self.trainable_state().items()}",
+        "layer.get_parameter(name[-6:]).detach_() for name in self.trainable_state()\n"
+        "                 for layer in [self.adapters[name[:-7]]]}",
+        "detach_() with an underscore takes the gradient from the parameters themselves, and "
+        "training ends with the first save. Use detach(), which gives another tensor.",
+    ),
+    edit(
+        SAVE,
+        "in_the_dtype_of_the_base",
+        "tensor.contiguous() for",
+        "tensor.to(self.cfg.dtype).contiguous() for",
+        "The adapters are saved in the dtype of the base, which rounds them where that has 16 "
+        "bits. They are in float32: save them as they are.",
+    ),
+    edit(
+        SAVE,
+        "adapters_alone",
+        "self.trainable_state().items()",
+        "TransformerWithLora.trainable_state(self).items()",
+        f"The adapters alone are saved. {HEAD}: save all of trainable_state().",
+    ),
+]
 
 
 @wrong(SAVE, "The file is a pickle, which can run code when it is loaded. Write safetensors.")
@@ -1694,6 +2761,97 @@ def leaves_a_temporary_file(self, path):
 @wrong(SAVE, "The tensors are named by number, in the order in which the sites were listed.")
 def named_by_number(self, path):
     _save(self, path, {str(i): p.data for i, p in enumerate(self._layers.parameters())})
+
+
+@wrong(
+    SAVE,
+    "The names have one digit for the block, so block 10 overwrites block 1. Keep all of it.",
+)
+def blocks_saved_by_one_digit(self, path):
+    state = {}
+    for site, layer in self.adapters.items():
+        start = f"blocks.{site[len('blocks.')]}.{site.split('.', 2)[2]}"
+        state |= {f"{start}.lora_A": layer.lora_A.data, f"{start}.lora_B": layer.lora_B.data}
+    save_file(state, path)
+
+
+@wrong(
+    SAVE,
+    "What the file at this path held before stays in it, of another model too. Write this model's "
+    "tensors alone.",
+)
+def added_to_the_file(self, path):
+    _save(self, path, (load_file(path) if Path(path).is_file() else {}) | self.trainable_state())
+
+
+@wrong(
+    SAVE,
+    "Where nothing has changed since the last save no file is written, though that one may be gone "
+    "or at another path. Write it each time.",
+)
+def not_again_if_nothing_changed(self, path):
+    state = {name: tensor.clone() for name, tensor in self.trainable_state().items()}
+    last = vars(self).get("_last_saved")
+    if last is None or not all(torch.equal(tensor, last[name]) for name, tensor in state.items()):
+        self._last_saved = state
+        save_file(state, path)
+
+
+# --- TransformerWithLora.load_adapter -----------------------------------------------------------
+
+TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
+    edit(
+        "TransformerWithLora.load_adapter",
+        "missing_blocks_pass",
+        "        self.load_trainable_state(state)",
+        "        own = self.trainable_state()\n"
+        '        if {n.split(".", 2)[2] for n in state} != {n.split(".", 2)[2] for n in own}:\n'
+        '            raise ValueError("other sites")\n'
+        "        for name, tensor in state.items():\n"
+        "            if name in own:\n"
+        "                if own[name].shape != tensor.shape:\n"
+        "                    raise ValueError(name)\n"
+        "                own[name].copy_(tensor)",
+        "Sites are compared within a block, so an adapter of fewer blocks is loaded in silence.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "a_missing_file_passes",
+        'require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")',
+        "if not Path(path).is_file():\n            return",
+        "Where there is no file you load nothing and say nothing, and what follows runs with other "
+        "adapters. Raise an error that names the path.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "a_damaged_file_passes",
+        "            raise ValueError(\n"
+        '                f"path should be a safetensors file, but {path} is not: {error}"\n'
+        "            ) from error",
+        '            print(f"{path}: {error}")\n            return',
+        "A damaged file is printed and then passed over, so that the adapters stay what they were. "
+        "Let the error out.",
+    ),
+    edit(
+        LOAD,
+        "in_the_dtype_of_the_base",
+        "file.get_tensor(name) for",
+        "file.get_tensor(name).to(self.cfg.dtype) for",
+        "What is read is cast to the dtype of the base, which rounds the adapters where that has "
+        "16 bits. Copy them as they are in the file.",
+    ),
+    edit(
+        LOAD,
+        "adapters_alone",
+        "        self.load_trainable_state(state)",
+        "        own = TransformerWithLora.trainable_state(self)\n"
+        '        require(own.keys() == state.keys(), "the file has other sites")\n'
+        "        for name, tensor in own.items():\n"
+        '            require(tensor.shape == state[name].shape, f"{name} has another shape")\n'
+        "            tensor.copy_(state[name])",
+        f"The adapters alone are loaded. {HEAD}: load all of trainable_state().",
+    ),
+]
 
 
 @wrong(
@@ -1865,9 +3023,52 @@ def everything_trained_after_loading(self, path):
     self.requires_grad_(True)
 
 
+@wrong(
+    LOAD,
+    "The names are sorted as text in the file and by number in the model, so that block 10's "
+    "adapters go to block 2. Copy by name.",
+)
+def sorted_as_text(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
+        raise ValueError("sites or shapes do not fit")
+    theirs = sorted(state, key=lambda n: (n.split(".", 2)[2], n.split(".")[1]))
+    ours = sorted(own, key=lambda n: (n.split(".", 2)[2], int(n.split(".")[1])))
+    for mine, name in zip(ours, theirs, strict=True):
+        own[mine].copy_(state[name])
+
+
+@wrong(
+    LOAD,
+    "A site or a shape that does not fit is an error without a word. Say in the error which one "
+    "it is, and what was expected.",
+)
+def asserts_without_words(self, path):
+    own, state = self.trainable_state(), load_file(path)
+    assert state.keys() == own.keys()
+    for name, tensor in own.items():
+        assert state[name].shape == tensor.shape
+        tensor.copy_(state[name])
+
+
+@wrong(
+    LOAD,
+    "Only the sites are compared, so that a file in which a site has an A and no B is loaded: the "
+    "old B stays beside the new A. Compare the full names.",
+)
+def half_an_adapter_passes(self, path):
+    state, own = load_file(path), self.trainable_state()
+    if {name.rsplit(".", 1)[0] for name in state} != {name.rsplit(".", 1)[0] for name in own}:
+        raise ValueError("the file has other sites")
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has another shape")
+        own[name].copy_(tensor)
+
+
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
-SFT = [
+CALC_SFT_LOSS = [
     edit(
         "calc_sft_loss",
         "not_shifted",
@@ -2041,309 +3242,6 @@ def mean_of_chunk_means(logits, tokens, loss_mask):
     return torch.stack([F.cross_entropy(*chunk) for chunk in zip(*chunks, strict=True)]).mean()
 
 
-# --- Plausible ones that need an input of their own ---------------------------------------------
-
-SEVERAL_EXERCISES_1 = [
-    edit(
-        "TransformerWithLora.forward",
-        "a_mask_of_the_new_tokens",
-        '        cache = kwargs.get("past_key_values")\n',
-        "        if attention_mask is None:\n"
-        "            attention_mask = torch.ones_like(input_ids)\n"
-        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
-        '        cache = kwargs.get("past_key_values")\n',
-        "A mask made for the new tokens alone hides what is in the cache.",
-    ),
-    edit(
-        "TransformerWithLora.forward",
-        "adapters_at_zero_skipped",
-        "for site, layer in self.adapters.items())",
-        "for site, layer in self.adapters.items() if layer.lora_B.any())",
-        "Adapters whose B is 0 are skipped, so B never gets a gradient and nothing is learned.",
-        within="TransformerWithLora._run",
-    ),
-    edit(
-        "make_lora_hooks",
-        "nothing_added_while_b_is_zero",
-        "        x = inputs.pop()\n",
-        "        x = inputs.pop()\n        if not layer.lora_B.any():\n            return out\n",
-        "While B is 0 nothing is added, so B never gets a gradient and nothing is learned.",
-    ),
-    edit(
-        "make_lora_hooks",
-        "off_in_evaluation",
-        "        x = inputs.pop()\n",
-        "        x = inputs.pop()\n        if not layer.training:\n            return out\n",
-        "The adapter is off in eval(): it belongs to the policy, which is sampled in eval() too.",
-    ),
-    edit(
-        "TransformerWithLora.reference",
-        "unfrozen_on_leaving",
-        '        with self._in_mode("reference"):\n            yield self',
-        '        with self._in_mode("reference"):\n'
-        "            self.requires_grad_(False)\n"
-        "            try:\n"
-        "                yield self\n"
-        "            finally:\n"
-        "                self.requires_grad_(True)",
-        "On leaving, every weight requires a gradient, those of the frozen base too.",
-    ),
-    edit(
-        "TransformerWithLora.reference",
-        "off_for_the_class",
-        '        with self._in_mode("reference"):\n            yield self',
-        '        with self._in_mode("reference"):\n'
-        "            kept = type(self).adapters\n"
-        "            type(self).adapters = property(lambda model: {})\n"
-        "            try:\n"
-        "                yield self\n"
-        "            finally:\n"
-        "                type(self).adapters = kept",
-        "The adapters are switched off on the class, so for every other model as well.",
-    ),
-    edit(
-        "TransformerWithLora.reference",
-        "a_forward_without_the_cache",
-        '        with self._in_mode("reference"):\n            yield self',
-        '        with self._in_mode("reference"):\n'
-        "            self.forward = lambda input_ids, attention_mask=None: at_least_float32(\n"
-        "                self.base(input_ids, attention_mask=attention_mask)\n"
-        "            )\n"
-        "            try:\n"
-        "                yield self\n"
-        "            finally:\n"
-        "                del self.forward",
-        "Inside, forward drops its other arguments: the reference cannot be sampled with a cache.",
-    ),
-    edit(
-        "TransformerWithLora.load_adapter",
-        "missing_blocks_pass",
-        "        self.load_trainable_state(state)",
-        "        own = self.trainable_state()\n"
-        '        if {n.split(".", 2)[2] for n in state} != {n.split(".", 2)[2] for n in own}:\n'
-        '            raise ValueError("other sites")\n'
-        "        for name, tensor in state.items():\n"
-        "            if name in own:\n"
-        "                if own[name].shape != tensor.shape:\n"
-        "                    raise ValueError(name)\n"
-        "                own[name].copy_(tensor)",
-        "Sites are compared within a block, so an adapter of fewer blocks is loaded in silence.",
-    ),
-    edit(
-        "LoraLayer",
-        "first_axis_squeezed",
-        "return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
-        "rows = torch.atleast_2d(x)\n"
-        "        return (rows @ self.lora_A * self.scaling @ self.lora_B).squeeze(0)",
-        "A leading axis of size 1 is lost, as of a batch of one row. Give the result all of x's "
-        "leading axes.",
-        within=FORWARD,
-    ),
-    edit(
-        "LoraLayer",
-        "no_gradient_in_evaluation_mode",
-        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
-        "        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):\n"
-        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
-        "In eval() there is no gradient. eval() is about dropout: a policy is trained in it too.",
-        within=FORWARD,
-    ),
-    edit(
-        "make_lora_hooks",
-        "added_to_a_flat_copy",
-        "return out + layer(x).reshape(out.shape).to(out.dtype)",
-        "out.flatten(2).add_(layer(x).to(out.dtype)); return out",
-        "`flatten` gives a copy where the output's head axes are strided, and what is added to the "
-        "copy is lost. Give the adapter's output the shape of the layer's, and add.",
-    ),
-    edit(
-        "make_lora_hooks",
-        "cast_for_bfloat16_only",
-        ".to(out.dtype)",
-        ".to(out.dtype if out.dtype == torch.bfloat16 else torch.float32)",
-        "The output keeps its dtype in bfloat16 only: in float16 it becomes float32.",
-    ),
-    edit(
-        "make_lora_hooks",
-        "two_head_axes_expected",
-        "x = x.reshape(*x.shape[:2], layer.d_in)",
-        "x = x.flatten(2) if x.ndim == 4 else x",
-        "Head axes are flattened only where there are two of them. Flatten whatever follows the "
-        "batch and seq axes.",
-    ),
-    edit(
-        BUILD,
-        "last_site_checked",
-        "        for site in sites:\n",
-        "        for site in sites[-1:]:\n",
-        "Only the last site is checked, and a wrong one before it is silently left out. Check all.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
-        "bfloat16_or_float32",
-        "load_base_model(name, device, dtype)",
-        "load_base_model(name, device, dtype if dtype == torch.bfloat16 else torch.float32)",
-        "Every dtype but bfloat16 gives float32. Load the base in the dtype that is asked for.",
-    ),
-    edit(
-        BUILD,
-        "blocks_start_as_copies",
-        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
-        "copy_of(first.setdefault(site.split('.', 2)[2], LoraLayer(*_get_in_out(linear), rank, "
-        "alpha))) for copy_of, first in [(__import__('copy').deepcopy, {})] "
-        "for site, linear in self._linears.items()",
-        "The adapters of a site are copies of the first block's, so that all blocks start with the "
-        "same A. Make each one anew.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
-        "one_base_for_all_models",
-        "load_base_model(name, device, dtype)",
-        "globals().setdefault('_load', __import__('functools').cache(load_base_model))"
-        "(name, device, dtype)",
-        "The base is loaded once and shared by all models of its name: what one merges into the "
-        "weights, the others see. Load one for each.",
-    ),
-    edit(
-        BUILD,
-        "blocks_of_one_digit",
-        'if k.split(".", 2)[2] in sites}',
-        'if k[len("blocks.0.") :] in sites}',
-        "Blocks from the tenth on have no adapters: `blocks.10.` is longer than `blocks.0.`. Split "
-        "the name at its dots.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        CALL,
-        "frozen_adapters_are_off",
-        'if self._mode == "hooked":',
-        'if self._mode == "hooked" and any(p.requires_grad for p in self._layers.parameters()):',
-        "Adapters that require no gradient are left out. Frozen or trained, they belong to the "
-        "model.",
-        within=RUN,
-    ),
-    edit(
-        MERGED,
-        "weights_of_the_first_merge",
-        "saved = [weight.clone() for weight in weights]",
-        'saved = vars(self).setdefault("_saved", [weight.clone() for weight in weights])',
-        "The weights that come back are those of the first merge, even if the base has changed "
-        "since, and the copy stays in memory. Save them on entering, each time.",
-    ),
-    edit(
-        MERGED,
-        "inference_mode",
-        'with self._in_mode("merged"):',
-        'with torch.inference_mode(), self._in_mode("merged"):',
-        "What is made in inference_mode cannot enter a later backward, as samples and log-probs "
-        "do. Use no_grad, or nothing.",
-    ),
-    Answer(
-        IN_ITS_MODULE,
-        CALL,
-        "gradient_in_training_mode_only",
-        "In eval() the logits carry no gradient. That is for no_grad: eval() says how layers "
-        "behave, and here they behave alike in either mode.",
-        edits=(
-            Edit(CONSTRUCT, "self.train(False)", "self.train(True)"),
-            Edit(
-                RUN,
-                "with self.base.hooks(fwd_hooks=hooks):",
-                "with self.base.hooks(fwd_hooks=hooks), "
-                "torch.set_grad_enabled(torch.is_grad_enabled() and self.training):",
-            ),
-        ),
-    ),
-    edit(
-        MERGED,
-        "one_lock_for_all_models",
-        '        if self._mode != "hooked":\n'
-        '            raise RuntimeError(f"{mode}() cannot be entered inside {self._mode}()")\n'
-        "        self._mode = mode\n"
-        "        try:\n"
-        "            yield\n"
-        "        finally:\n",
-        "        if vars(TransformerWithLora).get('_inside'):\n"
-        '            raise RuntimeError(f"{mode}() cannot be entered inside another context")\n'
-        "        self._mode, TransformerWithLora._inside = mode, True\n"
-        "        try:\n"
-        "            yield\n"
-        "        finally:\n"
-        "            TransformerWithLora._inside = False\n",
-        "The lock belongs to the class, so that no two models can be in a context at once, such as "
-        "a policy and a reward model. Keep the mode on the model.",
-        within=IN_MODE,
-    ),
-]
-
-
-@wrong(
-    MERGED,
-    "The merged weights of a 16-bit base stay in float32, and a forward inside mixes the two. Make "
-    "the sum in float32, then round it once to the dtype of the weights.",
-)
-@contextmanager
-def merged_weights_stay_in_float32(self):
-    with self._in_mode("merged"):
-        saved = [(linear, linear.weight.data) for linear in self._linears.values()]
-        try:
-            for (linear, weight), layer in zip(saved, self._layers, strict=True):
-                delta = layer.compute_delta().detach()
-                delta = delta.T if isinstance(linear, nn.Linear) else delta
-                linear.weight.data = weight.float() + delta
-            yield self
-        finally:
-            for linear, weight in saved:
-                linear.weight.data = weight
-
-
-@wrong(
-    TRAINABLE,
-    "After a backward that reaches some of the adapters, the others are left out. What is trained "
-    "does not depend on which gradients there are at the moment.",
-)
-def those_that_have_a_gradient(self):
-    trained = list(self._layers.parameters())
-    return [p for p in trained if p.grad is not None] or trained
-
-
-GRADIENTS_ON_AGAIN = [
-    edit(
-        f"TransformerWithLora.{context}",
-        "gradients_on_again",
-        "yield self\n",
-        f"torch.set_grad_enabled(False)\n{indent}try:\n{indent}    yield self\n"
-        f"{indent}finally:\n{indent}    torch.set_grad_enabled(True)\n",
-        f"After {context}() gradients are on, under no_grad too: what is computed next, such as "
-        "old log-probs, carries one. no_grad puts back what was there before.",
-    )
-    for context, indent in (("reference", " " * 12), ("merged", " " * 16))
-]
-
-
-@wrong(
-    "TransformerWithLora.merged",
-    "An error while the adapters are folded in, such as a lack of memory, leaves some of them in "
-    "the weights. Begin the try before the first weight changes.",
-)
-@contextmanager
-def half_merged_by_an_error(self):
-    with self._in_mode("merged"):
-        weights = [linear.weight.data for linear in self._linears.values()]
-        saved = [weight.clone() for weight in weights]
-        for linear, layer in zip(self._linears.values(), self._layers, strict=True):
-            delta = layer.compute_delta().detach()
-            weight = linear.weight.data
-            weight.copy_(weight.float() + (delta.T if isinstance(linear, nn.Linear) else delta))
-        try:
-            yield self
-        finally:
-            for weight, original in zip(weights, saved, strict=True):
-                weight.copy_(original)
-
-
 @wrong(
     "calc_sft_loss",
     "view() raises an error on logits or tokens that are a slice of a larger tensor. Use reshape.",
@@ -2354,140 +3252,6 @@ def views_of_the_arguments(logits, tokens, loss_mask):
     kept = kept.roll(-1, 1).view(-1)  # of the position that predicts the target
     following = tokens.roll(-1, 1).view(-1)
     return F.cross_entropy(logits.view(-1, logits.shape[-1])[kept], following[kept])
-
-
-ON_OTHER_MODELS = [
-    edit(
-        BUILD,
-        "sizes_from_the_config",
-        "LoraLayer(*_get_in_out(linear), rank, alpha) for linear in self._linears.values()",
-        "LoraLayer(*sizes.get(site.split('.', 2)[2], _get_in_out(linear)), rank, alpha) "
-        "for d in [base.cfg.d_model] for sizes in [{'attn.q': (d, d), 'attn.o': (d, d)}] "
-        "for site, linear in self._linears.items()",
-        "The output of q and the input of o are taken for d_model wide. They are as wide as all "
-        "heads together, which another head size makes another number: ask the layer's weight.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
-        "architectures_by_name",
-        'available = sorted({site.split(".", 2)[2] for site in linears})',
-        'available = [*ATTENTION_SITES, "mlp.in", "mlp.out"]\n'
-        '        if base.cfg.architecture == "LlamaForCausalLM":\n'
-        '            available.append("mlp.gate")',
-        "mlp.gate is refused on every architecture but Llama, though Qwen2's fires as well. Look "
-        "at what fires, not at a name.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
-        "takes_no_string",
-        "load_base_model(name, device, dtype)",
-        "load_base_model(name.resolve(), device, dtype)",
-        "A name that is a string raises an error. Wrap a folder: `Path(name)` takes both.",
-    ),
-    edit(
-        BUILD,
-        "device_ignored",
-        "load_base_model(name, device, dtype)",
-        "load_base_model(name, dtype=dtype)",
-        "device has no effect. Pass it on.",
-    ),
-    edit(
-        BUILD,
-        "seeds_the_global_generator",
-        "        return cls(",
-        "        torch.manual_seed(0)\n        return cls(",
-        "The same seed is set each time: every model starts with the same A, whatever seed the "
-        "caller has set. Leave seeds to the caller.",
-    ),
-    edit(
-        CALL,
-        "blocks_by_their_prefix",
-        "for site, layer in self.adapters.items())",
-        "for block in range(self.cfg.n_layers) for site, layer in self.adapters.items() "
-        "if site.startswith(f'blocks.{block}'))",
-        "`blocks.1` begins `blocks.10` too, whose adapters are then on twice. Compare with "
-        "`blocks.1.`, the dot included.",
-        within=RUN,
-    ),
-]
-
-
-@wrong(
-    CALL,
-    "The argument has another name, so a call with input_ids=... raises a TypeError. Keep the "
-    "names that the exercise gives.",
-)
-def tokens_for_input_ids(self, tokens, attention_mask=None, **kwargs):
-    return TransformerWithLora.forward(self, tokens, attention_mask, **kwargs)
-
-
-@wrong(
-    REFERENCE,
-    "The adapters are set to zero inside: what save_adapter writes there is lost. Turn the hooks "
-    "off, and leave the adapters as they are.",
-)
-@contextmanager
-def adapters_zeroed_through_data(self):
-    with self._in_mode("reference"):
-        saved = [layer.lora_B.data.clone() for layer in self._layers]
-        try:
-            for layer in self._layers:
-                layer.lora_B.data.zero_()
-            yield self
-        finally:
-            for layer, lora_B in zip(self._layers, saved, strict=True):
-                layer.lora_B.data.copy_(lora_B)
-
-
-@wrong(
-    MERGED,
-    "`blocks.1` begins `blocks.10` too, so its adapters are folded in twice. Go through the sites "
-    "once, or compare with the dot that follows.",
-)
-@contextmanager
-def blocks_merged_by_their_prefix(self):
-    with self._in_mode("merged"):
-        saved = [linear.weight.data.clone() for linear in self._linears.values()]
-        try:
-            for block in range(self.cfg.n_layers):
-                for (site, linear), layer in zip(self._linears.items(), self._layers, strict=True):
-                    if site.startswith(f"blocks.{block}"):
-                        delta = layer.compute_delta().detach()
-                        delta = delta.T if isinstance(linear, nn.Linear) else delta
-                        linear.weight.data.copy_(linear.weight.data.float() + delta)
-            yield self
-        finally:
-            for linear, weight in zip(self._linears.values(), saved, strict=True):
-                linear.weight.data.copy_(weight)
-
-
-@wrong(
-    SAVE,
-    "The names have one digit for the block, so block 10 overwrites block 1. Keep all of it.",
-)
-def blocks_saved_by_one_digit(self, path):
-    state = {}
-    for site, layer in self.adapters.items():
-        start = f"blocks.{site[len('blocks.')]}.{site.split('.', 2)[2]}"
-        state |= {f"{start}.lora_A": layer.lora_A.data, f"{start}.lora_B": layer.lora_B.data}
-    save_file(state, path)
-
-
-@wrong(
-    LOAD,
-    "The names are sorted as text in the file and by number in the model, so that block 10's "
-    "adapters go to block 2. Copy by name.",
-)
-def sorted_as_text(self, path):
-    state, own = load_file(path), self.trainable_state()
-    if {n: t.shape for n, t in state.items()} != {n: t.shape for n, t in own.items()}:
-        raise ValueError("sites or shapes do not fit")
-    theirs = sorted(state, key=lambda n: (n.split(".", 2)[2], n.split(".")[1]))
-    ours = sorted(own, key=lambda n: (n.split(".", 2)[2], int(n.split(".")[1])))
-    for mine, name in zip(ours, theirs, strict=True):
-        own[mine].copy_(state[name])
 
 
 @wrong(
@@ -2501,817 +3265,17 @@ def labels_written_into_one_row(logits, tokens, loss_mask):
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels.flatten())
 
 
-SEVERAL_EXERCISES_2 = [
+# --- Made by a loop -----------------------------------------------------------------------------
+
+GRADIENTS_ON_AGAIN = [
     edit(
-        "LoraLayer",
-        "alpha_rounded",
-        "self.scaling = alpha / rank",
-        "self.scaling = int(alpha) / rank",
-        "alpha is cut to an integer, but any positive number will do. Divide it as it is.",
-    ),
-    edit(
-        "TransformerWithLora.from_pretrained",
-        "alpha_rounded",
-        "_get_in_out(linear), rank, alpha)",
-        "_get_in_out(linear), rank, int(alpha))",
-        "alpha is cut to an integer, but any positive number will do. Hand it on as it is.",
-        within="TransformerWithLora.__init__",
-    ),
-    edit(
-        "TransformerWithLora.from_pretrained",
-        "adapters_in_the_dtype_of_the_base",
-        "torch.promote_types(weight.dtype, torch.float32))",
-        "weight.dtype)",
-        "On a base in bfloat16 the adapters are in bfloat16 too, where a small step of the "
-        "optimizer is rounded away. Keep them in float32.",
-        within="TransformerWithLora.__init__",
-    ),
-    edit(
-        "TransformerWithLora.reference",
-        "adapters_unfrozen_on_leaving",
-        "            yield self",
-        "            self._layers.requires_grad_(False)\n"
-        "            try:\n"
-        "                yield self\n"
-        "            finally:\n"
-        "                self._layers.requires_grad_(True)",
-        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
-        "the hooks off, no gradient reaches them.",
-    ),
-    edit(
-        "TransformerWithLora.merged",
-        "adapters_unfrozen_on_leaving",
-        "                yield self\n            finally:\n",
-        "                self._layers.requires_grad_(False)\n"
-        "                yield self\n"
-        "            finally:\n"
-        "                self._layers.requires_grad_(True)\n",
-        "On leaving, adapters that were frozen are trained again. Leave requires_grad alone: with "
-        "the hooks off, no gradient reaches them.",
-    ),
-]
-
-
-SEVERAL_EXERCISES_3 = [
-    edit(
-        "TransformerWithLora.from_pretrained",
-        "dtype_before_device",
-        "        device: str | torch.device | None = None,\n"
-        "        dtype: torch.dtype | None = None,",
-        "        dtype: torch.dtype | None = None,\n"
-        "        device: str | torch.device | None = None,",
-        "device and dtype have changed places, so that a call by position mixes them up. Keep the "
-        "order of the arguments.",
-    ),
-    edit(
-        "TransformerWithLora.forward",
-        "no_cache_is_asked_for_its_length",
-        "(0 if cache is None else cache.get_seq_length())",
-        '(cache.get_seq_length() if "past_key_values" in kwargs else 0)',
-        "past_key_values may be given as None, as get_samples does in its first step, and None has "
-        "no length. Ask whether the cache is None, not whether the argument is there.",
-    ),
-    edit(
-        "TransformerWithLora.forward",
-        "mask_dropped_in_the_first_step",
-        '        cache = kwargs.get("past_key_values")\n',
-        '        cache = kwargs.get("past_key_values")\n'
-        '        if cache is None and "past_key_values" in kwargs:\n'
-        "            return self._run([], input_ids, None, **kwargs)\n",
-        "While the cache is still None the attention mask is not handed on, so that the padding "
-        "of the prompts is attended to and cached. The mask matters in the first step most.",
-    ),
-    edit(
-        "TransformerWithLora.save_adapter",
-        "everything_trained_after_saving",
-        "        os.replace(partial, path)",
-        "        os.replace(partial, path)\n        self.requires_grad_(True)",
-        "After saving, the weights of the base require a gradient. Saving changes nothing of the "
-        "model: leave requires_grad alone.",
-    ),
-    edit(
-        "TransformerWithLora.save_adapter",
-        "detached_in_place",
-        "tensor.contiguous() for name, tensor in self.trainable_state().items()}",
-        "layer.get_parameter(name[-6:]).detach_() for name in self.trainable_state()\n"
-        "                 for layer in [self.adapters[name[:-7]]]}",
-        "detach_() with an underscore takes the gradient from the parameters themselves, and "
-        "training ends with the first save. Use detach(), which gives another tensor.",
-    ),
-    edit(
-        "TransformerWithLora.load_adapter",
-        "a_missing_file_passes",
-        'require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")',
-        "if not Path(path).is_file():\n            return",
-        "Where there is no file you load nothing and say nothing, and what follows runs with other "
-        "adapters. Raise an error that names the path.",
-    ),
-    edit(
-        "TransformerWithLora.load_adapter",
-        "a_damaged_file_passes",
-        "            raise ValueError(\n"
-        '                f"path should be a safetensors file, but {path} is not: {error}"\n'
-        "            ) from error",
-        '            print(f"{path}: {error}")\n            return',
-        "A damaged file is printed and then passed over, so that the adapters stay what they were. "
-        "Let the error out.",
-    ),
-]
-
-
-SEVERAL_EXERCISES_4 = [
-    edit(
-        "TransformerWithLora.from_pretrained",
-        "adapters_on_the_cpu",
-        ".to(weight.device, torch.promote_types(weight.dtype, torch.float32))",
-        ".float()",
-        "The base goes to the device that is asked for and the adapters stay on the CPU, so that "
-        "the first forward on a GPU raises an error. Put them where the weights of the base are.",
-        within="TransformerWithLora.__init__",
-    ),
-]
-
-
-SEVERAL_EXERCISES_5 = [
-    edit(
-        "make_lora_hooks",
-        "change_kept_at_the_point",
-        "return out + layer(x).reshape(out.shape).to(out.dtype)",
-        "hook.ctx['change'] = layer(x).reshape(out.shape).to(out.dtype)\n"
-        "        return out + hook.ctx['change']",
-        "What is added stays in `hook.ctx` after the forward, and with it every layer's graph. "
-        "Take it out again in the second hook, or keep it in the closure alone.",
-    ),
-    Answer(
-        IN_ITS_MODULE,
-        BUILD,
-        "alpha_goes_with_the_rank",
-        "Where alpha is left out it is 8 times the rank, which is 32 for a rank of 4 only. It is "
-        "32 by default, whatever the rank.",
-        edits=(
-            Edit(BUILD, "alpha: float = 32", "alpha: float | None = None"),
-            Edit(BUILD, "rank, alpha, sites)", "rank, alpha or 8 * rank, sites)"),
-        ),
-    ),
-    edit(
-        BUILD,
-        "takes_no_torch_device",
-        "        return cls(",
-        '        if device is not None and "cuda" in device and not torch.cuda.is_available():\n'
-        "            device = None\n"
-        "        return cls(",
-        "A torch.device is searched as if it were a string, which raises a TypeError. The device "
-        "may be given as either: hand it on as it is.",
-    ),
-    edit(
-        CALL,
-        "numbers_of_the_mask_counted",
-        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
-        "attention_mask is None or attention_mask.numel() == len(input_ids) * seq,",
-        "The entries of the mask are counted, so that one of [seq batch] passes for one of "
-        "[batch seq]. Compare the shape, axis by axis.",
-    ),
-    edit(
-        CALL,
-        "masks_not_looked_at_in_a_context",
-        '        cache = kwargs.get("past_key_values")\n',
-        '        if self._mode != "hooked":\n'
-        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
-        '        cache = kwargs.get("past_key_values")\n',
-        "Inside merged() and reference() the base is run before the mask is looked at. Refuse a "
-        "mask that does not fit in every mode: sampling runs inside merged().",
-    ),
-    edit(
-        MERGED,
-        "float16_rounded_twice",
-        "weight.copy_(at_least_float32(weight) + delta)",
-        "weight.copy_(weight.float() + delta if weight.dtype == torch.bfloat16 else "
-        "weight + delta.to(weight.dtype))",
-        "The sum is made in float32 for bfloat16 only: in float16 A B is rounded before it is "
-        "added. Add in float32 whatever the dtype of the weights.",
-    ),
-    edit(
-        MERGED,
-        "frozen_adapters_left_out",
-        "delta = layer.compute_delta().detach()",
-        "delta = layer.compute_delta().detach() * float(layer.lora_A.requires_grad)",
-        "Adapters that require no gradient are not folded in. Frozen or trained, they belong to "
-        "the model.",
-    ),
-    edit(
-        SAVE,
-        "in_the_dtype_of_the_base",
-        "tensor.contiguous() for",
-        "tensor.to(self.cfg.dtype).contiguous() for",
-        "The adapters are saved in the dtype of the base, which rounds them where that has 16 "
-        "bits. They are in float32: save them as they are.",
-    ),
-    edit(
-        LOAD,
-        "in_the_dtype_of_the_base",
-        "file.get_tensor(name) for",
-        "file.get_tensor(name).to(self.cfg.dtype) for",
-        "What is read is cast to the dtype of the base, which rounds the adapters where that has "
-        "16 bits. Copy them as they are in the file.",
-    ),
-]
-
-
-SEVERAL_EXERCISES_6 = [
-    edit(
-        CALL,
-        "rows_of_the_mask_not_compared_with_a_cache",
-        "attention_mask is None or attention_mask.shape == (len(input_ids), seq),",
-        "attention_mask is None or (attention_mask.shape == input_ids.shape if cache is None "
-        "else attention_mask.shape[1] == seq),",
-        "With a cache only the columns of the mask are compared, so that a mask of one row is "
-        "broadcast to all rows. Compare both axes there too.",
-    ),
-    edit(
-        CALL,
-        "mask_of_one_row_never_refused",
-        "attention_mask is None or attention_mask.shape",
-        "attention_mask is None or len(input_ids) == 1 or attention_mask.shape",
-        "The mask of a single row is passed on whatever its length. Compare the shape for every "
-        "number of rows.",
-    ),
-]
-
-_in_a_context = []
-
-
-@wrong(
-    REFERENCE,
-    "One lock serves all models, so that no two can be in a context at once, such as a policy and "
-    "a reward model. Keep it on the model.",
-)
-@contextmanager
-def a_lock_for_all_models(self):
-    if _in_a_context:
-        raise RuntimeError("contexts do not nest")
-    _in_a_context.append(self)
-    try:
-        with self._in_mode("reference"):
-            yield self
-    finally:
-        _in_a_context.clear()
-
-
-SEVERAL_EXERCISES_7 = [
-    edit(
-        "LoraLayer",
-        "no_gradient_through_a_frozen_adapter",
-        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
-        "        trained = self.lora_A.requires_grad\n"
-        "        with torch.set_grad_enabled(trained and torch.is_grad_enabled()):\n"
-        "            return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
-        "A frozen adapter lets no gradient through, so that adapters of earlier blocks learn from "
-        "a wrong one. Only A and B are frozen: the product still depends on x.",
-        within=FORWARD,
-    ),
-    edit(
-        "make_lora_hooks",
-        "input_of_a_frozen_adapter_detached",
-        "        x = inputs.pop()\n",
-        "        x = inputs.pop()\n        x = x if layer.lora_A.requires_grad else x.detach()\n",
-        "The input of a frozen adapter is detached, so that adapters of earlier blocks learn from "
-        "a wrong gradient. Only A and B are frozen.",
-    ),
-]
-
-
-def _looks_at_no_mask(context):
-    @contextmanager
-    def enter(self):
-        with context(self):
-            self.forward = lambda input_ids, attention_mask=None, **kwargs: self._run(
-                [], input_ids, attention_mask, **kwargs
-            )
-            try:
-                yield self
-            finally:
-                del self.forward
-
-    return enter
-
-
-@wrong(
-    REFERENCE,
-    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
-    "forward as it is, and turn the hooks off.",
-)
-def a_forward_that_looks_at_no_mask(self):
-    return _looks_at_no_mask(TransformerWithLora.reference)(self)
-
-
-@wrong(
-    MERGED,
-    "Inside, a forward of its own looks at no mask, and one of another shape is broadcast. Leave "
-    "forward as it is, and turn the hooks off.",
-)
-def a_merged_forward_that_looks_at_no_mask(self):
-    return _looks_at_no_mask(TransformerWithLora.merged)(self)
-
-
-SEVERAL_EXERCISES_8 = [
-    Answer(
-        IN_ITS_MODULE,
-        REFERENCE,
-        "scalings_in_a_default_argument",
-        "The scalings are saved in a default argument, which is made once: with two models inside "
-        "reference(), one gets the other's back. Save them in a variable of the call.",
-        edits=(
-            Edit(REFERENCE, "def reference(self)", "def reference(self, saved=[])"),
-            Edit(
-                REFERENCE,
-                '        with self._in_mode("reference"):\n            yield self\n',
-                '        with self._in_mode("reference"):\n'
-                "            saved[:] = [layer.scaling for layer in self._layers]\n"
-                "            for layer in self._layers:\n"
-                "                layer.scaling = 0.0\n"
-                "            try:\n"
-                "                yield self\n"
-                "            finally:\n"
-                "                for layer, scaling in zip(self._layers, saved):\n"
-                "                    layer.scaling = scaling\n",
-            ),
-        ),
-    ),
-    Answer(
-        IN_ITS_MODULE,
-        MERGED,
-        "saved_in_a_default_argument",
-        "The weights are saved in a default argument, which is made once: with two models inside "
-        "merged(), one gets the other's back. Save them in a variable of the call.",
-        edits=(
-            Edit(MERGED, "def merged(self)", "def merged(self, saved={})"),
-            Edit(
-                MERGED,
-                "saved = [weight.clone() for weight in weights]",
-                "saved.update(zip(self._linears, [weight.clone() for weight in weights]))",
-            ),
-            Edit(
-                MERGED,
-                "zip(weights, saved, strict=True)",
-                "zip(weights, [saved[site] for site in self._linears], strict=True)",
-            ),
-        ),
-    ),
-    edit(
-        "TransformerWithLora.forward",
-        "mask_dropped_without_left_padding",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        if attention_mask is not None and bool(attention_mask[:, 0].all()):\n"
-        "            attention_mask = None\n"
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "A mask without padding on the left is dropped, so that tokens after padding on the right "
-        "attend to it. Hand every mask on.",
-    ),
-    edit(
-        MERGED,
-        "nothing_to_fold",
-        '        with self._in_mode("merged"):\n            weights',
-        "        if not any(layer.lora_B.any() for layer in self._layers):\n"
-        "            yield self\n"
-        "            return\n"
-        '        with self._in_mode("merged"):\n            weights',
-        "While every B is 0 merged() does nothing, and so can be entered inside itself. Nesting is "
-        "an error whatever the adapters hold.",
-    ),
-]
-
-
-@wrong(
-    "LoraLayer",
-    "The arguments have other names, so a call with d_in=... and d_out=... raises a TypeError. "
-    "Keep the names that the exercise gives.",
-)
-class InFeatures(LoraLayer):
-    def __init__(self, in_features, out_features, rank=4, alpha=32):
-        super().__init__(in_features, out_features, rank, alpha)
-
-
-@wrong(
-    "make_lora_hooks",
-    "The inputs are kept by their shape, so that of a forward that broke off stays until another "
-    "of its shape comes. A new input overwrites the last, whatever its shape.",
-)
-def one_place_for_each_shape(site, layer):
-    inputs = {}
-
-    def read_input(x, hook):
-        inputs[x.shape[:2]] = x
-
-    def add_output(out, hook):
-        x = inputs.pop(out.shape[:2]).flatten(2)
-        return out + layer(x).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-_activations = {}
-
-
-@wrong(
-    "make_lora_hooks",
-    "A dict of the module keeps every site's input until the next forward, so that all of them "
-    "stay in memory. Take the input out again in the second hook.",
-)
-def kept_by_the_name_of_the_point(site, layer):
-    def read_input(x, hook):
-        _activations[hook.name] = x.clone()
-
-    def add_output(out, hook):
-        x = _activations[f"{site}.hook_in"].flatten(2)
-        return out + layer(x).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-def _forward_of_its_own(context, forward):
-    @contextmanager
-    def enter(self):
-        with context(self):
-            self.forward = forward.__get__(self)
-            try:
-                yield self
-            finally:
-                del self.forward
-
-    return enter
-
-
-def _refuse_cached_positions(self, input_ids, attention_mask=None, **kwargs):
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise ValueError("attention_mask should have the shape of input_ids")
-    return self._run([], input_ids, attention_mask, **kwargs)
-
-
-def _take_no_cache(self, input_ids, attention_mask=None):
-    return TransformerWithLora.forward(self, input_ids, attention_mask)
-
-
-@wrong(
-    REFERENCE,
-    "Inside, a forward of its own refuses every mask that covers cached positions, so that the "
-    "reference cannot be sampled. Leave forward as it is, and turn the hooks off.",
-)
-def a_forward_that_knows_no_cached_positions(self):
-    return _forward_of_its_own(TransformerWithLora.reference, _refuse_cached_positions)(self)
-
-
-@wrong(
-    MERGED,
-    "Inside, a forward of its own takes no cache arguments, though sampling runs inside merged(). "
-    "Leave forward as it is, and turn the hooks off.",
-)
-def a_merged_forward_without_the_cache(self):
-    return _forward_of_its_own(TransformerWithLora.merged, _take_no_cache)(self)
-
-
-@wrong(
-    LOAD,
-    "A site or a shape that does not fit is an error without a word. Say in the error which one "
-    "it is, and what was expected.",
-)
-def asserts_without_words(self, path):
-    own, state = self.trainable_state(), load_file(path)
-    assert state.keys() == own.keys()
-    for name, tensor in own.items():
-        assert state[name].shape == tensor.shape
-        tensor.copy_(state[name])
-
-
-@wrong(
-    "make_lora_hooks",
-    "The hook at hook_in returns the input in the adapter's dtype, which then goes on into the "
-    "frozen layer: in 16 bits that is an error. Read it, and return nothing.",
-)
-def input_goes_on_in_the_adapters_dtype(site, layer):
-    inputs = []
-
-    def read_input(x, hook):
-        x = x.to(layer.lora_A.dtype)
-        inputs[:] = [x]
-        return x
-
-    def add_output(out, hook):
-        x = inputs.pop()
-        x = x.reshape(*x.shape[:2], layer.d_in)
-        return out + layer(x).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-@wrong(
-    "make_lora_hooks",
-    "Inputs pile up until a forward is completed: each one that breaks off leaves one more in the "
-    "list. A second input should overwrite the first.",
-)
-def newest_of_a_stack(site, layer):
-    inputs = []
-
-    def read_input(x, hook):
-        inputs.append(x)
-
-    def add_output(out, hook):
-        x = inputs[-1]
-        inputs.clear()
-        change = layer(x.reshape(*x.shape[:2], -1))
-        return out + change.reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-SEVERAL_EXERCISES_9 = [
-    edit(
-        "make_lora_hooks",
-        "off_where_nothing_is_trained",
-        "        x = inputs.pop()\n",
-        "        x = inputs.pop()\n"
-        "        if not (torch.is_grad_enabled() or layer.training):\n"
-        "            return out\n",
-        "In eval() under no_grad the adapter is off, which is how a policy is sampled. Add its "
-        "output in every mode.",
-    ),
-    edit(
-        BUILD,
-        "rank_capped",
-        "LoraLayer(*_get_in_out(linear), rank, alpha)",
-        "LoraLayer(*_get_in_out(linear), min(rank, *_get_in_out(linear)), alpha)",
-        "The rank is cut to the smaller of d_in and d_out, which changes alpha / rank as well. "
-        "Make the adapters of the rank that is asked for.",
-        within=CONSTRUCT,
-    ),
-    edit(
-        CALL,
-        "first_row_says_if_there_is_padding",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        if attention_mask is not None and bool(attention_mask[0].all()):\n"
-        "            attention_mask = None\n"
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "The mask is dropped where its first row has no padding, though other rows may have some. "
-        "Hand it on as it is.",
-    ),
-    edit(
-        CALL,
-        "prompts_to_cache_not_looked_at",
-        '        cache = kwargs.get("past_key_values")\n',
-        '        cache = kwargs.get("past_key_values")\n'
-        '        if cache is None and kwargs.get("use_cache"):\n'
-        "            return self._run([], input_ids, attention_mask, **kwargs)\n",
-        "Where a cache is begun, the shape of the mask is not looked at. Refuse a misfit there "
-        "too.",
-    ),
-    edit(
-        CALL,
-        "new_tokens_taken_for_real",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        if cache is not None and attention_mask is not None:\n"
-        "            old = attention_mask[:, : cache.get_seq_length()]\n"
-        "            attention_mask = torch.cat([old, torch.ones_like(input_ids)], dim=1)\n"
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "With a cache all new tokens are taken for real, whatever the mask says of them. Hand on "
-        "the mask that is given.",
-    ),
-    edit(
-        CALL,
-        "a_tuple_with_use_cache",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        '        if kwargs.get("use_cache"):\n'
-        '            kwargs["return_type"] = "logits_and_cache"\n'
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "With use_cache=True a tuple is returned, though only logits are asked for. It is "
-        "return_type that asks for the cache: pass both on as they are.",
-    ),
-    edit(
-        CALL,
-        "pad_ids_masked_in_cached_steps",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        if cache is not None and attention_mask is not None:\n"
-        "            attention_mask = attention_mask.clone()\n"
-        "            is_real = input_ids != self.tokenizer.pad_token_id\n"
-        "            attention_mask[:, -input_ids.shape[1] :] *= is_real\n"
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "In steps from the cache new tokens that equal the pad id are hidden. The mask alone says "
-        "what is padding, there too.",
-    ),
-    edit(
-        REFERENCE,
-        "runtime_errors_swallowed",
-        "            yield self\n",
-        "            try:\n"
-        "                yield self\n"
-        "            except RuntimeError as error:\n"
-        "                print(error)\n",
-        "A RuntimeError inside reference() is printed and disappears. Let every error pass on.",
-    ),
-    edit(
-        MERGED,
-        "runtime_errors_swallowed",
-        "                yield self\n            finally:\n",
-        "                yield self\n"
-        "            except RuntimeError as error:\n"
-        "                print(error)\n"
-        "            finally:\n",
-        "A RuntimeError inside merged() is printed and disappears. Let every error pass on.",
-    ),
-    edit(
-        MERGED,
-        "put_back_where_the_delta_is_not_zero",
-        "                for weight, original in zip(weights, saved, strict=True):\n",
-        "                for weight, original, layer in zip("
-        "weights, saved, self._layers, strict=True):\n"
-        "                    if not layer.compute_delta().any():\n"
-        "                        continue\n",
-        "What is put back depends on the adapters at the time of leaving, which may have changed "
-        "inside. Put back every weight that was saved.",
-    ),
-]
-
-
-_recent_inputs = deque(maxlen=50)
-
-
-@wrong(
-    "make_lora_hooks",
-    "A deque of the module keeps copies of the last inputs, which stay in memory after the "
-    "forward. Keep the input between the two hooks only.",
-)
-def recent_inputs_in_a_deque(site, layer):
-    inputs = []
-
-    def read_input(x, hook):
-        inputs[:] = [x]
-        _recent_inputs.append(x.detach().clone())
-
-    def add_output(out, hook):
-        x = inputs.pop().flatten(2)
-        return out + layer(x).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-@wrong(
-    MERGED,
-    "Inside merged() the hooks still run, with a scaling of 0: sampling is no faster, and an "
-    "adapter that is not finite spoils the logits. Turn the hooks off.",
-)
-@contextmanager
-def hooks_stay_on_and_add_zero(self):
-    def refuse(mode):
-        raise RuntimeError(f"{mode}() cannot be entered inside merged()")
-
-    with TransformerWithLora.merged(self):
-        scalings = [layer.scaling for layer in self._layers]
-        self._mode, self._in_mode = "hooked", refuse
-        try:
-            for layer in self._layers:
-                layer.scaling = 0.0
-            yield self
-        finally:
-            del self._in_mode
-            for layer, scaling in zip(self._layers, scalings, strict=True):
-                layer.scaling = scaling
-
-
-@wrong(
-    SAVE,
-    "What the file at this path held before stays in it, of another model too. Write this model's "
-    "tensors alone.",
-)
-def added_to_the_file(self, path):
-    _save(self, path, (load_file(path) if Path(path).is_file() else {}) | self.trainable_state())
-
-
-@wrong(
-    SAVE,
-    "Where nothing has changed since the last save no file is written, though that one may be gone "
-    "or at another path. Write it each time.",
-)
-def not_again_if_nothing_changed(self, path):
-    state = {name: tensor.clone() for name, tensor in self.trainable_state().items()}
-    last = vars(self).get("_last_saved")
-    if last is None or not all(torch.equal(tensor, last[name]) for name, tensor in state.items()):
-        self._last_saved = state
-        save_file(state, path)
-
-
-@wrong(
-    LOAD,
-    "Only the sites are compared, so that a file in which a site has an A and no B is loaded: the "
-    "old B stays beside the new A. Compare the full names.",
-)
-def half_an_adapter_passes(self, path):
-    state, own = load_file(path), self.trainable_state()
-    if {name.rsplit(".", 1)[0] for name in state} != {name.rsplit(".", 1)[0] for name in own}:
-        raise ValueError("the file has other sites")
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise ValueError(f"{name} has another shape")
-        own[name].copy_(tensor)
-
-
-HEAD = "A subclass may have more parts than the adapters, as chapter 2's has a value head"
-ADAPTERS_ALONE = [
-    edit(
-        "TransformerWithLora.trainable_parameters",
-        "adapters_alone",
-        "[parameter for part in self.trainable_parts().values() for parameter in part]",
-        "list(self._layers.parameters())",
-        f"The adapters' parameters alone are given. {HEAD}: go over trainable_parts().",
-    ),
-    edit(
-        SAVE,
-        "adapters_alone",
-        "self.trainable_state().items()",
-        "TransformerWithLora.trainable_state(self).items()",
-        f"The adapters alone are saved. {HEAD}: save all of trainable_state().",
-    ),
-    edit(
-        LOAD,
-        "adapters_alone",
-        "        self.load_trainable_state(state)",
-        "        own = TransformerWithLora.trainable_state(self)\n"
-        '        require(own.keys() == state.keys(), "the file has other sites")\n'
-        "        for name, tensor in own.items():\n"
-        '            require(tensor.shape == state[name].shape, f"{name} has another shape")\n'
-        "            tensor.copy_(state[name])",
-        f"The adapters alone are loaded. {HEAD}: load all of trainable_state().",
-    ),
-]
-
-
-SEVERAL_EXERCISES_10 = [
-    edit(
-        "LoraLayer",
-        "alpha_below_one_refused",
-        "require(alpha > 0,",
-        "require(alpha >= 1,",
-        "An alpha below 1 is refused. Any positive number will do.",
-        within="LoraLayer.__init__",
-    ),
-    edit(
-        CALL,
-        "no_cache_in_training_mode",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        '        if self.training and "use_cache" in kwargs:\n'
-        '            kwargs["use_cache"] = False\n'
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "After train() use_cache is ignored, and sampling fails. Pass cache arguments on in every "
-        "mode.",
-    ),
-    edit(
-        CALL,
-        "cut_to_the_vocabulary",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        output, vocab = self._run([], input_ids, attention_mask, **kwargs), "
-        "self.tokenizer.vocab_size\n"
-        "        if isinstance(output, tuple):\n"
-        "            return output[0][..., :vocab], *output[1:]\n"
-        "        return output[..., :vocab]",
-        "The logits are cut to tokenizer.vocab_size, which leaves out added tokens: on Qwen2.5 eos "
-        "then has no logit. Return all of them.",
-    ),
-    edit(
-        CALL,
-        "one_row_of_a_mask_for_all",
-        '        cache = kwargs.get("past_key_values")\n',
-        '        cache = kwargs.get("past_key_values")\n'
-        '        if attention_mask is not None and len(attention_mask) == 1 and "use_cache" not in '
-        "kwargs:\n"
-        "            attention_mask = attention_mask.expand(len(input_ids), -1)\n",
-        "A mask of one row is spread over all rows unless a cache is asked for. Refuse a mask of "
-        "another shape than the ids'.",
-    ),
-    edit(
-        CALL,
-        "rows_in_pieces_of_64",
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "        if len(input_ids) > 64:\n"
-        "            masks = [None] * len(input_ids)\n"
-        "            if attention_mask is not None:\n"
-        "                masks = attention_mask.split(64)\n"
-        "            pieces = [\n"
-        "                self._run([], piece, mask, **kwargs)\n"
-        "                for piece, mask in zip(input_ids.split(64), masks)\n"
-        "            ]\n"
-        "            if isinstance(pieces[0], tuple):\n"
-        "                return torch.cat([piece[0] for piece in pieces]), pieces[-1][1]\n"
-        "            return torch.cat(pieces)\n"
-        "        return self._run([], input_ids, attention_mask, **kwargs)",
-        "A large batch is cut into pieces, and the cache is that of the last piece alone. Return "
-        "the cache of all rows.",
-    ),
-    edit(
-        BUILD,
-        "all_but_adapters_frozen_by_name",
-        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
-        "        model = cls(load_base_model(name, device, dtype), rank, alpha, sites)\n"
-        "        for parameter_name, parameter in model.named_parameters():\n"
-        '            parameter.requires_grad_("lora_" in parameter_name)\n'
-        "        return model",
-        "All that is not called lora_ is frozen, and so is a subclass's value head. Freeze the "
-        "base alone.",
-    ),
+        f"TransformerWithLora.{context}",
+        "gradients_on_again",
+        "yield self\n",
+        f"torch.set_grad_enabled(False)\n{indent}try:\n{indent}    yield self\n"
+        f"{indent}finally:\n{indent}    torch.set_grad_enabled(True)\n",
+        f"After {context}() gradients are on, under no_grad too: what is computed next, such as "
+        "old log-probs, carries one. no_grad puts back what was there before.",
+    )
+    for context, indent in (("reference", " " * 12), ("merged", " " * 16))
 ]

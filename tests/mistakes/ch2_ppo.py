@@ -16,6 +16,25 @@ from solutions.ch2_ppo import (
 from utils.grading.answers import edit, wrong
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 
+ALIKE = (
+    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
+    "reward for each sample, in order."
+)
+CHUNKS = "Chunks are averaged, and then their means, though the last one is shorter: add up, then "
+
+
+# --- reward_fn_char_count -----------------------------------------------------------------------
+
+REWARD_FN_CHAR_COUNT_EDITS = [
+    edit(
+        "reward_fn_char_count",
+        "bytes_of_the_text",
+        "float(text.count(char))",
+        "float(sum(byte == ord(char) for byte in text.encode()))",
+        "You count bytes. A character such as é has more than one: count in the text itself.",
+    ),
+]
+
 REWARD_FN_CHAR_COUNT = [
     edit(
         "reward_fn_char_count",
@@ -119,6 +138,16 @@ def total_of_the_batch(samples, char="."):
 def no_default(samples, char):
     return torch.tensor([float(text.count(char)) for text in samples])
 
+
+@wrong(
+    "reward_fn_char_count",
+    ALIKE,
+)
+def one_entry_for_equal_texts(samples, char="."):
+    return torch.tensor([*{text: float(text.count(char)) for text in samples}.values()])
+
+
+# --- reward_fn_sentiment ------------------------------------------------------------------------
 
 SHARE = "(positive - negative) / max(positive + negative, 1)"
 WORDS = 're.findall("[a-z]+", text.lower())'
@@ -286,6 +315,14 @@ REWARD_FN_SENTIMENT = [
         're.findall("[a-z]+", re.sub(r"very (\\w+)", r"\\1 \\1", text.lower()))',
         "A word after `very` counts twice here. Each occurrence counts once.",
     ),
+    edit(
+        "reward_fn_sentiment",
+        "punctuation_by_a_list",
+        WORDS,
+        're.sub(r"[.,!?;:()\\"\'/]", " ", text.lower()).split()',
+        "Your list of punctuation has gaps: `*great*` and `[great]` are not found. Take the runs "
+        "of letters.",
+    ),
 ]
 
 
@@ -315,6 +352,17 @@ def found_anywhere_in_the_text(samples):
         rewards.append((positive - negative) / max(positive + negative, 1))
     return torch.tensor(rewards)
 
+
+@wrong(
+    "reward_fn_sentiment",
+    ALIKE,
+)
+def one_entry_for_equal_texts_of_the_sentiment(samples):
+    scores = {text: reward_fn_sentiment([text]).item() for text in samples}
+    return torch.tensor([*scores.values()])
+
+
+# --- normalize_reward ---------------------------------------------------------------------------
 
 RESULT = "(rewards - rewards.mean()) / (rewards.std() + eps)"
 
@@ -457,6 +505,14 @@ NORMALIZE_REWARD = [
         f"({RESULT}).clamp(-10, 10)",
         "The result is clipped. Nothing bounds a normalised reward here.",
     ),
+    edit(
+        "normalize_reward",
+        "sum_of_differences",
+        "rewards.max() == rewards.min()",
+        "rewards.diff().sum() == 0",
+        "The differences add up to last minus first, which is 0 for many rewards that are not "
+        "constant. Compare the largest with the smallest.",
+    ),
 ]
 
 
@@ -469,6 +525,8 @@ def formula_alone(rewards, eps=1e-5):
     rewards = rewards.detach()
     return (rewards - rewards.mean()) / (rewards.std() + eps)
 
+
+# --- compute_token_rewards ----------------------------------------------------------------------
 
 LAST = "is_last = mask & (from_here_on == 1)"
 CHARGE = "rewards - kl_coef * k1.masked_fill(~mask, 0.0)"
@@ -668,6 +726,22 @@ COMPUTE_TOKEN_REWARDS = [
 ]
 
 
+@wrong(
+    "compute_token_rewards",
+    "view() raises an error on log-probs that are a slice of a larger tensor. No view is needed.",
+)
+def views_of_the_log_ratios(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros_like(mask, dtype=scores.dtype)
+    if kl_coef:
+        k1 = logprobs.detach().view(-1) - ref_logprobs.detach().view(-1)
+        rewards = -kl_coef * k1.masked_fill(~mask.view(-1), 0.0).view(mask.shape)
+    rows = mask.any(-1)
+    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
+    return rewards
+
+
+# --- compute_advantages -------------------------------------------------------------------------
+
 DELTA = "delta = token_rewards[:, t] + gamma * next_value - values[:, t]"
 
 COMPUTE_ADVANTAGES = [
@@ -839,6 +913,16 @@ COMPUTE_ADVANTAGES = [
         f"{DELTA}; delta = delta.clamp(-10, 10)",
         "The deltas are clipped. Nothing bounds them here.",
     ),
+    edit(
+        "compute_advantages",
+        "break_for_continue",
+        "    for t in reversed(range(values.shape[1])):\n",
+        "    for t in reversed(range(values.shape[1])):\n"
+        "        if not mask[:, t].any():\n"
+        "            break\n",
+        "The loop begins at the right, where all rows may have ended, and stops there. Go on to "
+        "the columns before.",
+    ),
 ]
 
 
@@ -898,7 +982,14 @@ def own_value_masked_too_early(values, token_rewards, mask, gamma=1.0, lam=0.95)
         return advantages
 
 
+# --- normalize_advantages -----------------------------------------------------------------------
+
 NORMAL = "(kept - kept.mean()) / (kept.std() + eps)"
+
+
+def _filled(x, mask):
+    return x.masked_fill(~mask, 0.0)
+
 
 NORMALIZE_ADVANTAGES = [
     edit(
@@ -1081,6 +1172,56 @@ def true_positions_only(advantages, mask, eps=1e-8):
     kept = advantages.detach()[mask]
     return (kept - kept.mean()) / (kept.std() + eps)
 
+
+@wrong(
+    "normalize_advantages",
+    "torch.zeros is float32, and float64 advantages do not fit in. zeros_like has their dtype.",
+)
+def normalized_in_float32(advantages, mask, eps=1e-8):
+    kept = advantages.detach()[mask]
+    normalized = torch.zeros(mask.shape)
+    if kept.numel() > 1 and kept.max() > kept.min():
+        normalized[mask] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
+
+
+@wrong(
+    "normalize_advantages",
+    "view() raises an error on advantages that are part of a larger tensor. Index with the mask.",
+)
+def normalized_in_views(advantages, mask, eps=1e-8):
+    flat, kept = advantages.detach().view(-1), mask.view(-1)
+    normalized, true = torch.zeros_like(flat), flat[kept]
+    if true.numel() > 1 and true.max() > true.min():
+        normalized[kept] = (true - true.mean()) / (true.std() + eps)
+    return normalized.view(mask.shape)
+
+
+@wrong(
+    "normalize_advantages",
+    "Mean and std are those of each row, with zeros for masked positions counted. Select the true "
+    "positions of all rows, and take one mean and one std.",
+)
+def each_row_with_its_padding(advantages, mask, eps=1e-8):
+    filled = _filled(advantages.detach(), mask)
+    mean, std = filled.mean(-1, keepdim=True), filled.std(-1, keepdim=True)
+    return _filled((filled - mean) / (std + eps), mask)
+
+
+@wrong(
+    "normalize_advantages",
+    "Zeros are taken for padding. An advantage may be 0 at a true position, and counts: the mask "
+    "alone says what is there.",
+)
+def zeros_taken_for_padding(advantages, mask, eps=1e-8):
+    there = mask & (advantages != 0)
+    kept, normalized = advantages.detach()[there], torch.zeros_like(advantages)
+    if kept.numel() > 1 and kept.max() > kept.min():
+        normalized[there] = (kept - kept.mean()) / (kept.std() + eps)
+    return normalized
+
+
+# --- calc_clipped_surrogate_objective -----------------------------------------------------------
 
 TERMS = "torch.minimum(ratio * advantages, clipped * advantages)"
 OBJECTIVE = f"return masked_mean({TERMS}, mask)"
@@ -1296,6 +1437,21 @@ CALC_CLIPPED_SURROGATE_OBJECTIVE = [
         "advantages.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
         "The advantages are clipped. Only the ratio is.",
     ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "high_clip_of_one_at_most",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "high = min(clip_coef if clip_coef_high is None else clip_coef_high, 1.0)",
+        "A clip_coef_high above 1 is cut down to 1. A ratio may well be above 2: take it as given.",
+    ),
+    edit(
+        "calc_clipped_surrogate_objective",
+        "another_default_of_the_high_clip",
+        "clip_coef_high: float | None = None",
+        "clip_coef_high: float | None = 0.2",
+        "The default of clip_coef_high is None, which stands for clip_coef. Yours is 0.2 whatever "
+        "clip_coef is.",
+    ),
 ]
 
 
@@ -1436,6 +1592,49 @@ def ratio_with_an_epsilon(
         logprobs, old_logprobs, advantages, mask, clip_coef, clip_coef_high, eps=1e-8
     )
 
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "Old log-probs and advantages get a gradient. They come from the rollout, as constants: detach "
+    "them.",
+)
+def nothing_detached(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).clamp(max=80.0).exp()
+    a = advantages.masked_fill(~mask, 0.0)
+    return masked_mean(torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a), mask)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def terms_in_float32(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio, a = (logprobs[mask] - old_logprobs.detach()[mask]).exp(), advantages.detach()[mask]
+    terms = torch.zeros(mask.shape)
+    terms[mask] = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    return terms.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
+    "clip_coef is 1. Clip the ratio.",
+)
+def clipped_between_logarithms(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    logratio = (logprobs - old_logprobs.detach())[mask]
+    a = advantages.detach()[mask]
+    held = logratio.clamp(math.log(1 - clip_coef), math.log1p(high))
+    terms = torch.minimum(logratio.exp() * a, held.exp() * a)
+    return terms.sum() / max(len(terms), 1)
+
+
+# --- calc_value_function_loss -------------------------------------------------------------------
 
 CLIPPED = "clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)"
 LARGER = "errors = torch.maximum(errors, (clipped - returns).square())"
@@ -1698,79 +1897,34 @@ def huber(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
     return vf_coef / 2 * errors.sum() / mask.sum().clamp(min=1)
 
 
-def _product(terms, mask):
-    return (terms * mask).sum() / mask.sum().clamp(min=1)
+@wrong(
+    "calc_value_function_loss",
+    "Old values and returns get a gradient. They come from the rollout, as constants: detach them.",
+)
+def targets_not_detached(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    values, old, target = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
+    errors = (values - target).square()
+    if clip_coef is not None:
+        clipped = old + (values - old).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - target).square())
+    return vf_coef / 2 * masked_mean(errors, mask)
 
 
-def _selected(terms, mask):
-    return terms[mask].mean()
+@wrong(
+    "calc_value_function_loss",
+    "view() raises an error on values that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_values(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    kept = mask.view(-1)
+    value, old, target = (x.view(-1)[kept] for x in (values, old_values.detach(), returns.detach()))
+    errors = (value - target).square()
+    if clip_coef is not None:
+        held = old + (value - old).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (held - target).square())
+    return vf_coef / 2 * errors.sum() / kept.sum().clamp(min=1)
 
 
-LATE = [
-    (
-        "masked_too_late",
-        masked_mean,
-        "The loss is right, but the mask comes after the squares: there the gradient is 0 times "
-        "nan or inf. Replace values, old values and returns at masked positions first.",
-    ),
-    (
-        "terms_times_the_mask",
-        _product,
-        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
-    ),
-    (
-        "selected_too_late",
-        _selected,
-        "The true terms are selected too late: at masked positions the gradient is 0 times nan or "
-        "inf. Mask the inputs first. And where no token is, the mean of none is nan, not 0.",
-    ),
-    (
-        "zeros_counted",
-        lambda terms, mask: torch.where(mask, terms, 0.0).mean(),
-        "The zeros that stand for masked positions are counted: divide by the number of true ones. "
-        "And mask the inputs, not the terms: their gradient is 0 times nan or inf.",
-    ),
-    (
-        "products_counted",
-        lambda terms, mask: (terms * mask).mean(),
-        "You divide by the number of all positions, not of the true ones. And multiplying by the "
-        "mask leaves nan, because 0 * nan is nan: replace what is masked out.",
-    ),
-    (
-        "mask_ignored",
-        lambda terms, mask: terms.mean(),
-        "The mask has no effect: positions after the end are counted too.",
-    ),
-]
-
-
-def _surrogate_averaged(name, average, sentence):
-    def answer(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
-        high = clip_coef if clip_coef_high is None else clip_coef_high
-        ratio, a = (logprobs - old_logprobs.detach()).exp(), advantages.detach()
-        clipped = ratio.clamp(1 - clip_coef, 1 + high)
-        return average(torch.minimum(ratio * a, clipped * a), mask)
-
-    answer.__name__ = name
-    return wrong("calc_clipped_surrogate_objective", sentence)(answer)
-
-
-def _value_loss_averaged(name, average, sentence):
-    def answer(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-        old_values, returns = old_values.detach(), returns.detach()
-        errors = (values - returns).square()
-        if clip_coef is not None:
-            clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-            errors = torch.maximum(errors, (clipped - returns).square())
-        return vf_coef / 2 * average(errors, mask)
-
-    answer.__name__ = name
-    return wrong("calc_value_function_loss", sentence)(answer)
-
-
-LATE_SURROGATES = [_surrogate_averaged(*late) for late in LATE[2:]]  # the first two are above
-LATE_VALUE_LOSSES = [_value_loss_averaged(*late) for late in LATE]
-
+# --- calc_entropy_bonus -------------------------------------------------------------------------
 
 BONUS = "return ent_coef * entropies.sum() / max(entropies.numel(), 1)"
 ENTROPIES = "entropies = calc_entropy(logits[mask])"
@@ -1868,6 +2022,15 @@ CALC_ENTROPY_BONUS = [
         "entropies = -(logits[mask].softmax(-1) * logits[mask]).sum(-1)",
         "Logits are no log-probabilities: use log_softmax in -sum p log p.",
     ),
+    edit(
+        "calc_entropy_bonus",
+        "nan_replaced_in_the_products",
+        "entropies = calc_entropy(logits[mask])",
+        "logprobs = logits[mask].log_softmax(-1)\n"
+        "    entropies = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)",
+        "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
+        "product comes too late. Replace the log-prob before you multiply.",
+    ),
 ]
 
 
@@ -1930,8 +2093,44 @@ def probabilities_held_above_zero(logits, mask, ent_coef):
     return -ent_coef * (probs * probs.clamp(min=1e-5).log()).sum() / mask.sum().clamp(min=1)
 
 
+@wrong(
+    "calc_entropy_bonus",
+    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logits(logits, mask, ent_coef):
+    kept = logits.view(-1, logits.shape[-1])[mask.view(-1)]
+    return ent_coef * calc_entropy(kept).sum() / max(len(kept), 1)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "A token with a logit of -inf makes the entropy nan: 0 * -inf. It counts 0, as calc_entropy "
+    "has it.",
+)
+def nan_for_an_impossible_token(logits, mask, ent_coef):
+    logprobs = logits[mask].log_softmax(-1)
+    return -ent_coef * (logprobs.exp() * logprobs).sum() / max(len(logprobs), 1)
+
+
+@wrong("calc_entropy_bonus", f"{CHUNKS}divide by the number of true positions.")
+def mean_of_chunk_means(logits, mask, ent_coef):
+    entropies = calc_entropy(logits[mask])
+    if len(entropies) == 0:
+        return entropies.sum()
+    return ent_coef * torch.stack([chunk.mean() for chunk in entropies.split(128)]).mean()
+
+
+# --- calc_kl_penalty ----------------------------------------------------------------------------
+
 KL = "kl = (logprobs.exp() * logratio).sum(-1)"
 PENALTY = "return kl_coef * kl.sum() / max(kl.numel(), 1)"
+
+
+def _kl_everywhere(logits, ref_logits):
+    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1)
+    logratio = torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)
+    return (logprobs.exp() * logratio).sum(-1)
+
 
 CALC_KL_PENALTY = [
     edit(
@@ -2078,12 +2277,6 @@ CALC_KL_PENALTY = [
 ]
 
 
-def _kl_everywhere(logits, ref_logits):
-    logprobs, ref_logprobs = logits.log_softmax(-1), ref_logits.detach().log_softmax(-1)
-    logratio = torch.where(logprobs == -torch.inf, 0.0, logprobs - ref_logprobs)
-    return (logprobs.exp() * logratio).sum(-1)
-
-
 @wrong(
     "calc_kl_penalty",
     "The penalty is right, but nan beyond the mask reaches the gradient: masking the KL comes too "
@@ -2133,33 +2326,41 @@ def the_other_direction_without_detach(logits, ref_logits, mask, kl_coef):
 
 
 @wrong(
-    "calc_clipped_surrogate_objective",
-    "Old log-probs and advantages get a gradient. They come from the rollout, as constants: detach "
-    "them.",
+    "calc_kl_penalty",
+    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
 )
-def nothing_detached(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0).clamp(max=80.0).exp()
-    a = advantages.masked_fill(~mask, 0.0)
-    return masked_mean(torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a), mask)
+def views_of_both_logits(logits, ref_logits, mask, kl_coef):
+    p, q = (
+        x.view(-1, x.shape[-1])[mask.view(-1)].log_softmax(-1)
+        for x in (logits, ref_logits.detach())
+    )
+    return kl_coef * (p.exp() * (p - q)).sum() / max(len(p), 1)
+
+
+@wrong("calc_kl_penalty", f"{CHUNKS}divide by the number of true positions.")
+def mean_of_chunk_means_of_the_kl(logits, ref_logits, mask, kl_coef):
+    logprobs, ref_logprobs = logits[mask].log_softmax(-1), ref_logits.detach()[mask].log_softmax(-1)
+    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+    if len(kl) == 0:
+        return kl.sum()
+    return kl_coef * torch.stack([chunk.mean() for chunk in kl.split(128)]).mean()
 
 
 @wrong(
-    "calc_value_function_loss",
-    "Old values and returns get a gradient. They come from the rollout, as constants: detach them.",
+    "calc_kl_penalty",
+    "F.kl_div with probabilities has a gradient of nan where one is 0 in float32. Give it the "
+    "log-probs of both, with log_target=True.",
 )
-def targets_not_detached(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    values, old, target = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))
-    errors = (values - target).square()
-    if clip_coef is not None:
-        clipped = old + (values - old).clamp(-clip_coef, clip_coef)
-        errors = torch.maximum(errors, (clipped - target).square())
-    return vf_coef / 2 * masked_mean(errors, mask)
+def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
+    probs = logits[mask].softmax(-1)
+    ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
+    kl = F.kl_div(ref_logprobs, probs, reduction="none").sum(-1)
+    return kl_coef * kl.sum() / max(kl.numel(), 1)
 
 
-# --- The trainer ---------------------------------------------------------------------------------
+# --- TransformerWithValueHeadLora.forward_with_value_head ---------------------------------------
 
-FORWARD_WITH_VALUE_HEAD = [
+TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
         "before_the_affine_part",
@@ -2256,6 +2457,22 @@ FORWARD_WITH_VALUE_HEAD = [
         "Inside reference() your adapters stay on. There both forward passes are the frozen model.",
     ),
 ]
+
+
+@wrong(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    "add_hook() stays: every call leaves one more hook behind, and what it keeps. Use hooks that "
+    "are removed after the forward.",
+)
+def hooks_pile_up(self, input_ids, attention_mask=None):
+    caught = []
+    self.base.add_hook("ln_final.hook_out", lambda x, hook: caught.append(x))
+    logits = self.forward(input_ids, attention_mask=attention_mask)
+    hidden = caught[-1].to(self.value_head.weight.dtype)
+    return logits, self.value_head(hidden).squeeze(-1)
+
+
+# --- get_optimizer_and_scheduler ----------------------------------------------------------------
 
 GET_OPTIMIZER_AND_SCHEDULER = [
     edit(
@@ -2381,7 +2598,36 @@ GET_OPTIMIZER_AND_SCHEDULER = [
         "A warm-up that is longer than the run is shortened here. It keeps its slope: "
         "(k + 1) / warmup_steps.",
     ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "an_empty_group",
+        "model.trainable_parts().items()",
+        '({"adapters": [], "value_head": []} | model.trainable_parts()).items()',
+        "A model without a value head gets an empty group for one: make a group for each part that "
+        "the model has.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "head_constant_without_warmup",
+        "LambdaLR(optimizer, get_scale)",
+        "LambdaLR(\n"
+        "        optimizer,\n"
+        "        [get_scale, get_scale if args.warmup_steps else lambda k: 1.0][: len(groups)],\n"
+        "    )",
+        "Without warm-up the head's learning rate stays what it is at first. It falls to "
+        "final_scale, as that of the adapters does.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "no_head_lr_is_base_lr",
+        '"value_head": args.head_lr}',
+        '"value_head": args.head_lr or args.base_lr}',
+        "`head_lr or base_lr` takes a head_lr of 0 for none. With 0 the head stands still.",
+    ),
 ]
+
+
+# --- ReplayMemory -------------------------------------------------------------------------------
 
 REPLAY_MEMORY = [
     edit(
@@ -2496,7 +2742,17 @@ REPLAY_MEMORY = [
         "group_size >= 1",
         "A group_size that does not divide the rows should be a ValueError that names it.",
     ),
+    edit(
+        "ReplayMemory",
+        "rows_of_the_first_field",
+        "n_rows = next(iter(sizes.values()))",
+        "n_rows = len(next(iter(fields.values())))",
+        "You count the rows of the first field, which may be None. Take one that is a tensor.",
+    ),
 ]
+
+
+# --- make_replay_memory -------------------------------------------------------------------------
 
 MAKE_REPLAY_MEMORY = [
     edit(
@@ -2654,9 +2910,84 @@ MAKE_REPLAY_MEMORY = [
         "ref_logprobs=ref_logprobs.detach()",
         "With kl_coef 0 there is no reference, and ref_logprobs is None.",
     ),
+    edit(
+        "make_replay_memory",
+        "rewards_normalized_inline",
+        "normalize_reward(scores) if",
+        "(scores - scores.mean()) / (scores.std() + 1e-5) if",
+        "A single completion has no std: use normalize_reward, which gives 0 there.",
+    ),
+    edit(
+        "make_replay_memory",
+        "constant_scores_normalized_inline",
+        "normalize_reward(scores) if args.normalize_reward",
+        "normalize_reward(scores) if len(scores) < 2 else (scores - scores.mean()) / "
+        "(scores.std() + 1e-5) if args.normalize_reward",
+        "Equal scores leave rounding noise, which dividing by eps makes visible: use "
+        "normalize_reward, which gives zeros there.",
+    ),
+    edit(
+        "make_replay_memory",
+        "log_probs_of_no_reference",
+        "None if ref_logprobs is None else ref_logprobs.detach()",
+        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
+        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
+        "reference that is sure of every token. The field should be None.",
+    ),
+    edit(
+        "make_replay_memory",
+        "raw_scores_clipped",
+        "else scores\n",
+        "else scores.clamp(-10, 10)\n",
+        "With normalize_reward off the scores are clipped. Nothing bounds them here.",
+    ),
+    edit(
+        "make_replay_memory",
+        "whitened_with_an_eps_of_its_own",
+        "normalize_advantages(advantages, mask)",
+        "normalize_advantages(advantages, mask, eps=1e-5)",
+        "The advantages are whitened with the eps of the rewards. Leave it to "
+        "normalize_advantages: advantages may be that small.",
+    ),
+    edit(
+        "make_replay_memory",
+        "gamma_and_lambda_by_default",
+        "mask, args.gamma, args.lam)",
+        "mask)",
+        "Neither gamma nor lam is passed on: you always use the defaults of compute_advantages.",
+    ),
+    edit(
+        "make_replay_memory",
+        "normalized_scores_clipped",
+        "normalize_reward(scores) if",
+        "normalize_reward(scores).clamp(-10, 10) if",
+        "Normalised scores are clipped at 10, as some libraries do. Nothing bounds them here.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_coef_of_the_arguments_set_to_0",
+        '    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0\n',
+        '    if args.kl_in == "loss":\n        args.kl_coef = 0.0\n    kl_coef = args.kl_coef\n',
+        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL either. "
+        "Leave the arguments as they are.",
+    ),
 ]
 
-ROLLOUT_PHASE = [
+
+# --- RLHFTrainer.rollout_phase ------------------------------------------------------------------
+
+
+def _score(self, samples):
+    """Log-probs and values, minibatch by minibatch."""
+    logprobs, values = [], []
+    for ids, attention_mask in self.split_samples(samples):
+        logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
+        logprobs.append(get_logprobs(logits, ids, samples.prompt_len, self.args.temperature))
+        values.append(select_completion(all_values, samples.prompt_len))
+    return torch.cat(logprobs), torch.cat(values)
+
+
+RLHF_TRAINER_ROLLOUT_PHASE = [
     edit(
         "RLHFTrainer.rollout_phase",
         "scored_by_the_merged_model",
@@ -2782,9 +3113,97 @@ ROLLOUT_PHASE = [
         "utils.rewards.call_reward_fn does.",
         within="RLHFTrainer.sample_and_score",
     ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "scores_clipped",
+        "scores = scores.to(self.device)",
+        "scores = scores.to(self.device).clamp(-10, 10)",
+        "The rewards are clipped before they are used. Nothing bounds them here.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "the_prefix_written_out",
+        "args.get_prompts()",
+        'args.prompts or ["This movie is"]',
+        "args.prefix is not used: without prompts it is the prompt.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "reference_logits_stored",
+        "        return make_replay_memory(\n"
+        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
+        "        )",
+        "        memory = make_replay_memory(\n"
+        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
+        "        )\n"
+        "        with self.model.reference():\n"
+        "            memory.ref_logits = self.model(samples.input_ids, samples.attention_mask)\n"
+        "        return memory",
+        "The reference's logits are stored for a whole rollout: with a real vocabulary they are "
+        "the largest tensor there is. Compute them for each minibatch.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "model_class_ignored",
+        "self.model_class.from_pretrained",
+        "TransformerWithValueHeadLora.from_pretrained",
+        "The model that is built has a value head whatever model_class says.",
+        within="RLHFTrainer.__init__",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "prompts_by_position",
+        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
+        "(args.reward_fn(samples.texts, prompts) if args.reward_fn.__class__.__name__ != "
+        '"function" or args.reward_fn.__code__.co_argcount > 1 else args.reward_fn(samples.texts))',
+        "A second parameter of reward_fn need not be the prompts: pass them by name, to a function "
+        "that names them.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_by_gen_len",
+        "        logprobs, values = [], []\n",
+        "        logprobs, values = [], []\n"
+        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n",
+        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
+        "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
 ]
 
-COMPUTE_RLHF_OBJECTIVE = [
+
+@wrong(
+    "RLHFTrainer.rollout_phase",
+    "The parameters are frozen for the rollout, and stay frozen: nothing can learn from it. "
+    "torch.no_grad() ends by itself.",
+)
+def parameters_left_frozen(self):
+    self.model.requires_grad_(False)
+    samples, scores = self.sample_and_score(self.args.batch_size)
+    logprobs, values = _score(self, samples)
+    ref_logprobs = self.get_ref_logprobs(samples)
+    return make_replay_memory(self.args, samples, scores, logprobs, ref_logprobs, values)
+
+
+@wrong(
+    "RLHFTrainer.rollout_phase",
+    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
+    "the same, but the completions are others.",
+)
+@torch.no_grad()
+def reference_scored_once(self):
+    samples, scores = self.sample_and_score(self.args.batch_size)
+    logprobs, values = _score(self, samples)
+    if not hasattr(self, "kept"):
+        self.kept = self.get_ref_logprobs(samples)
+    return make_replay_memory(self.args, samples, scores, logprobs, self.kept, values)
+
+
+# --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
+
+RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "value_loss_added",
@@ -2920,9 +3339,129 @@ COMPUTE_RLHF_OBJECTIVE = [
         "With kl_coef 0 there is no reference, and minibatch.ref_logprobs is None.",
         within="RLHFTrainer.record_ratios",
     ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "every_completion_as_long_as_gen_len",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        "prompt_len = minibatch.input_ids.shape[1] - args.gen_len",
+        "You count the completion's columns by args.gen_len. Sampling stops when all rows have "
+        "ended, so there may be fewer: as many as the mask has.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "prompt_len_of_the_first_minibatch",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
+        "The length of the prompts is kept from the first minibatch. Those of the next rollout may "
+        "be longer: take it from each minibatch.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "vf_coef_twice",
+        "surrogate - value_loss +",
+        "surrogate - args.vf_coef * value_loss +",
+        "vf_coef is applied twice: calc_value_function_loss has multiplied by it already.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "ent_coef_forgotten",
+        "args.ent_coef * entropy",
+        "entropy",
+        "ent_coef is missing: measure_entropy gives the mean entropy, with coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_coef_forgotten",
+        "objective - args.kl_coef * self",
+        "objective - self",
+        "kl_coef is missing: measure_kl gives the mean KL, with coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "ent_coef_and_kl_coef_forgotten",
+        "args.ent_coef * entropy\n"
+        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
+        "            objective = objective - args.kl_coef * self",
+        "entropy\n"
+        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
+        "            objective = objective - self",
+        "ent_coef and kl_coef are missing: measure_entropy and measure_kl give means, with "
+        "coefficient 1.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "entropy_left_out",
+        " + args.ent_coef * entropy",
+        "",
+        "The entropy bonus is missing: add ent_coef times the entropy.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "clip_annealed",
+        "            args.clip_coef,\n",
+        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
+        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
+        "learning rates have a schedule.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "current_for_old_with_one_epoch",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach()\n"
+        "            if args.batches_per_learning_phase == 1\n"
+        "            else minibatch.logprobs,\n",
+        "One epoch of several minibatches is several updates: from the second on the ratio is not "
+        "1. The old log-probs are the minibatch's.",
+    ),
 ]
 
-LEARNING_PHASE = [
+DIVIDED_BY_THE_MINIBATCHES = edit(
+    "RLHFTrainer.compute_rlhf_objective",
+    "divided_by_the_number_of_minibatches",
+    "return objective",
+    "return objective / args.num_minibatches",
+    "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
+    "minibatch has a step of its own.",
+)
+
+
+@wrong(
+    "RLHFTrainer.compute_rlhf_objective",
+    "The reference's logits of the first epoch are kept for the next one. The reference is the "
+    "same, but each epoch mixes the rows anew.",
+)
+def reference_logits_of_the_first_epoch(self, minibatch):
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    prompt_len = ids.shape[1] - mask.shape[1]
+    logits, values = self.model.forward_with_value_head(ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
+    objective = calc_clipped_surrogate_objective(
+        logprobs, minibatch.logprobs, minibatch.advantages, mask, args.clip_coef
+    )
+    values = select_completion(values, prompt_len)
+    objective = objective - calc_value_function_loss(
+        values, minibatch.values, minibatch.returns, mask, args.vf_coef
+    )
+    objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
+    if args.kl_in == "loss" and args.kl_coef > 0:
+        if not hasattr(self, "kept"):
+            self.kept, self.n_calls = {}, 0
+        place = self.n_calls % args.num_minibatches
+        self.n_calls += 1
+        if place not in self.kept:
+            with torch.no_grad(), self.model.reference():
+                self.kept[place] = self.model(ids, minibatch.attention_mask)
+        pair = [
+            select_completion(x, prompt_len) / args.temperature for x in (logits, self.kept[place])
+        ]
+        objective = objective - calc_kl_penalty(*pair, mask, args.kl_coef)
+    self.record_ratios(logprobs, minibatch)
+    return objective
+
+
+# --- RLHFTrainer.learning_phase -----------------------------------------------------------------
+
+RLHF_TRAINER_LEARNING_PHASE = [
     edit(
         "RLHFTrainer.learning_phase",
         "gradients_add_up",
@@ -2991,59 +3530,6 @@ LEARNING_PHASE = [
         "Each entry is clipped on its own. Clip the norm of the whole gradient, which keeps its "
         "direction.",
     ),
-]
-
-
-# --- Plausible ones that need an input of their own ---------------------------------------------
-
-SEVERAL_EXERCISES_1 = [
-    edit(
-        "make_replay_memory",
-        "rewards_normalized_inline",
-        "normalize_reward(scores) if",
-        "(scores - scores.mean()) / (scores.std() + 1e-5) if",
-        "A single completion has no std: use normalize_reward, which gives 0 there.",
-    ),
-    edit(
-        "make_replay_memory",
-        "constant_scores_normalized_inline",
-        "normalize_reward(scores) if args.normalize_reward",
-        "normalize_reward(scores) if len(scores) < 2 else (scores - scores.mean()) / "
-        "(scores.std() + 1e-5) if args.normalize_reward",
-        "Equal scores leave rounding noise, which dividing by eps makes visible: use "
-        "normalize_reward, which gives zeros there.",
-    ),
-    edit(
-        "make_replay_memory",
-        "log_probs_of_no_reference",
-        "None if ref_logprobs is None else ref_logprobs.detach()",
-        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
-        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
-        "reference that is sure of every token. The field should be None.",
-    ),
-    edit(
-        "make_replay_memory",
-        "raw_scores_clipped",
-        "else scores\n",
-        "else scores.clamp(-10, 10)\n",
-        "With normalize_reward off the scores are clipped. Nothing bounds them here.",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
-        "scores_clipped",
-        "scores = scores.to(self.device)",
-        "scores = scores.to(self.device).clamp(-10, 10)",
-        "The rewards are clipped before they are used. Nothing bounds them here.",
-        within="RLHFTrainer.sample_and_score",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "every_completion_as_long_as_gen_len",
-        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
-        "prompt_len = minibatch.input_ids.shape[1] - args.gen_len",
-        "You count the completion's columns by args.gen_len. Sampling stops when all rows have "
-        "ended, so there may be fewer: as many as the mask has.",
-    ),
     edit(
         "RLHFTrainer.learning_phase",
         "each_part_clipped_alone",
@@ -3067,235 +3553,44 @@ SEVERAL_EXERCISES_1 = [
         "brought down to it.",
     ),
     edit(
-        "get_optimizer_and_scheduler",
-        "an_empty_group",
-        "model.trainable_parts().items()",
-        '({"adapters": [], "value_head": []} | model.trainable_parts()).items()',
-        "A model without a value head gets an empty group for one: make a group for each part that "
-        "the model has.",
+        "RLHFTrainer.learning_phase",
+        "divided_by_the_number_of_minibatches",
+        "objective.backward()",
+        "(objective / self.args.num_minibatches).backward()",
+        "The objective is divided by the number of minibatches, as if their gradients were added "
+        "up. Each minibatch has a step of its own.",
     ),
     edit(
-        "RLHFTrainer.rollout_phase",
-        "the_prefix_written_out",
-        "args.get_prompts()",
-        'args.prompts or ["This movie is"]',
-        "args.prefix is not used: without prompts it is the prompt.",
-        within="RLHFTrainer.sample_and_score",
+        "RLHFTrainer.learning_phase",
+        "schedule_steps_with_the_optimizer",
+        '.append(grad_norm.item())\n        self.metrics["lr"].append(self.scheduler.get_last_lr()'
+        "[0])\n        self.scheduler.step()",
+        '.append(grad_norm.item())\n            self.metrics["lr"].append(self.scheduler.'
+        "get_last_lr()[0])\n            self.scheduler.step()",
+        "The schedule steps once for each minibatch. It counts phases: call scheduler.step() once, "
+        "after the loop.",
     ),
     edit(
-        "RLHFTrainer.rollout_phase",
-        "reference_logits_stored",
-        "        return make_replay_memory(\n"
-        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
-        "        )",
-        "        memory = make_replay_memory(\n"
-        "            args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)\n"
-        "        )\n"
-        "        with self.model.reference():\n"
-        "            memory.ref_logits = self.model(samples.input_ids, samples.attention_mask)\n"
-        "        return memory",
-        "The reference's logits are stored for a whole rollout: with a real vocabulary they are "
-        "the largest tensor there is. Compute them for each minibatch.",
+        "RLHFTrainer.learning_phase",
+        "adaptive_kl_coef",
+        "        self.scheduler.step()",
+        "        self.scheduler.step()\n"
+        '        error = (self.metrics["kl_exact"] or [6.0])[-1] / 6.0 - 1\n'
+        "        self.args.kl_coef *= 1 + 0.1 * max(-0.2, min(error, 0.2))",
+        "kl_coef is adapted to the KL after each phase, as in older libraries. Here it is a "
+        "constant: leave the arguments as they are.",
     ),
     edit(
-        "RLHFTrainer.rollout_phase",
-        "model_class_ignored",
-        "self.model_class.from_pretrained",
-        "TransformerWithValueHeadLora.from_pretrained",
-        "The model that is built has a value head whatever model_class says.",
-        within="RLHFTrainer.__init__",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
-        "prompts_by_position",
-        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
-        "(args.reward_fn(samples.texts, prompts) if args.reward_fn.__class__.__name__ != "
-        '"function" or args.reward_fn.__code__.co_argcount > 1 else args.reward_fn(samples.texts))',
-        "A second parameter of reward_fn need not be the prompts: pass them by name, to a function "
-        "that names them.",
-        within="RLHFTrainer.sample_and_score",
+        "RLHFTrainer.learning_phase",
+        "skipped_without_advantages",
+        "            self.optimizer.zero_grad()\n",
+        "            if not minibatch.advantages[minibatch.mask].any():\n"
+        "                continue\n"
+        "            self.optimizer.zero_grad()\n",
+        "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
+        "KL have gradients of their own: every minibatch has its step.",
     ),
 ]
-
-
-# --- Right at the first call, in one minibatch, on whole tensors or in float32 alone ------------
-
-DIVIDED_BY_THE_MINIBATCHES = edit(
-    "RLHFTrainer.compute_rlhf_objective",
-    "divided_by_the_number_of_minibatches",
-    "return objective",
-    "return objective / args.num_minibatches",
-    "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
-    "minibatch has a step of its own.",
-)
-
-
-@wrong(
-    "RLHFTrainer.compute_rlhf_objective",
-    "The reference's logits of the first epoch are kept for the next one. The reference is the "
-    "same, but each epoch mixes the rows anew.",
-)
-def reference_logits_of_the_first_epoch(self, minibatch):
-    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
-    prompt_len = ids.shape[1] - mask.shape[1]
-    logits, values = self.model.forward_with_value_head(ids, minibatch.attention_mask)
-    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
-    objective = calc_clipped_surrogate_objective(
-        logprobs, minibatch.logprobs, minibatch.advantages, mask, args.clip_coef
-    )
-    values = select_completion(values, prompt_len)
-    objective = objective - calc_value_function_loss(
-        values, minibatch.values, minibatch.returns, mask, args.vf_coef
-    )
-    objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
-    if args.kl_in == "loss" and args.kl_coef > 0:
-        if not hasattr(self, "kept"):
-            self.kept, self.n_calls = {}, 0
-        place = self.n_calls % args.num_minibatches
-        self.n_calls += 1
-        if place not in self.kept:
-            with torch.no_grad(), self.model.reference():
-                self.kept[place] = self.model(ids, minibatch.attention_mask)
-        pair = [
-            select_completion(x, prompt_len) / args.temperature for x in (logits, self.kept[place])
-        ]
-        objective = objective - calc_kl_penalty(*pair, mask, args.kl_coef)
-    self.record_ratios(logprobs, minibatch)
-    return objective
-
-
-def _score(self, samples):
-    """Log-probs and values, minibatch by minibatch."""
-    logprobs, values = [], []
-    for ids, attention_mask in self.split_samples(samples):
-        logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
-        logprobs.append(get_logprobs(logits, ids, samples.prompt_len, self.args.temperature))
-        values.append(select_completion(all_values, samples.prompt_len))
-    return torch.cat(logprobs), torch.cat(values)
-
-
-@wrong(
-    "RLHFTrainer.rollout_phase",
-    "The parameters are frozen for the rollout, and stay frozen: nothing can learn from it. "
-    "torch.no_grad() ends by itself.",
-)
-def parameters_left_frozen(self):
-    self.model.requires_grad_(False)
-    samples, scores = self.sample_and_score(self.args.batch_size)
-    logprobs, values = _score(self, samples)
-    ref_logprobs = self.get_ref_logprobs(samples)
-    return make_replay_memory(self.args, samples, scores, logprobs, ref_logprobs, values)
-
-
-@wrong(
-    "RLHFTrainer.rollout_phase",
-    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
-    "the same, but the completions are others.",
-)
-@torch.no_grad()
-def reference_scored_once(self):
-    samples, scores = self.sample_and_score(self.args.batch_size)
-    logprobs, values = _score(self, samples)
-    if not hasattr(self, "kept"):
-        self.kept = self.get_ref_logprobs(samples)
-    return make_replay_memory(self.args, samples, scores, logprobs, self.kept, values)
-
-
-@wrong(
-    "calc_value_function_loss",
-    "view() raises an error on values that are a slice of a larger tensor. Index with the mask.",
-)
-def views_of_the_values(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    kept = mask.view(-1)
-    value, old, target = (x.view(-1)[kept] for x in (values, old_values.detach(), returns.detach()))
-    errors = (value - target).square()
-    if clip_coef is not None:
-        held = old + (value - old).clamp(-clip_coef, clip_coef)
-        errors = torch.maximum(errors, (held - target).square())
-    return vf_coef / 2 * errors.sum() / kept.sum().clamp(min=1)
-
-
-@wrong(
-    "calc_entropy_bonus",
-    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
-)
-def views_of_the_logits(logits, mask, ent_coef):
-    kept = logits.view(-1, logits.shape[-1])[mask.view(-1)]
-    return ent_coef * calc_entropy(kept).sum() / max(len(kept), 1)
-
-
-@wrong(
-    "calc_kl_penalty",
-    "view() raises an error on logits that are a slice of a larger tensor. Index with the mask.",
-)
-def views_of_both_logits(logits, ref_logits, mask, kl_coef):
-    p, q = (
-        x.view(-1, x.shape[-1])[mask.view(-1)].log_softmax(-1)
-        for x in (logits, ref_logits.detach())
-    )
-    return kl_coef * (p.exp() * (p - q)).sum() / max(len(p), 1)
-
-
-@wrong(
-    "calc_entropy_bonus",
-    "A token with a logit of -inf makes the entropy nan: 0 * -inf. It counts 0, as calc_entropy "
-    "has it.",
-)
-def nan_for_an_impossible_token(logits, mask, ent_coef):
-    logprobs = logits[mask].log_softmax(-1)
-    return -ent_coef * (logprobs.exp() * logprobs).sum() / max(len(logprobs), 1)
-
-
-@wrong(
-    "normalize_advantages",
-    "torch.zeros is float32, and float64 advantages do not fit in. zeros_like has their dtype.",
-)
-def normalized_in_float32(advantages, mask, eps=1e-8):
-    kept = advantages.detach()[mask]
-    normalized = torch.zeros(mask.shape)
-    if kept.numel() > 1 and kept.max() > kept.min():
-        normalized[mask] = (kept - kept.mean()) / (kept.std() + eps)
-    return normalized
-
-
-@wrong(
-    "calc_clipped_surrogate_objective",
-    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
-    "their dtype.",
-)
-def terms_in_float32(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio, a = (logprobs[mask] - old_logprobs.detach()[mask]).exp(), advantages.detach()[mask]
-    terms = torch.zeros(mask.shape)
-    terms[mask] = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
-    return terms.sum() / mask.sum().clamp(min=1)
-
-
-@wrong(
-    "normalize_advantages",
-    "view() raises an error on advantages that are part of a larger tensor. Index with the mask.",
-)
-def normalized_in_views(advantages, mask, eps=1e-8):
-    flat, kept = advantages.detach().view(-1), mask.view(-1)
-    normalized, true = torch.zeros_like(flat), flat[kept]
-    if true.numel() > 1 and true.max() > true.min():
-        normalized[kept] = (true - true.mean()) / (true.std() + eps)
-    return normalized.view(mask.shape)
-
-
-@wrong(
-    "compute_token_rewards",
-    "view() raises an error on log-probs that are a slice of a larger tensor. No view is needed.",
-)
-def views_of_the_log_ratios(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    rewards = torch.zeros_like(mask, dtype=scores.dtype)
-    if kl_coef:
-        k1 = logprobs.detach().view(-1) - ref_logprobs.detach().view(-1)
-        rewards = -kl_coef * k1.masked_fill(~mask.view(-1), 0.0).view(mask.shape)
-    rows = mask.any(-1)
-    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
-    return rewards
-
 
 RATES_THAT_STAY = edit(
     "RLHFTrainer.learning_phase",
@@ -3307,87 +3602,102 @@ RATES_THAT_STAY = edit(
 )
 
 
-# --- Arguments that are seldom set, and what only a longer run would show -----------------------
+# --- RLHFTrainer.train --------------------------------------------------------------------------
 
-SELDOM_LOOKED_AT = [
+RLHF_TRAINER_TRAIN = [
     edit(
-        "reward_fn_sentiment",
-        "punctuation_by_a_list",
-        WORDS,
-        're.sub(r"[.,!?;:()\\"\'/]", " ", text.lower()).split()',
-        "Your list of punctuation has gaps: `*great*` and `[great]` are not found. Take the runs "
-        "of letters.",
+        "RLHFTrainer.train",
+        "one_phase_too_many",
+        "while self.phase < args.total_phases",
+        "while self.phase <= args.total_phases",
+        "One phase too many is run. self.phase counts those that are done: stop when it has "
+        "reached total_phases.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "schedule_steps_in_the_loop_as_well",
+        "                self._run_phase(log, bar)\n",
+        "                self._run_phase(log, bar)\n                self.scheduler.step()\n",
+        "The schedule takes two steps a phase: learning_phase has made one already.",
     ),
 ]
 
 
-@wrong(
-    "TransformerWithValueHeadLora.forward_with_value_head",
-    "add_hook() stays: every call leaves one more hook behind, and what it keeps. Use hooks that "
-    "are removed after the forward.",
-)
-def hooks_pile_up(self, input_ids, attention_mask=None):
-    caught = []
-    self.base.add_hook("ln_final.hook_out", lambda x, hook: caught.append(x))
-    logits = self.forward(input_ids, attention_mask=attention_mask)
-    hidden = caught[-1].to(self.value_head.weight.dtype)
-    return logits, self.value_head(hidden).squeeze(-1)
+# --- Made by a loop -----------------------------------------------------------------------------
 
 
-# --- Rare values of arguments, and what lasts longer than a call ----------------------------------
+def _product(terms, mask):
+    return (terms * mask).sum() / mask.sum().clamp(min=1)
 
-RARE_AND_LASTING = [
-    edit(
-        "calc_clipped_surrogate_objective",
-        "high_clip_of_one_at_most",
-        "high = clip_coef if clip_coef_high is None else clip_coef_high",
-        "high = min(clip_coef if clip_coef_high is None else clip_coef_high, 1.0)",
-        "A clip_coef_high above 1 is cut down to 1. A ratio may well be above 2: take it as given.",
+
+def _selected(terms, mask):
+    return terms[mask].mean()
+
+
+LATE = [
+    (
+        "masked_too_late",
+        masked_mean,
+        "The loss is right, but the mask comes after the squares: there the gradient is 0 times "
+        "nan or inf. Replace values, old values and returns at masked positions first.",
     ),
-    edit(
-        "make_replay_memory",
-        "whitened_with_an_eps_of_its_own",
-        "normalize_advantages(advantages, mask)",
-        "normalize_advantages(advantages, mask, eps=1e-5)",
-        "The advantages are whitened with the eps of the rewards. Leave it to "
-        "normalize_advantages: advantages may be that small.",
+    (
+        "terms_times_the_mask",
+        _product,
+        "Multiplying by the mask leaves nan, because 0 * nan is nan. Replace what is masked out.",
     ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "prompt_len_of_the_first_minibatch",
-        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
-        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
-        "The length of the prompts is kept from the first minibatch. Those of the next rollout may "
-        "be longer: take it from each minibatch.",
+    (
+        "selected_too_late",
+        _selected,
+        "The true terms are selected too late: at masked positions the gradient is 0 times nan or "
+        "inf. Mask the inputs first. And where no token is, the mean of none is nan, not 0.",
     ),
-    edit(
-        "RLHFTrainer.learning_phase",
-        "divided_by_the_number_of_minibatches",
-        "objective.backward()",
-        "(objective / self.args.num_minibatches).backward()",
-        "The objective is divided by the number of minibatches, as if their gradients were added "
-        "up. Each minibatch has a step of its own.",
+    (
+        "zeros_counted",
+        lambda terms, mask: torch.where(mask, terms, 0.0).mean(),
+        "The zeros that stand for masked positions are counted: divide by the number of true ones. "
+        "And mask the inputs, not the terms: their gradient is 0 times nan or inf.",
+    ),
+    (
+        "products_counted",
+        lambda terms, mask: (terms * mask).mean(),
+        "You divide by the number of all positions, not of the true ones. And multiplying by the "
+        "mask leaves nan, because 0 * nan is nan: replace what is masked out.",
+    ),
+    (
+        "mask_ignored",
+        lambda terms, mask: terms.mean(),
+        "The mask has no effect: positions after the end are counted too.",
     ),
 ]
 
 
-@wrong(
-    "calc_clipped_surrogate_objective",
-    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
-    "clip_coef is 1. Clip the ratio.",
-)
-def clipped_between_logarithms(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
-):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    logratio = (logprobs - old_logprobs.detach())[mask]
-    a = advantages.detach()[mask]
-    held = logratio.clamp(math.log(1 - clip_coef), math.log1p(high))
-    terms = torch.minimum(logratio.exp() * a, held.exp() * a)
-    return terms.sum() / max(len(terms), 1)
+def _surrogate_averaged(name, average, sentence):
+    def answer(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
+        high = clip_coef if clip_coef_high is None else clip_coef_high
+        ratio, a = (logprobs - old_logprobs.detach()).exp(), advantages.detach()
+        clipped = ratio.clamp(1 - clip_coef, 1 + high)
+        return average(torch.minimum(ratio * a, clipped * a), mask)
+
+    answer.__name__ = name
+    return wrong("calc_clipped_surrogate_objective", sentence)(answer)
 
 
-# --- First attempts, many with two mistakes at once -----------------------------------------------
+def _value_loss_averaged(name, average, sentence):
+    def answer(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+        old_values, returns = old_values.detach(), returns.detach()
+        errors = (values - returns).square()
+        if clip_coef is not None:
+            clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+            errors = torch.maximum(errors, (clipped - returns).square())
+        return vf_coef / 2 * average(errors, mask)
+
+    answer.__name__ = name
+    return wrong("calc_value_function_loss", sentence)(answer)
+
+
+LATE_SURROGATES = [_surrogate_averaged(*late) for late in LATE[2:]]  # the first two are above
+LATE_VALUE_LOSSES = [_value_loss_averaged(*late) for late in LATE]
 
 
 def _raw(x, mask):
@@ -3396,10 +3706,6 @@ def _raw(x, mask):
 
 def _times(x, mask):
     return x * mask
-
-
-def _filled(x, mask):
-    return x.masked_fill(~mask, 0.0)
 
 
 def _ahead(x):
@@ -3541,7 +3847,6 @@ MASKED_LATE_OR_BY_A_PRODUCT = [
         end=_filled,
     ),
 ]
-
 IN_THE_WRONG_PLACE = [
     _gae(
         "forwards_with_the_next_value",
@@ -3632,8 +3937,6 @@ IN_THE_WRONG_PLACE = [
         until=_ahead,
     ),
 ]
-
-
 MULTIPLIED = "Multiplying by the mask leaves nan, because 0 * nan is nan: use torch.where."
 SENTENCE_BY_CONDITION = {
     "any_size": "A single true position has no std, and equal ones leave rounding noise: both "
@@ -3693,7 +3996,6 @@ NORMALIZED_AT_ONCE = [
     for condition in SENTENCE_BY_CONDITION
     if (put, detached, condition) not in RIGHT_OR_ABOVE
 ]
-
 ROW_BY_ROW = "Each row is normalised on its own: mean and std run over all true positions."
 BY_N = "And the std should divide by n - 1, not by n."
 
@@ -3778,17 +4080,6 @@ NORMALIZED_BY_SUMS = [
         axis=(0, 1),
     ),
 ]
-
-
-@wrong(
-    "normalize_advantages",
-    "Mean and std are those of each row, with zeros for masked positions counted. Select the true "
-    "positions of all rows, and take one mean and one std.",
-)
-def each_row_with_its_padding(advantages, mask, eps=1e-8):
-    filled = _filled(advantages.detach(), mask)
-    mean, std = filled.mean(-1, keepdim=True), filled.std(-1, keepdim=True)
-    return _filled((filled - mean) / (std + eps), mask)
 
 
 def _reward_threshold(name, least, sentence, one_too=True):
@@ -3944,7 +4235,6 @@ PAID_AT_AN_INDEX = [
         attached=True,
     ),
 ]
-
 LATE_AND = {
     masked_mean: "and the mask comes after the products, where the gradient is 0 times nan or "
     "inf: replace what is masked out first.",
@@ -4055,283 +4345,3 @@ KL_PENALTIES_OF_TWO_MISTAKES = [
         "is nan, not 0.",
     ),
 ]
-
-COEFFICIENTS_AND_ARGUMENTS = [
-    edit(
-        "calc_clipped_surrogate_objective",
-        "another_default_of_the_high_clip",
-        "clip_coef_high: float | None = None",
-        "clip_coef_high: float | None = 0.2",
-        "The default of clip_coef_high is None, which stands for clip_coef. Yours is 0.2 whatever "
-        "clip_coef is.",
-    ),
-    edit(
-        "make_replay_memory",
-        "gamma_and_lambda_by_default",
-        "mask, args.gamma, args.lam)",
-        "mask)",
-        "Neither gamma nor lam is passed on: you always use the defaults of compute_advantages.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "vf_coef_twice",
-        "surrogate - value_loss +",
-        "surrogate - args.vf_coef * value_loss +",
-        "vf_coef is applied twice: calc_value_function_loss has multiplied by it already.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "ent_coef_forgotten",
-        "args.ent_coef * entropy",
-        "entropy",
-        "ent_coef is missing: measure_entropy gives the mean entropy, with coefficient 1.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "kl_coef_forgotten",
-        "objective - args.kl_coef * self",
-        "objective - self",
-        "kl_coef is missing: measure_kl gives the mean KL, with coefficient 1.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "ent_coef_and_kl_coef_forgotten",
-        "args.ent_coef * entropy\n"
-        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
-        "            objective = objective - args.kl_coef * self",
-        "entropy\n"
-        '        if args.kl_in == "loss" and args.kl_coef > 0:\n'
-        "            objective = objective - self",
-        "ent_coef and kl_coef are missing: measure_entropy and measure_kl give means, with "
-        "coefficient 1.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "entropy_left_out",
-        " + args.ent_coef * entropy",
-        "",
-        "The entropy bonus is missing: add ent_coef times the entropy.",
-    ),
-    edit(
-        "RLHFTrainer.learning_phase",
-        "schedule_steps_with_the_optimizer",
-        '.append(grad_norm.item())\n        self.metrics["lr"].append(self.scheduler.get_last_lr()'
-        "[0])\n        self.scheduler.step()",
-        '.append(grad_norm.item())\n            self.metrics["lr"].append(self.scheduler.'
-        "get_last_lr()[0])\n            self.scheduler.step()",
-        "The schedule steps once for each minibatch. It counts phases: call scheduler.step() once, "
-        "after the loop.",
-    ),
-]
-
-
-AT_THE_ENDS_OF_A_CONTRACT = [
-    edit(
-        "reward_fn_char_count",
-        "bytes_of_the_text",
-        "float(text.count(char))",
-        "float(sum(byte == ord(char) for byte in text.encode()))",
-        "You count bytes. A character such as é has more than one: count in the text itself.",
-    ),
-    edit(
-        "calc_entropy_bonus",
-        "nan_replaced_in_the_products",
-        "entropies = calc_entropy(logits[mask])",
-        "logprobs = logits[mask].log_softmax(-1)\n"
-        "    entropies = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)",
-        "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
-        "product comes too late. Replace the log-prob before you multiply.",
-    ),
-    edit(
-        "get_optimizer_and_scheduler",
-        "head_constant_without_warmup",
-        "LambdaLR(optimizer, get_scale)",
-        "LambdaLR(\n"
-        "        optimizer,\n"
-        "        [get_scale, get_scale if args.warmup_steps else lambda k: 1.0][: len(groups)],\n"
-        "    )",
-        "Without warm-up the head's learning rate stays what it is at first. It falls to "
-        "final_scale, as that of the adapters does.",
-    ),
-    edit(
-        "get_optimizer_and_scheduler",
-        "no_head_lr_is_base_lr",
-        '"value_head": args.head_lr}',
-        '"value_head": args.head_lr or args.base_lr}',
-        "`head_lr or base_lr` takes a head_lr of 0 for none. With 0 the head stands still.",
-    ),
-    edit(
-        "ReplayMemory",
-        "rows_of_the_first_field",
-        "n_rows = next(iter(sizes.values()))",
-        "n_rows = len(next(iter(fields.values())))",
-        "You count the rows of the first field, which may be None. Take one that is a tensor.",
-    ),
-    edit(
-        "make_replay_memory",
-        "normalized_scores_clipped",
-        "normalize_reward(scores) if",
-        "normalize_reward(scores).clamp(-10, 10) if",
-        "Normalised scores are clipped at 10, as some libraries do. Nothing bounds them here.",
-    ),
-    edit(
-        "make_replay_memory",
-        "kl_coef_of_the_arguments_set_to_0",
-        '    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0\n',
-        '    if args.kl_in == "loss":\n        args.kl_coef = 0.0\n    kl_coef = args.kl_coef\n',
-        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL either. "
-        "Leave the arguments as they are.",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
-        "columns_by_gen_len",
-        "        logprobs, values = [], []\n",
-        "        logprobs, values = [], []\n"
-        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n",
-        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
-        "ended, so there may be fewer: samples.prompt_len says where they start.",
-    ),
-    edit(
-        "RLHFTrainer.learning_phase",
-        "adaptive_kl_coef",
-        "        self.scheduler.step()",
-        "        self.scheduler.step()\n"
-        '        error = (self.metrics["kl_exact"] or [6.0])[-1] / 6.0 - 1\n'
-        "        self.args.kl_coef *= 1 + 0.1 * max(-0.2, min(error, 0.2))",
-        "kl_coef is adapted to the KL after each phase, as in older libraries. Here it is a "
-        "constant: leave the arguments as they are.",
-    ),
-    edit(
-        "RLHFTrainer.learning_phase",
-        "skipped_without_advantages",
-        "            self.optimizer.zero_grad()\n",
-        "            if not minibatch.advantages[minibatch.mask].any():\n"
-        "                continue\n"
-        "            self.optimizer.zero_grad()\n",
-        "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
-        "KL have gradients of their own: every minibatch has its step.",
-    ),
-]
-
-
-ONE_UPDATE_AND_TRAIN = [
-    edit(
-        "normalize_reward",
-        "sum_of_differences",
-        "rewards.max() == rewards.min()",
-        "rewards.diff().sum() == 0",
-        "The differences add up to last minus first, which is 0 for many rewards that are not "
-        "constant. Compare the largest with the smallest.",
-    ),
-    edit(
-        "compute_advantages",
-        "break_for_continue",
-        "    for t in reversed(range(values.shape[1])):\n",
-        "    for t in reversed(range(values.shape[1])):\n"
-        "        if not mask[:, t].any():\n"
-        "            break\n",
-        "The loop begins at the right, where all rows may have ended, and stops there. Go on to "
-        "the columns before.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "clip_annealed",
-        "            args.clip_coef,\n",
-        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
-        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
-        "learning rates have a schedule.",
-    ),
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "current_for_old_with_one_epoch",
-        "            minibatch.logprobs,\n",
-        "            logprobs.detach()\n"
-        "            if args.batches_per_learning_phase == 1\n"
-        "            else minibatch.logprobs,\n",
-        "One epoch of several minibatches is several updates: from the second on the ratio is not "
-        "1. The old log-probs are the minibatch's.",
-    ),
-    edit(
-        "RLHFTrainer.train",
-        "one_phase_too_many",
-        "while self.phase < args.total_phases",
-        "while self.phase <= args.total_phases",
-        "One phase too many is run. self.phase counts those that are done: stop when it has "
-        "reached total_phases.",
-    ),
-    edit(
-        "RLHFTrainer.train",
-        "schedule_steps_in_the_loop_as_well",
-        "                self._run_phase(log, bar)\n",
-        "                self._run_phase(log, bar)\n                self.scheduler.step()\n",
-        "The schedule takes two steps a phase: learning_phase has made one already.",
-    ),
-]
-
-
-ALIKE = (
-    "Texts that are alike share an entry of your dictionary, so that the batch shrinks. Give a "
-    "reward for each sample, in order."
-)
-
-
-@wrong(
-    "reward_fn_char_count",
-    ALIKE,
-)
-def one_entry_for_equal_texts(samples, char="."):
-    return torch.tensor([*{text: float(text.count(char)) for text in samples}.values()])
-
-
-@wrong(
-    "reward_fn_sentiment",
-    ALIKE,
-)
-def one_entry_for_equal_texts_of_the_sentiment(samples):
-    scores = {text: reward_fn_sentiment([text]).item() for text in samples}
-    return torch.tensor([*scores.values()])
-
-
-CHUNKS = "Chunks are averaged, and then their means, though the last one is shorter: add up, then "
-
-
-@wrong("calc_entropy_bonus", f"{CHUNKS}divide by the number of true positions.")
-def mean_of_chunk_means(logits, mask, ent_coef):
-    entropies = calc_entropy(logits[mask])
-    if len(entropies) == 0:
-        return entropies.sum()
-    return ent_coef * torch.stack([chunk.mean() for chunk in entropies.split(128)]).mean()
-
-
-@wrong("calc_kl_penalty", f"{CHUNKS}divide by the number of true positions.")
-def mean_of_chunk_means_of_the_kl(logits, ref_logits, mask, kl_coef):
-    logprobs, ref_logprobs = logits[mask].log_softmax(-1), ref_logits.detach()[mask].log_softmax(-1)
-    kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
-    if len(kl) == 0:
-        return kl.sum()
-    return kl_coef * torch.stack([chunk.mean() for chunk in kl.split(128)]).mean()
-
-
-@wrong(
-    "calc_kl_penalty",
-    "F.kl_div with probabilities has a gradient of nan where one is 0 in float32. Give it the "
-    "log-probs of both, with log_target=True.",
-)
-def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
-    probs = logits[mask].softmax(-1)
-    ref_logprobs = ref_logits.detach()[mask].log_softmax(-1)
-    kl = F.kl_div(ref_logprobs, probs, reduction="none").sum(-1)
-    return kl_coef * kl.sum() / max(kl.numel(), 1)
-
-
-@wrong(
-    "normalize_advantages",
-    "Zeros are taken for padding. An advantage may be 0 at a true position, and counts: the mask "
-    "alone says what is there.",
-)
-def zeros_taken_for_padding(advantages, mask, eps=1e-8):
-    there = mask & (advantages != 0)
-    kept, normalized = advantages.detach()[there], torch.zeros_like(advantages)
-    if kept.numel() > 1 and kept.max() > kept.min():
-        normalized[there] = (kept - kept.mean()) / (kept.std() + eps)
-    return normalized

@@ -23,7 +23,33 @@ from solutions.ch3_grpo import (
 from utils.grading.answers import edit, wrong
 from utils.rewards import call_reward_fn
 
+
+def _check(rewards, group_size, scale):
+    if group_size < 2 or len(rewards) % group_size:
+        raise ValueError(f"group_size {group_size}")
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale {scale}")
+
+
+def _views(mask):
+    """Which entries of a flat view count, and the row of each of them."""
+    kept = mask.view(-1)
+    return kept, torch.arange(len(mask)).repeat_interleave(mask.shape[1])[kept]
+
+
 # --- group_advantages ---------------------------------------------------------------------------
+
+GROUPS = 'groups = rearrange(rewards.detach(), "(group member) -> group member", member=group_size)'
+CHECKED = """_check_group_size(group_size, len(rewards))
+    require(
+        scale in ("group", "batch", "none"),
+        f"scale should be 'group', 'batch' or 'none', but is {scale!r}",
+    )
+    """
+BOTH_UNCHECKED = (
+    "Neither group_size nor scale is checked: raise a ValueError that names the one that does not "
+    "fit"
+)
 
 GROUP_ADVANTAGES = [
     edit(
@@ -251,6 +277,103 @@ GROUP_ADVANTAGES = [
         "The result has an axis of groups and one of members. Return one advantage per reward, in "
         "the order of the rewards.",
     ),
+    edit(
+        "group_advantages",
+        "clipped_to_10",
+        "centered / (groups.std(-1, keepdim=True) + eps)",
+        "(centered / (groups.std(-1, keepdim=True) + eps)).clamp(-10, 10)",
+        "Advantages are not clipped: one hit in a large group is worth what it is worth.",
+    ),
+    edit(
+        "group_advantages",
+        "nearly_equal_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "torch.isclose(groups, groups[:, :1]).all(-1, keepdim=True)",
+        "isclose takes rewards for equal that differ little beside their size. Only equal rewards "
+        "give zeros.",
+    ),
+    edit(
+        "group_advantages",
+        "std_below_1e_6_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True) < 1e-6",
+        "A std below 1e-6 is taken for 0. Rewards may be that small: only equal ones give zeros, "
+        "and eps keeps the others from being blown up.",
+    ),
+    edit(
+        "group_advantages",
+        "none_as_an_object",
+        'scale in ("group", "batch", "none")',
+        'scale in ("group", "batch", "none", None)',
+        'The scales are three strings, and None is not the string "none": raise a ValueError that '
+        "names scale for it.",
+    ),
+    edit(
+        "group_advantages",
+        "scale_as_true_or_false",
+        "    require(\n",
+        '    scale = {True: "group", False: "none"}.get(scale, scale)\n    require(\n',
+        "True and False are a library's older names of the scales. Here they are unknown ones: "
+        "raise a ValueError that names scale.",
+    ),
+    edit(
+        "group_advantages",
+        "std_of_the_batch_attached",
+        "groups.std()",
+        "rewards.std()",
+        "With the scale 'batch' a gradient flows through the std: take that of the detached "
+        "rewards, too.",
+    ),
+    edit(
+        "group_advantages",
+        "std_below_eps_counts_as_constant",
+        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
+        "groups.std(-1, keepdim=True) < eps",
+        "A std below eps is taken for 0. eps is added to it, whatever its size: only equal rewards "
+        "give zeros.",
+    ),
+    edit(
+        "group_advantages",
+        "group_sizes_below_two_are_allowed",
+        "isinstance(group_size, int) and group_size >= 2",
+        "True",
+        "A group_size of 0, 1 or less is not checked: below 2 there is nothing to compare, so "
+        "raise a ValueError that names group_size.",
+        within="_check_group_size",
+    ),
+    edit(
+        "group_advantages",
+        "nothing_checked",
+        CHECKED,
+        "",
+        f"{BOTH_UNCHECKED}, rather than what rearrange says.",
+    ),
+    edit(
+        "group_advantages",
+        "nothing_checked_before_reshape",
+        f"{CHECKED}{GROUPS}",
+        "groups = rewards.detach().reshape(-1, group_size)",
+        f"{BOTH_UNCHECKED}, rather than what reshape says.",
+    ),
+    edit(
+        "group_advantages",
+        "group_size_unchecked_before_reshape",
+        f"{CHECKED}{GROUPS}",
+        f"{CHECKED.partition(chr(10))[2].strip()}\n"
+        "    groups = rewards.detach().reshape(-1, group_size)",
+        "group_size is not checked: raise a ValueError that names it where it is below 2 or does "
+        "not divide the batch, rather than what reshape says.",
+    ),
+    edit(
+        "group_advantages",
+        "equal_rewards_before_the_checks",
+        "    _check_group_size(group_size, len(rewards))\n",
+        "    if rewards.max() == rewards.min():\n"
+        "        return torch.zeros_like(rewards)\n"
+        "    _check_group_size(group_size, len(rewards))\n",
+        "Where all rewards are equal you return before group_size and scale are checked. Check "
+        "the arguments first.",
+    ),
 ]
 
 
@@ -335,16 +458,9 @@ def batch_std_without_constant_groups(rewards, group_size, scale="group", eps=1e
     return centered.flatten()
 
 
-def _check(rewards, group_size, scale):
-    if group_size < 2 or len(rewards) % group_size:
-        raise ValueError(f"group_size {group_size}")
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale {scale}")
-
-
 # --- calc_single_update_objective ---------------------------------------------------------------
 
-SINGLE_UPDATE = [
+CALC_SINGLE_UPDATE_OBJECTIVE = [
     edit(
         "calc_single_update_objective",
         "single_mean_over_tokens",
@@ -514,6 +630,22 @@ SINGLE_UPDATE = [
         "The last true position of each completion does not count. It is the end of the text, and "
         "the policy is to learn when to stop.",
     ),
+    edit(
+        "calc_single_update_objective",
+        "length_by_counting_logprobs",
+        "return _mean_over_completions(ratio * advantages.detach()[:, None], mask)",
+        "per_token = (ratio * advantages.detach()[:, None]).masked_fill(~mask, 0.0)\n"
+        "    return (per_token.sum(-1) / logprobs.count_nonzero(-1).clamp(min=1)).mean()",
+        "A completion's length is the number of its log-probs that are not 0. A token that was "
+        "certain has log-prob 0, and counts: sum the mask.",
+    ),
+    edit(
+        "calc_single_update_objective",
+        "advantages_clipped",
+        "advantages.detach()[:, None]",
+        "advantages.detach().clamp(-10, 10)[:, None]",
+        "The advantages are clipped. Nothing bounds them here.",
+    ),
 ]
 
 
@@ -548,9 +680,44 @@ def single_multiplied_by_the_mask(logprobs, advantages, mask):
     return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
 
 
+@wrong(
+    "calc_single_update_objective",
+    "What counts is told by the mask, not by NaN: in training, what is masked out is finite.",
+)
+def mask_from_isfinite(logprobs, advantages, mask):
+    valid = torch.isfinite(logprobs)
+    logprobs = torch.where(valid, logprobs, 0.0)
+    ratio = torch.exp(logprobs - logprobs.detach())
+    per_token = torch.where(valid, ratio * advantages.detach()[:, None], 0.0)
+    return (per_token.sum(1) / valid.sum(1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_single_update_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def single_views_of_the_logprobs(logprobs, advantages, mask):
+    kept, row = _views(mask)
+    chosen = logprobs.view(-1)[kept]
+    gains = (chosen - chosen.detach()).exp() * advantages.detach()[row]
+    return (gains / mask.sum(-1)[row]).sum() / len(mask)
+
+
+@wrong(
+    "calc_single_update_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def single_terms_in_float32(logprobs, advantages, mask):
+    chosen, rows = logprobs[mask], mask.nonzero()[:, 0]
+    per_token = torch.zeros(mask.shape)
+    per_token[mask] = torch.exp(chosen - chosen.detach()) * advantages.detach()[rows]
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
 # --- calc_per_token_kl --------------------------------------------------------------------------
 
-PER_TOKEN_KL = [
+CALC_PER_TOKEN_KL = [
     edit(
         "calc_per_token_kl",
         "other_direction",
@@ -686,6 +853,38 @@ PER_TOKEN_KL = [
         "The gradient flows through the last term only, which makes it that of k1. Leave the ratio "
         "attached.",
     ),
+    edit(
+        "calc_per_token_kl",
+        "other_direction_not_detached",
+        "ref_logprobs.detach() - logprobs",
+        "logprobs - ref_logprobs",
+        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and "
+        "gradients flow into the reference, which is frozen: detach it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "digits_lost_not_detached",
+        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
+        "d = ref_logprobs - logprobs\n    return torch.exp(d) - 1 - d",
+        "Two things: for small differences exp(d) - 1 loses the digits that count, which "
+        "torch.expm1 keeps; and gradients flow into the reference, which is frozen: detach it.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "other_direction_digits_lost",
+        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
+        "d = logprobs - ref_logprobs.detach()\n    return torch.exp(d) - 1 - d",
+        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and for "
+        "small differences exp(d) - 1 loses the digits that count, which torch.expm1 keeps.",
+    ),
+    edit(
+        "calc_per_token_kl",
+        "no_gradient_where_large",
+        "return torch.expm1(d) - d",
+        "kl = torch.expm1(d) - d\n    return torch.where(kl > 100, kl.detach(), kl)",
+        "Where k3 is large it has no gradient, so that nothing brings the policy back from where "
+        "it is farthest off. Leave it attached.",
+    ),
 ]
 
 
@@ -719,37 +918,41 @@ def reference_in_place(logprobs, ref_logprobs):
     return torch.expm1(d) - d
 
 
-KL_MISTAKES_IN_PAIRS = [
-    edit(
-        "calc_per_token_kl",
-        "other_direction_not_detached",
-        "ref_logprobs.detach() - logprobs",
-        "logprobs - ref_logprobs",
-        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and "
-        "gradients flow into the reference, which is frozen: detach it.",
-    ),
-    edit(
-        "calc_per_token_kl",
-        "digits_lost_not_detached",
-        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
-        "d = ref_logprobs - logprobs\n    return torch.exp(d) - 1 - d",
-        "Two things: for small differences exp(d) - 1 loses the digits that count, which "
-        "torch.expm1 keeps; and gradients flow into the reference, which is frozen: detach it.",
-    ),
-    edit(
-        "calc_per_token_kl",
-        "other_direction_digits_lost",
-        "d = ref_logprobs.detach() - logprobs\n    return torch.expm1(d) - d",
-        "d = logprobs - ref_logprobs.detach()\n    return torch.exp(d) - 1 - d",
-        "Two things: the ratio is upside down, since k3 takes d = ref_logprobs - logprobs; and for "
-        "small differences exp(d) - 1 loses the digits that count, which torch.expm1 keeps.",
-    ),
-]
+@wrong(
+    "calc_per_token_kl",
+    "The series for small differences is cut off too early. expm1 is right everywhere.",
+)
+def series_for_small_differences(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    return torch.where(d.abs() < 5e-4, d**2 / 2 + d**3 / 6, torch.exp(d) - 1 - d)
+
+
+@wrong(
+    "calc_per_token_kl",
+    "view() raises an error on log-probs that are a slice of a larger tensor. k3 needs no view.",
+)
+def views_of_k3(logprobs, ref_logprobs):
+    d = ref_logprobs.detach().view(-1) - logprobs.view(-1)
+    return (torch.expm1(d) - d).view(logprobs.shape)
 
 
 # --- calc_grpo_objective ------------------------------------------------------------------------
 
-GRPO_OBJECTIVE = [
+
+def _mean_by_completion(per_token, mask):
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+def _per_token(advantages, mask):
+    return (advantages[:, None] if advantages.ndim == 1 else advantages).detach().expand_as(mask)
+
+
+def _k3(logprobs, ref_logprobs):
+    d = ref_logprobs.detach() - logprobs
+    return torch.expm1(d) - d
+
+
+CALC_GRPO_OBJECTIVE = [
     edit(
         "calc_grpo_objective",
         "maximum",
@@ -1173,79 +1376,81 @@ GRPO_OBJECTIVE = [
         "Only the KL has a gradient: nothing would learn from the rewards. Do not detach the ratio "
         "of the current policy.",
     ),
-]
-
-
-def _unmasked_kl(name, sentence, condition, reference, mean):
-    """A KL of log-probs that are not masked; taken off where `condition` holds."""
-    return edit(
+    edit(
         "calc_grpo_objective",
-        name,
-        "    if beta != 0:\n        kl = calc_per_token_kl(\n"
-        "            logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0)\n"
-        "        )\n        objective = objective - beta * kl\n    return _mean_over_completions",
-        f"    if {condition}:\n        kl = calc_per_token_kl(logprobs, {reference})\n"
-        f"        objective = objective - beta * kl\n    return {mean}",
-        sentence,
-    )
-
-
-NEITHER_MASKED = (
-    "The value is right but the gradient is nan: calc_ratio masks its own log-probs, the KL has to "
-    "be given masked ones. Replace those of the policy and of the reference before "
-    "calc_per_token_kl."
-)
-REFERENCE_MASKED_ALONE = (
-    "The KL gets masked log-probs of the reference but not of the policy, through which the "
-    "gradient flows: there 0 * nan is nan. Replace both before calc_per_token_kl."
-)
-TWO_THINGS = (
-    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
-    "and the KL's gradient is nan where the mask is false. Replace the masked log-probs of policy "
-    "and reference before calc_per_token_kl."
-)
-TWO_THINGS_HALF = (
-    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
-    "and the KL's gradient is nan where the mask is false: you mask the reference's log-probs, but "
-    "the gradient flows through the policy's."
-)
-AT_0 = " And leave the KL out where beta is 0: there its nan does harm, too."
-WITH_BETA, WITH_A_REFERENCE = "beta != 0", "ref_logprobs is not None"
-BARE, MASKED = "ref_logprobs", "ref_logprobs.masked_fill(~mask, 0.0)"
-BY_COMPLETION, OVER_TOKENS = "_mean_over_completions", "masked_mean"
-
-# The KL of bare log-probs taken off where beta is not 0 is `masked_at_the_end`, below.
-UNMASKED_KL = [
-    _unmasked_kl(name, sentence, condition, reference, mean)
-    for name, sentence, condition, reference, mean in [
-        ("kl_not_masked", NEITHER_MASKED, WITH_A_REFERENCE, BARE, BY_COMPLETION),
-        ("kl_half_masked", REFERENCE_MASKED_ALONE, WITH_BETA, MASKED, BY_COMPLETION),
-        (
-            "kl_half_masked_at_0",
-            REFERENCE_MASKED_ALONE + AT_0,
-            WITH_A_REFERENCE,
-            MASKED,
-            BY_COMPLETION,
-        ),
-        ("kl_bare_over_tokens", TWO_THINGS, WITH_BETA, BARE, OVER_TOKENS),
-        ("kl_bare_over_tokens_at_0", TWO_THINGS + AT_0, WITH_A_REFERENCE, BARE, OVER_TOKENS),
-        ("kl_half_over_tokens", TWO_THINGS_HALF, WITH_BETA, MASKED, OVER_TOKENS),
-        ("kl_half_over_tokens_at_0", TWO_THINGS_HALF + AT_0, WITH_A_REFERENCE, MASKED, OVER_TOKENS),
-    ]
+        "tokens_of_zero_advantage_left_out",
+        "    advantages = advantages.detach()",
+        "    else:\n        mask = mask & (advantages != 0)\n    advantages = advantages.detach()",
+        "A token whose advantage is 0 is still a token: it counts in the mean and has a KL.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "log_ratio_clamped",
+        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).clamp(-5, 5).exp()",
+        "The log-ratio is clamped before exp: a large ratio with a negative advantage loses its "
+        "gradient, just where it is needed.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "clip_of_zero_taken_for_missing",
+        "high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "clip_coef = clip_coef or 0.2\n"
+        "    high = clip_coef if clip_coef_high is None else clip_coef_high",
+        "A clip_coef of 0 is taken for missing. It is a value: the interval is then 1 alone.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "length_by_counting_logprobs",
+        "return _mean_over_completions(objective, mask)",
+        "counts = logprobs.masked_fill(~mask, 0.0).count_nonzero(-1).clamp(min=1)\n"
+        "    return (objective.masked_fill(~mask, 0.0).sum(-1) / counts).mean()",
+        "A completion's length is the number of its log-probs that are not 0. A token that is "
+        "certain has log-prob 0, and counts: sum the mask.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_squeezed",
+        "    if advantages.ndim == 1:",
+        "    advantages = advantages.squeeze()\n    if advantages.ndim <= 1:\n"
+        "        advantages = advantages.reshape(-1)",
+        "squeeze() also drops the axis of completions where there is a single one: the advantages "
+        "of its tokens are then taken for those of completions.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "logprobs_clamped",
+        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "logprobs, old_logprobs = logprobs.clamp(min=-10), old_logprobs.clamp(min=-10)\n"
+        "    ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "Log-probs are clamped from below: the ratio of an unlikely token becomes 1, and nothing "
+        "is learned from it.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "no_kl_without_advantages",
+        "    ratio = calc_ratio(",
+        "    if not advantages.any():\n"
+        "        return 0.0 * logprobs.masked_fill(~mask, 0.0).sum()\n"
+        "    ratio = calc_ratio(",
+        "Where all advantages are 0 you return 0. The KL is left, and its gradient.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "log_ratio_times_the_mask",
+        "calc_ratio(logprobs, old_logprobs, mask)",
+        "((logprobs - old_logprobs.detach()) * mask).exp()",
+        "The log-ratio is multiplied by the mask, which leaves nan, because 0 * nan is nan. Use "
+        "masked_fill or torch.where.",
+    ),
+    edit(
+        "calc_grpo_objective",
+        "advantages_clipped",
+        "advantages.detach().masked_fill(~mask, 0.0)",
+        "advantages.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
+        "The advantages are clipped. Only the ratio is.",
+    ),
 ]
-
-
-def _mean_by_completion(per_token, mask):
-    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-def _per_token(advantages, mask):
-    return (advantages[:, None] if advantages.ndim == 1 else advantages).detach().expand_as(mask)
-
-
-def _k3(logprobs, ref_logprobs):
-    d = ref_logprobs.detach() - logprobs
-    return torch.expm1(d) - d
 
 
 @wrong(
@@ -1376,7 +1581,168 @@ def logratio_clipped(
     return _mean_by_completion(objective * mask, mask)
 
 
+@wrong(
+    "calc_grpo_objective",
+    "Old and reference log-probs and advantages get a gradient. They come from the rollout, as "
+    "constants: detach them.",
+)
+def nothing_detached(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    a = advantages[:, None].expand_as(logprobs) if advantages.ndim == 1 else advantages
+    a, logprobs, old = (x.masked_fill(~mask, 0.0) for x in (a, logprobs, old_logprobs))
+    ratio = (logprobs - old).exp()
+    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta:
+        d = ref_logprobs.masked_fill(~mask, 0.0) - logprobs
+        terms = terms - beta * (torch.expm1(d) - d)
+    return (terms.sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_grpo_objective",
+    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
+)
+def views_of_the_logprobs(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    kept, row = _views(mask)
+    chosen, old = logprobs.view(-1)[kept], old_logprobs.detach().view(-1)[kept]
+    a = advantages.detach()
+    a = a[row] if a.ndim == 1 else a.view(-1)[kept]
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (chosen - old).clamp(max=80.0).exp()
+    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        gains = gains - beta * calc_per_token_kl(chosen, ref_logprobs.view(-1)[kept])
+    return (gains / mask.sum(-1)[row]).sum() / len(mask)
+
+
+@wrong(
+    "calc_grpo_objective",
+    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
+    "their dtype.",
+)
+def terms_in_float32(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    a = advantages.detach()
+    a = a[mask.nonzero()[:, 0]] if a.ndim == 1 else a[mask]
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
+    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        gains = gains - beta * calc_per_token_kl(logprobs[mask], ref_logprobs[mask])
+    per_token = torch.zeros(mask.shape)
+    per_token[mask] = gains
+    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_grpo_objective",
+    "Advantages that are NaN are set to 0, and those that are inf are not: behind the mask, "
+    "inf * 0 is nan. Fill by the mask, not by what is found there.",
+)
+def nan_of_the_advantages_alone(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    if beta != 0 and ref_logprobs is None:
+        raise ValueError("ref_logprobs should be given when beta is not 0")
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
+    a = torch.where(a.isnan(), 0.0, a)
+    new = logprobs.masked_fill(~mask, 0.0)
+    ratio = torch.exp(new - old_logprobs.detach().masked_fill(~mask, 0.0))
+    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
+    if beta != 0:
+        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
+    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_grpo_objective",
+    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
+    "clip_coef is 1. Clip the ratio.",
+)
+def clipped_between_logarithms(
+    logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    mask,
+    clip_coef=0.2,
+    clip_coef_high=None,
+    beta=0.04,
+):
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
+    a = a.expand_as(mask).masked_fill(~mask, 0.0)
+    new, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old_logprobs.detach()))
+    clipped = (new - old).clamp(math.log(1 - clip_coef), math.log1p(high)).exp()
+    terms = torch.minimum((new - old).exp() * a, clipped * a)
+    if beta != 0:
+        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
+    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
 # --- process_advantages -------------------------------------------------------------------------
+
+
+def _check_steps(step_rewards, step_ends, completion_len):
+    if [len(rewards) for rewards in step_rewards] != [len(ends) for ends in step_ends]:
+        raise ValueError("step_ends should have one end for each of step_rewards")
+    if any(not 0 <= end < completion_len for ends in step_ends for end in ends):
+        raise ValueError(f"step_ends should be below {completion_len}")
+
+
+def _normalised(step_rewards, step_ends, group_size, completion_len, eps):
+    _check(step_rewards, group_size, "none")
+    _check_steps(step_rewards, step_ends, completion_len)
+    rows = []
+    for start in range(0, len(step_rewards), group_size):
+        group = [rewards.detach() for rewards in step_rewards[start : start + group_size]]
+        together = torch.cat(group)
+        if len(set(together.tolist())) < 2:
+            rows += [torch.zeros_like(rewards) for rewards in group]
+        else:
+            rows += [(rewards - together.mean()) / (together.std() + eps) for rewards in group]
+    return rows
+
+
+RATHER_THAN_SUMMED = "Sum over all steps that end at a token or later"
 
 PROCESS_ADVANTAGES = [
     edit(
@@ -1599,6 +1965,95 @@ PROCESS_ADVANTAGES = [
         "ends_here[row].index_add_(0, step_ends[row].long(), normalized / max(len(normalized), 1))",
         "The steps' rewards are averaged over the row. A token gets their sum.",
     ),
+    edit(
+        "process_advantages",
+        "variance_in_one_pass",
+        "together.std()",
+        "((together.square().mean() - together.mean().square()).clamp(min=0) * together.numel() "
+        "/ (together.numel() - 1)).sqrt()",
+        "The mean of the squares minus the square of the mean loses all digits where rewards are "
+        "large and close. Use std.",
+    ),
+    edit(
+        "process_advantages",
+        "fails_without_steps",
+        "together.numel() < 2 or together.max()",
+        "together.max()",
+        "A group without any step has no maximum. Its tokens are after the last end: they get 0.",
+    ),
+    edit(
+        "process_advantages",
+        "nearly_equal_steps_count_as_constant",
+        "together.max() == together.min()",
+        "torch.allclose(together, together[0])",
+        "allclose takes steps for equal whose rewards differ little beside their size. eps takes "
+        "care of small differences.",
+    ),
+    edit(
+        "process_advantages",
+        "clipped_to_3",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized.clamp(-3, 3))",
+        "The normalised rewards are clipped. One hit among many steps is worth what it is worth.",
+    ),
+    edit(
+        "process_advantages",
+        "steps_in_float32",
+        "step_rewards[0].new_zeros(len(step_rewards), completion_len)",
+        "torch.zeros(len(step_rewards), completion_len)",
+        "torch.zeros is float32, and float64 rewards do not fit in. new_zeros has their dtype.",
+    ),
+    edit(
+        "process_advantages",
+        "std_of_steps_below_1e_6_counts_as_constant",
+        "together.max() == together.min()",
+        "together.std() < 1e-6",
+        "A std below 1e-6 is taken for 0. Only steps that are all rewarded alike give zeros; eps "
+        "is added to any other std, however small.",
+    ),
+    edit(
+        "process_advantages",
+        "last_end_of_each_row_checked",
+        "all_ends = torch.cat(step_ends)",
+        "all_ends = torch.cat([ends[-1:] for ends in step_ends])",
+        "Only the last end of each row is checked. Ends come in any order, and each of them may be "
+        "outside the completion.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_of_the_first_row_checked",
+        "all_ends = torch.cat(step_ends)",
+        "all_ends = step_ends[0]",
+        "Only the ends of the first row are checked. Check those of every row.",
+    ),
+    edit(
+        "process_advantages",
+        "not_summed_and_last_of_shared_ends",
+        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)\n"
+        "    return ends_here.flip(-1).cumsum(-1).flip(-1)",
+        "ends_here[row, step_ends[row].long()] = normalized\n    return ends_here",
+        "Only the token at a step's end gets anything, and of several that end there one alone. "
+        f"{RATHER_THAN_SUMMED}.",
+    ),
+    edit(
+        "process_advantages",
+        "normalised_by_row_of_one",
+        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
+        "(step_rewards[row].detach() - step_rewards[row].detach().mean()) / "
+        "(step_rewards[row].detach().std() + eps)",
+        "Each completion is normalised for itself, and the std of a single step is nan. All steps "
+        "of the group are normalised together.",
+    ),
+    edit(
+        "process_advantages",
+        "ends_checked_where_rewards_differ",
+        "    all_ends = torch.cat(step_ends)\n",
+        "    groups = [torch.cat(step_rewards[i - i % group_size :][:group_size]) "
+        "for i in range(len(step_ends))]\n"
+        "    all_ends = [e for e, g in zip(step_ends, groups) if len(g.unique()) > 1]\n"
+        "    all_ends = torch.cat(all_ends or [torch.tensor([0])])\n",
+        "The ends are checked after groups without differences are skipped. Check them all, first.",
+    ),
 ]
 
 
@@ -1681,54 +2136,7 @@ def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_le
     return advantages
 
 
-def _check_steps(step_rewards, step_ends, completion_len):
-    if [len(rewards) for rewards in step_rewards] != [len(ends) for ends in step_ends]:
-        raise ValueError("step_ends should have one end for each of step_rewards")
-    if any(not 0 <= end < completion_len for ends in step_ends for end in ends):
-        raise ValueError(f"step_ends should be below {completion_len}")
-
-
-def _normalised(step_rewards, step_ends, group_size, completion_len, eps):
-    _check(step_rewards, group_size, "none")
-    _check_steps(step_rewards, step_ends, completion_len)
-    rows = []
-    for start in range(0, len(step_rewards), group_size):
-        group = [rewards.detach() for rewards in step_rewards[start : start + group_size]]
-        together = torch.cat(group)
-        if len(set(together.tolist())) < 2:
-            rows += [torch.zeros_like(rewards) for rewards in group]
-        else:
-            rows += [(rewards - together.mean()) / (together.std() + eps) for rewards in group]
-    return rows
-
-
-@wrong(
-    "calc_grpo_objective",
-    "Old and reference log-probs and advantages get a gradient. They come from the rollout, as "
-    "constants: detach them.",
-)
-def nothing_detached(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    a = advantages[:, None].expand_as(logprobs) if advantages.ndim == 1 else advantages
-    a, logprobs, old = (x.masked_fill(~mask, 0.0) for x in (a, logprobs, old_logprobs))
-    ratio = (logprobs - old).exp()
-    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
-    if beta:
-        d = ref_logprobs.masked_fill(~mask, 0.0) - logprobs
-        terms = terms - beta * (torch.expm1(d) - d)
-    return (terms.sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
-# --- The trainer ---------------------------------------------------------------------------------
+# --- make_grpo_memory ---------------------------------------------------------------------------
 
 MAKE_GRPO_MEMORY = [
     edit(
@@ -1838,9 +2246,83 @@ MAKE_GRPO_MEMORY = [
         "mask=samples.attention_mask[:, samples.prompt_len :].bool() | True",
         "The mask is true everywhere. It should end with each completion.",
     ),
+    edit(
+        "make_grpo_memory",
+        "scores_clipped_to_10",
+        "group_advantages(scores,",
+        "group_advantages(scores.clamp(-10, 10),",
+        "Scores are not clipped: their mean is taken off anyway.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "log_probs_of_no_reference",
+        "None if ref_logprobs is None else ref_logprobs.detach()",
+        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
+        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
+        "reference that is sure of every token. The field should be None.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "no_reference_with_the_exact_kl",
+        "None if ref_logprobs is None else",
+        'None if ref_logprobs is None or args.kl_kind == "exact" else',
+        'With kl_kind "exact" the ref_logprobs that you are given are dropped. The memory has a '
+        "field for them.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "eps_of_its_own",
+        "args.advantage_scale)",
+        "args.advantage_scale, eps=1e-8)",
+        "The advantages are made with an eps of your own. Leave it to group_advantages, so that "
+        "scores which hardly differ are not blown up.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "kl_coef_of_the_arguments_set_to_0",
+        "    return ReplayMemory(",
+        '    if args.kl_kind == "exact":\n        args.kl_coef = 0.0\n    return ReplayMemory(',
+        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL at all. "
+        "Leave the arguments as they are.",
+    ),
 ]
 
-ROLLOUT_PHASE = [
+BATCH_OF_A_MINIBATCH = edit(
+    "make_grpo_memory",
+    "batch_std_of_each_minibatch",
+    "group_advantages(scores, args.group_size, args.advantage_scale)",
+    "torch.cat([group_advantages(part, args.group_size, args.advantage_scale)"
+    " for part in scores.split(args.minibatch_size)])",
+    'The scale "batch" is taken from each minibatch. It is the std of all rewards of the rollout.',
+)
+
+
+# --- GrpoTrainer.rollout_phase ------------------------------------------------------------------
+
+
+def _roll_out(self, prompts, chosen, repeats=1):
+    args = self.args
+    prompts = [prompts[i] for i in chosen]
+    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
+    with torch.no_grad():
+        samples = get_samples(
+            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
+        )
+        rows = torch.arange(len(prompts)).repeat_interleave(repeats)
+        samples = Samples(
+            samples.input_ids[rows],
+            samples.attention_mask[rows],
+            samples.prompt_len,
+            samples.completion_mask[rows],
+            [samples.texts[row] for row in rows],
+        )
+        columns = {"prompts": [prompts[row] for row in rows]}
+        scores = call_reward_fn(args.reward_fn, samples.texts, columns)
+        logprobs = self.get_sample_logprobs(samples)
+        return make_grpo_memory(args, samples, scores, logprobs, self.get_ref_logprobs(samples))
+
+
+GRPO_TRAINER_ROLLOUT_PHASE = [
     edit(
         "GrpoTrainer.rollout_phase",
         "a_prompt_for_each_row",
@@ -1914,29 +2396,24 @@ ROLLOUT_PHASE = [
         "The scores are normalised over the batch before the groups are compared. The groups' own "
         "normalisation is all there is.",
     ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "one_completion_of_each_prompt",
+        "args.batch_size // args.group_size, args.group_size",
+        "args.batch_size // args.group_size",
+        "sample_and_score gets no group_size, so that there is one completion of each prompt, and "
+        "batch_size / group_size in all. Pass args.group_size, too.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "columns_by_gen_len",
+        "        logprobs = self.get_sample_logprobs(samples)\n",
+        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n"
+        "        logprobs = self.get_sample_logprobs(samples)\n",
+        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
+        "ended, so there may be fewer: samples.prompt_len says where they start.",
+    ),
 ]
-
-
-def _roll_out(self, prompts, chosen, repeats=1):
-    args = self.args
-    prompts = [prompts[i] for i in chosen]
-    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
-    with torch.no_grad():
-        samples = get_samples(
-            self.model, prompts, args.gen_len, args.temperature, args.top_k, **how
-        )
-        rows = torch.arange(len(prompts)).repeat_interleave(repeats)
-        samples = Samples(
-            samples.input_ids[rows],
-            samples.attention_mask[rows],
-            samples.prompt_len,
-            samples.completion_mask[rows],
-            [samples.texts[row] for row in rows],
-        )
-        columns = {"prompts": [prompts[row] for row in rows]}
-        scores = call_reward_fn(args.reward_fn, samples.texts, columns)
-        logprobs = self.get_sample_logprobs(samples)
-        return make_grpo_memory(args, samples, scores, logprobs, self.get_ref_logprobs(samples))
 
 
 @wrong(
@@ -1972,7 +2449,99 @@ def one_completion_repeated(self):
     return _roll_out(self, prompts, chosen.tolist(), size)
 
 
-COMPUTE_RLHF_OBJECTIVE = [
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The advantages are computed minibatch by minibatch: the batch whose std they are divided by "
+    "is the whole rollout.",
+)
+@torch.no_grad()
+def advantages_by_minibatch(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    memory = make_grpo_memory(
+        args, samples, scores, self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
+    )
+    parts = scores.split(args.minibatch_size)
+    memory.advantages = torch.cat(
+        [group_advantages(part, args.group_size, args.advantage_scale) for part in parts]
+    )
+    return memory
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The prompts are drawn by PyTorch's global generator, so that args.seed does not decide them. "
+    "Draw them by self.generator.",
+)
+@torch.no_grad()
+def prompts_by_the_global_generator(self):
+    prompts, size = self.args.get_prompts(), self.args.group_size
+    chosen = torch.randint(len(prompts), (self.args.batch_size // size,))
+    return _roll_out(self, prompts, chosen.repeat_interleave(size).tolist())
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "Completions whose prompts read alike are compared across groups. A prompt that is drawn twice "
+    "makes two groups.",
+)
+@torch.no_grad()
+def groups_by_the_text_of_the_prompt(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    logprobs, ref_logprobs = self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
+    memory = make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+    ids = samples.input_ids[:, : samples.prompt_len]
+    same = ids.unique(dim=0, return_inverse=True)[1]
+    for i in same.unique():
+        rows = same == i
+        memory.advantages[rows] = group_advantages(
+            scores[rows], int(rows.sum()), args.advantage_scale
+        )
+    return memory
+
+
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
+    "the same, but the completions are others.",
+)
+@torch.no_grad()
+def reference_scored_once(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    logprobs = self.get_sample_logprobs(samples)
+    if not hasattr(self, "kept"):
+        self.kept = self.get_ref_logprobs(samples)
+    return make_grpo_memory(args, samples, scores, logprobs, self.kept)
+
+
+# --- GrpoTrainer.compute_rlhf_objective ---------------------------------------------------------
+
+
+def _objective_with(self, minibatch, calc_penalty):
+    """With a KL in the objective that is not k3 made by `calc_penalty(logits, prompt_len)`."""
+    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
+    prompt_len = ids.shape[1] - mask.shape[1]
+    logits = self.model(ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
+    is_exact = args.kl_kind == "exact" and args.kl_coef > 0
+    penalty = calc_penalty(logits, prompt_len) if is_exact else 0.0
+    objective = calc_grpo_objective(
+        logprobs,
+        minibatch.logprobs,
+        minibatch.ref_logprobs,
+        minibatch.advantages,
+        mask,
+        args.clip_coef,
+        args.clip_coef_high,
+        0.0 if is_exact else args.kl_coef,
+    )
+    self.record_ratios(logprobs, minibatch)
+    return objective + args.ent_coef * self.measure_entropy(minibatch, logits) - penalty
+
+
+GRPO_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "GrpoTrainer.compute_rlhf_objective",
         "prompt_len_from_gen_len",
@@ -2114,7 +2683,123 @@ COMPUTE_RLHF_OBJECTIVE = [
         "        with self.model.reference():\n            logits = self.model(",
         "The adapters are off, so nothing can be learned.",
     ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "one_epoch_taken_for_one_update",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach() if args.batches_per_learning_phase == 1 else "
+        "minibatch.logprobs,\n",
+        "One epoch is not one update: each of its minibatches is. From the second on the ratio is "
+        "not 1.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "overlong_filter",
+        "    args, mask = self.args, minibatch.mask\n",
+        "    args, mask = self.args, minibatch.mask\n"
+        "        ids = minibatch.input_ids[:, -mask.shape[1] :]\n"
+        "        ended = ((ids == self.model.tokenizer.eos_token_id) & mask).any(-1)\n"
+        "        mask = mask & ended[:, None]\n"
+        "        minibatch = ReplayMinibatch(**(vars(minibatch) | {'mask': mask}))\n",
+        "Completions that were cut off count like all others; dropping them is DAPO's filter, not "
+        "this objective.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "divided_by_the_number_of_minibatches",
+        "return objective",
+        "return objective / args.num_minibatches",
+        "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
+        "minibatch has a step of its own.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "nothing_left_without_advantages",
+        "        objective = objective + args.ent_coef",
+        "        if not minibatch.advantages.any():\n            return 0.0 * objective\n"
+        "        objective = objective + args.ent_coef",
+        "Where all advantages are 0 you return 0. KL and entropy bonus are left, and their "
+        "gradients.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "prompt_len_of_the_first_minibatch",
+        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
+        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
+        "The length of the prompts is kept from the first minibatch. The prompts of the next "
+        "rollout may be longer: take it from each minibatch.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "clip_annealed",
+        "            args.clip_coef,\n",
+        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
+        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
+        "learning rates have a schedule.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "one_minibatch_taken_for_one_update",
+        "            minibatch.logprobs,\n",
+        "            logprobs.detach() if args.num_minibatches == 1 else minibatch.logprobs,\n",
+        "With one minibatch there is still an update for each epoch, and from the second on the "
+        "ratio is not 1. Compare with minibatch.logprobs.",
+    ),
 ]
+
+
+@wrong(
+    "GrpoTrainer.compute_rlhf_objective",
+    "The reference's logits of the first minibatch are kept for all later ones. The reference is "
+    "the same, but the rows are others.",
+)
+def reference_logits_of_the_first_minibatch(self, minibatch):
+    def calc_penalty(logits, prompt_len):
+        if not hasattr(self, "kept"):
+            with torch.no_grad(), self.model.reference():
+                self.kept = self.model(minibatch.input_ids, minibatch.attention_mask)
+        pair = [
+            select_completion(x, prompt_len) / self.args.temperature for x in (logits, self.kept)
+        ]
+        return calc_kl_penalty(*pair, minibatch.mask, self.args.kl_coef)
+
+    return _objective_with(self, minibatch, calc_penalty)
+
+
+@wrong(
+    "GrpoTrainer.compute_rlhf_objective",
+    "To keep k3 out, args.kl_coef is set to 0, and stays so: later minibatches are not charged any "
+    "KL.",
+)
+def kl_coef_left_at_zero(self, minibatch):
+    def calc_penalty(logits, prompt_len):
+        penalty = self.args.kl_coef * self.measure_kl(minibatch, logits)
+        self.args.kl_coef = 0.0
+        return penalty
+
+    return _objective_with(self, minibatch, calc_penalty)
+
+
+# --- measure_loss_and_gradient_at_start ---------------------------------------------------------
+
+
+def _measure_by_the_trainers_objective(trainer):
+    """By compute_rlhf_objective without KL and entropy, on a rollout of which no trace is left."""
+    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
+    memory = trainer.rollout_phase()
+    trainer.generator.set_state(state)
+    trainer.metrics = metrics
+    fields = {name: getattr(memory, name) for name in memory.names}
+    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        logits = trainer.model(memory.input_ids, memory.attention_mask)
+    temperature = trainer.args.temperature
+    fields["logprobs"] = get_logprobs(logits, memory.input_ids, n_prompt, temperature)
+    trainer.args.kl_coef = trainer.args.ent_coef = 0.0
+    objective = trainer.compute_rlhf_objective(ReplayMinibatch(**fields))
+    found = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
+    return objective.item(), float(sum(g.square().sum() for g in found) ** 0.5)
+
 
 MEASURE_LOSS_AND_GRADIENT_AT_START = [
     edit(
@@ -2228,240 +2913,6 @@ MEASURE_LOSS_AND_GRADIENT_AT_START = [
         " - logprobs[memory.mask].mean()",
         "Something besides the GRPO objective is in there: at the start it is 0 by itself.",
     ),
-]
-
-
-# --- Plausible ones that need an input of their own ---------------------------------------------
-
-
-@wrong(
-    "calc_single_update_objective",
-    "What counts is told by the mask, not by NaN: in training, what is masked out is finite.",
-)
-def mask_from_isfinite(logprobs, advantages, mask):
-    valid = torch.isfinite(logprobs)
-    logprobs = torch.where(valid, logprobs, 0.0)
-    ratio = torch.exp(logprobs - logprobs.detach())
-    per_token = torch.where(valid, ratio * advantages.detach()[:, None], 0.0)
-    return (per_token.sum(1) / valid.sum(1).clamp(min=1)).mean()
-
-
-@wrong(
-    "calc_per_token_kl",
-    "The series for small differences is cut off too early. expm1 is right everywhere.",
-)
-def series_for_small_differences(logprobs, ref_logprobs):
-    d = ref_logprobs.detach() - logprobs
-    return torch.where(d.abs() < 5e-4, d**2 / 2 + d**3 / 6, torch.exp(d) - 1 - d)
-
-
-SEVERAL_EXERCISES_1 = [
-    edit(
-        "group_advantages",
-        "clipped_to_10",
-        "centered / (groups.std(-1, keepdim=True) + eps)",
-        "(centered / (groups.std(-1, keepdim=True) + eps)).clamp(-10, 10)",
-        "Advantages are not clipped: one hit in a large group is worth what it is worth.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "tokens_of_zero_advantage_left_out",
-        "    advantages = advantages.detach()",
-        "    else:\n        mask = mask & (advantages != 0)\n    advantages = advantages.detach()",
-        "A token whose advantage is 0 is still a token: it counts in the mean and has a KL.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "log_ratio_clamped",
-        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
-        "ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).clamp(-5, 5).exp()",
-        "The log-ratio is clamped before exp: a large ratio with a negative advantage loses its "
-        "gradient, just where it is needed.",
-    ),
-    edit(
-        "process_advantages",
-        "variance_in_one_pass",
-        "together.std()",
-        "((together.square().mean() - together.mean().square()).clamp(min=0) * together.numel() "
-        "/ (together.numel() - 1)).sqrt()",
-        "The mean of the squares minus the square of the mean loses all digits where rewards are "
-        "large and close. Use std.",
-    ),
-    edit(
-        "make_grpo_memory",
-        "scores_clipped_to_10",
-        "group_advantages(scores,",
-        "group_advantages(scores.clamp(-10, 10),",
-        "Scores are not clipped: their mean is taken off anyway.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "one_epoch_taken_for_one_update",
-        "            minibatch.logprobs,\n",
-        "            logprobs.detach() if args.batches_per_learning_phase == 1 else "
-        "minibatch.logprobs,\n",
-        "One epoch is not one update: each of its minibatches is. From the second on the ratio is "
-        "not 1.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "overlong_filter",
-        "    args, mask = self.args, minibatch.mask\n",
-        "    args, mask = self.args, minibatch.mask\n"
-        "        ids = minibatch.input_ids[:, -mask.shape[1] :]\n"
-        "        ended = ((ids == self.model.tokenizer.eos_token_id) & mask).any(-1)\n"
-        "        mask = mask & ended[:, None]\n"
-        "        minibatch = ReplayMinibatch(**(vars(minibatch) | {'mask': mask}))\n",
-        "Completions that were cut off count like all others; dropping them is DAPO's filter, not "
-        "this objective.",
-    ),
-]
-
-
-@wrong(
-    "GrpoTrainer.rollout_phase",
-    "The advantages are computed minibatch by minibatch: the batch whose std they are divided by "
-    "is the whole rollout.",
-)
-@torch.no_grad()
-def advantages_by_minibatch(self):
-    args = self.args
-    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
-    memory = make_grpo_memory(
-        args, samples, scores, self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
-    )
-    parts = scores.split(args.minibatch_size)
-    memory.advantages = torch.cat(
-        [group_advantages(part, args.group_size, args.advantage_scale) for part in parts]
-    )
-    return memory
-
-
-SEVERAL_EXERCISES_2 = [
-    edit(
-        "group_advantages",
-        "nearly_equal_counts_as_constant",
-        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
-        "torch.isclose(groups, groups[:, :1]).all(-1, keepdim=True)",
-        "isclose takes rewards for equal that differ little beside their size. Only equal rewards "
-        "give zeros.",
-    ),
-    edit(
-        "calc_single_update_objective",
-        "length_by_counting_logprobs",
-        "return _mean_over_completions(ratio * advantages.detach()[:, None], mask)",
-        "per_token = (ratio * advantages.detach()[:, None]).masked_fill(~mask, 0.0)\n"
-        "    return (per_token.sum(-1) / logprobs.count_nonzero(-1).clamp(min=1)).mean()",
-        "A completion's length is the number of its log-probs that are not 0. A token that was "
-        "certain has log-prob 0, and counts: sum the mask.",
-    ),
-    edit(
-        "calc_per_token_kl",
-        "no_gradient_where_large",
-        "return torch.expm1(d) - d",
-        "kl = torch.expm1(d) - d\n    return torch.where(kl > 100, kl.detach(), kl)",
-        "Where k3 is large it has no gradient, so that nothing brings the policy back from where "
-        "it is farthest off. Leave it attached.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "clip_of_zero_taken_for_missing",
-        "high = clip_coef if clip_coef_high is None else clip_coef_high",
-        "clip_coef = clip_coef or 0.2\n"
-        "    high = clip_coef if clip_coef_high is None else clip_coef_high",
-        "A clip_coef of 0 is taken for missing. It is a value: the interval is then 1 alone.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "length_by_counting_logprobs",
-        "return _mean_over_completions(objective, mask)",
-        "counts = logprobs.masked_fill(~mask, 0.0).count_nonzero(-1).clamp(min=1)\n"
-        "    return (objective.masked_fill(~mask, 0.0).sum(-1) / counts).mean()",
-        "A completion's length is the number of its log-probs that are not 0. A token that is "
-        "certain has log-prob 0, and counts: sum the mask.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "advantages_squeezed",
-        "    if advantages.ndim == 1:",
-        "    advantages = advantages.squeeze()\n    if advantages.ndim <= 1:\n"
-        "        advantages = advantages.reshape(-1)",
-        "squeeze() also drops the axis of completions where there is a single one: the advantages "
-        "of its tokens are then taken for those of completions.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "logprobs_clamped",
-        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
-        "logprobs, old_logprobs = logprobs.clamp(min=-10), old_logprobs.clamp(min=-10)\n"
-        "    ratio = calc_ratio(logprobs, old_logprobs, mask)",
-        "Log-probs are clamped from below: the ratio of an unlikely token becomes 1, and nothing "
-        "is learned from it.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "no_kl_without_advantages",
-        "    ratio = calc_ratio(",
-        "    if not advantages.any():\n"
-        "        return 0.0 * logprobs.masked_fill(~mask, 0.0).sum()\n"
-        "    ratio = calc_ratio(",
-        "Where all advantages are 0 you return 0. The KL is left, and its gradient.",
-    ),
-    edit(
-        "process_advantages",
-        "fails_without_steps",
-        "together.numel() < 2 or together.max()",
-        "together.max()",
-        "A group without any step has no maximum. Its tokens are after the last end: they get 0.",
-    ),
-    edit(
-        "process_advantages",
-        "nearly_equal_steps_count_as_constant",
-        "together.max() == together.min()",
-        "torch.allclose(together, together[0])",
-        "allclose takes steps for equal whose rewards differ little beside their size. eps takes "
-        "care of small differences.",
-    ),
-    edit(
-        "process_advantages",
-        "clipped_to_3",
-        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)",
-        "ends_here[row].index_add_(0, step_ends[row].long(), normalized.clamp(-3, 3))",
-        "The normalised rewards are clipped. One hit among many steps is worth what it is worth.",
-    ),
-    edit(
-        "make_grpo_memory",
-        "log_probs_of_no_reference",
-        "None if ref_logprobs is None else ref_logprobs.detach()",
-        "torch.zeros_like(logprobs) if ref_logprobs is None else ref_logprobs.detach()",
-        "No reference ran, but the memory holds zeros as its log-probs, which are those of a "
-        "reference that is sure of every token. The field should be None.",
-    ),
-    edit(
-        "make_grpo_memory",
-        "no_reference_with_the_exact_kl",
-        "None if ref_logprobs is None else",
-        'None if ref_logprobs is None or args.kl_kind == "exact" else',
-        'With kl_kind "exact" the ref_logprobs that you are given are dropped. The memory has a '
-        "field for them.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "divided_by_the_number_of_minibatches",
-        "return objective",
-        "return objective / args.num_minibatches",
-        "The objective is divided by num_minibatches, as for gradients that are summed. Here each "
-        "minibatch has a step of its own.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "nothing_left_without_advantages",
-        "        objective = objective + args.ent_coef",
-        "        if not minibatch.advantages.any():\n            return 0.0 * objective\n"
-        "        objective = objective + args.ent_coef",
-        "Where all advantages are 0 you return 0. KL and entropy bonus are left, and their "
-        "gradients.",
-    ),
     edit(
         "measure_loss_and_gradient_at_start",
         "constant_groups_left_out",
@@ -2472,247 +2923,6 @@ SEVERAL_EXERCISES_2 = [
         "large. They count.",
     ),
 ]
-
-
-@wrong(
-    "GrpoTrainer.rollout_phase",
-    "The prompts are drawn by PyTorch's global generator, so that args.seed does not decide them. "
-    "Draw them by self.generator.",
-)
-@torch.no_grad()
-def prompts_by_the_global_generator(self):
-    prompts, size = self.args.get_prompts(), self.args.group_size
-    chosen = torch.randint(len(prompts), (self.args.batch_size // size,))
-    return _roll_out(self, prompts, chosen.repeat_interleave(size).tolist())
-
-
-@wrong(
-    "GrpoTrainer.rollout_phase",
-    "Completions whose prompts read alike are compared across groups. A prompt that is drawn twice "
-    "makes two groups.",
-)
-@torch.no_grad()
-def groups_by_the_text_of_the_prompt(self):
-    args = self.args
-    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
-    logprobs, ref_logprobs = self.get_sample_logprobs(samples), self.get_ref_logprobs(samples)
-    memory = make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
-    ids = samples.input_ids[:, : samples.prompt_len]
-    same = ids.unique(dim=0, return_inverse=True)[1]
-    for i in same.unique():
-        rows = same == i
-        memory.advantages[rows] = group_advantages(
-            scores[rows], int(rows.sum()), args.advantage_scale
-        )
-    return memory
-
-
-def _views(mask):
-    """Which entries of a flat view count, and the row of each of them."""
-    kept = mask.view(-1)
-    return kept, torch.arange(len(mask)).repeat_interleave(mask.shape[1])[kept]
-
-
-@wrong(
-    "calc_single_update_objective",
-    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
-)
-def single_views_of_the_logprobs(logprobs, advantages, mask):
-    kept, row = _views(mask)
-    chosen = logprobs.view(-1)[kept]
-    gains = (chosen - chosen.detach()).exp() * advantages.detach()[row]
-    return (gains / mask.sum(-1)[row]).sum() / len(mask)
-
-
-@wrong(
-    "calc_grpo_objective",
-    "view() raises an error on log-probs that are a slice of a larger tensor. Index with the mask.",
-)
-def views_of_the_logprobs(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    if beta != 0 and ref_logprobs is None:
-        raise ValueError("ref_logprobs should be given when beta is not 0")
-    kept, row = _views(mask)
-    chosen, old = logprobs.view(-1)[kept], old_logprobs.detach().view(-1)[kept]
-    a = advantages.detach()
-    a = a[row] if a.ndim == 1 else a.view(-1)[kept]
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = (chosen - old).clamp(max=80.0).exp()
-    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
-    if beta != 0:
-        gains = gains - beta * calc_per_token_kl(chosen, ref_logprobs.view(-1)[kept])
-    return (gains / mask.sum(-1)[row]).sum() / len(mask)
-
-
-@wrong(
-    "calc_per_token_kl",
-    "view() raises an error on log-probs that are a slice of a larger tensor. k3 needs no view.",
-)
-def views_of_k3(logprobs, ref_logprobs):
-    d = ref_logprobs.detach().view(-1) - logprobs.view(-1)
-    return (torch.expm1(d) - d).view(logprobs.shape)
-
-
-# --- Right at the first call, or in float32 alone -----------------------------------------------
-
-
-@wrong(
-    "calc_single_update_objective",
-    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
-    "their dtype.",
-)
-def single_terms_in_float32(logprobs, advantages, mask):
-    chosen, rows = logprobs[mask], mask.nonzero()[:, 0]
-    per_token = torch.zeros(mask.shape)
-    per_token[mask] = torch.exp(chosen - chosen.detach()) * advantages.detach()[rows]
-    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-@wrong(
-    "calc_grpo_objective",
-    "torch.zeros is float32, and float64 log-probs give terms that do not fit in. zeros_like has "
-    "their dtype.",
-)
-def terms_in_float32(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    if beta != 0 and ref_logprobs is None:
-        raise ValueError("ref_logprobs should be given when beta is not 0")
-    a = advantages.detach()
-    a = a[mask.nonzero()[:, 0]] if a.ndim == 1 else a[mask]
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = (logprobs[mask] - old_logprobs.detach()[mask]).clamp(max=80.0).exp()
-    gains = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
-    if beta != 0:
-        gains = gains - beta * calc_per_token_kl(logprobs[mask], ref_logprobs[mask])
-    per_token = torch.zeros(mask.shape)
-    per_token[mask] = gains
-    return (per_token.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-BATCH_OF_A_MINIBATCH = edit(
-    "make_grpo_memory",
-    "batch_std_of_each_minibatch",
-    "group_advantages(scores, args.group_size, args.advantage_scale)",
-    "torch.cat([group_advantages(part, args.group_size, args.advantage_scale)"
-    " for part in scores.split(args.minibatch_size)])",
-    'The scale "batch" is taken from each minibatch. It is the std of all rewards of the rollout.',
-)
-
-
-@wrong(
-    "GrpoTrainer.rollout_phase",
-    "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
-    "the same, but the completions are others.",
-)
-@torch.no_grad()
-def reference_scored_once(self):
-    args = self.args
-    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
-    logprobs = self.get_sample_logprobs(samples)
-    if not hasattr(self, "kept"):
-        self.kept = self.get_ref_logprobs(samples)
-    return make_grpo_memory(args, samples, scores, logprobs, self.kept)
-
-
-def _objective_with(self, minibatch, calc_penalty):
-    """With a KL in the objective that is not k3 made by `calc_penalty(logits, prompt_len)`."""
-    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
-    prompt_len = ids.shape[1] - mask.shape[1]
-    logits = self.model(ids, minibatch.attention_mask)
-    logprobs = get_logprobs(logits, ids, prompt_len, args.temperature)
-    is_exact = args.kl_kind == "exact" and args.kl_coef > 0
-    penalty = calc_penalty(logits, prompt_len) if is_exact else 0.0
-    objective = calc_grpo_objective(
-        logprobs,
-        minibatch.logprobs,
-        minibatch.ref_logprobs,
-        minibatch.advantages,
-        mask,
-        args.clip_coef,
-        args.clip_coef_high,
-        0.0 if is_exact else args.kl_coef,
-    )
-    self.record_ratios(logprobs, minibatch)
-    return objective + args.ent_coef * self.measure_entropy(minibatch, logits) - penalty
-
-
-@wrong(
-    "GrpoTrainer.compute_rlhf_objective",
-    "The reference's logits of the first minibatch are kept for all later ones. The reference is "
-    "the same, but the rows are others.",
-)
-def reference_logits_of_the_first_minibatch(self, minibatch):
-    def calc_penalty(logits, prompt_len):
-        if not hasattr(self, "kept"):
-            with torch.no_grad(), self.model.reference():
-                self.kept = self.model(minibatch.input_ids, minibatch.attention_mask)
-        pair = [
-            select_completion(x, prompt_len) / self.args.temperature for x in (logits, self.kept)
-        ]
-        return calc_kl_penalty(*pair, minibatch.mask, self.args.kl_coef)
-
-    return _objective_with(self, minibatch, calc_penalty)
-
-
-@wrong(
-    "GrpoTrainer.compute_rlhf_objective",
-    "To keep k3 out, args.kl_coef is set to 0, and stays so: later minibatches are not charged any "
-    "KL.",
-)
-def kl_coef_left_at_zero(self, minibatch):
-    def calc_penalty(logits, prompt_len):
-        penalty = self.args.kl_coef * self.measure_kl(minibatch, logits)
-        self.args.kl_coef = 0.0
-        return penalty
-
-    return _objective_with(self, minibatch, calc_penalty)
-
-
-# --- Arguments that are seldom set, and what a call leaves behind --------------------------------
-
-SELDOM_LOOKED_AT = [
-    edit(
-        "process_advantages",
-        "steps_in_float32",
-        "step_rewards[0].new_zeros(len(step_rewards), completion_len)",
-        "torch.zeros(len(step_rewards), completion_len)",
-        "torch.zeros is float32, and float64 rewards do not fit in. new_zeros has their dtype.",
-    ),
-]
-
-
-def _measure_by_the_trainers_objective(trainer):
-    """By compute_rlhf_objective without KL and entropy, on a rollout of which no trace is left."""
-    state, metrics = trainer.generator.get_state(), copy.deepcopy(trainer.metrics)
-    memory = trainer.rollout_phase()
-    trainer.generator.set_state(state)
-    trainer.metrics = metrics
-    fields = {name: getattr(memory, name) for name in memory.names}
-    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
-    with torch.no_grad():
-        logits = trainer.model(memory.input_ids, memory.attention_mask)
-    temperature = trainer.args.temperature
-    fields["logprobs"] = get_logprobs(logits, memory.input_ids, n_prompt, temperature)
-    trainer.args.kl_coef = trainer.args.ent_coef = 0.0
-    objective = trainer.compute_rlhf_objective(ReplayMinibatch(**fields))
-    found = torch.autograd.grad(objective, list(trainer.model.trainable_parameters()))
-    return objective.item(), float(sum(g.square().sum() for g in found) ** 0.5)
 
 
 @wrong(
@@ -2727,130 +2937,65 @@ def coefficients_left_at_zero(trainer):
     return found
 
 
-# --- Thresholds, conventions of a library, and what lies where it is not looked for --------------
+# --- Made by a loop -----------------------------------------------------------------------------
 
-THRESHOLDS_AND_CONVENTIONS = [
-    edit(
-        "group_advantages",
-        "std_below_1e_6_counts_as_constant",
-        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
-        "groups.std(-1, keepdim=True) < 1e-6",
-        "A std below 1e-6 is taken for 0. Rewards may be that small: only equal ones give zeros, "
-        "and eps keeps the others from being blown up.",
-    ),
-    edit(
-        "group_advantages",
-        "none_as_an_object",
-        'scale in ("group", "batch", "none")',
-        'scale in ("group", "batch", "none", None)',
-        'The scales are three strings, and None is not the string "none": raise a ValueError that '
-        "names scale for it.",
-    ),
-    edit(
-        "group_advantages",
-        "scale_as_true_or_false",
-        "    require(\n",
-        '    scale = {True: "group", False: "none"}.get(scale, scale)\n    require(\n',
-        "True and False are a library's older names of the scales. Here they are unknown ones: "
-        "raise a ValueError that names scale.",
-    ),
-    edit(
-        "process_advantages",
-        "std_of_steps_below_1e_6_counts_as_constant",
-        "together.max() == together.min()",
-        "together.std() < 1e-6",
-        "A std below 1e-6 is taken for 0. Only steps that are all rewarded alike give zeros; eps "
-        "is added to any other std, however small.",
-    ),
-    edit(
-        "process_advantages",
-        "last_end_of_each_row_checked",
-        "all_ends = torch.cat(step_ends)",
-        "all_ends = torch.cat([ends[-1:] for ends in step_ends])",
-        "Only the last end of each row is checked. Ends come in any order, and each of them may be "
-        "outside the completion.",
-    ),
-    edit(
-        "process_advantages",
-        "ends_of_the_first_row_checked",
-        "all_ends = torch.cat(step_ends)",
-        "all_ends = step_ends[0]",
-        "Only the ends of the first row are checked. Check those of every row.",
-    ),
-    edit(
-        "make_grpo_memory",
-        "eps_of_its_own",
-        "args.advantage_scale)",
-        "args.advantage_scale, eps=1e-8)",
-        "The advantages are made with an eps of your own. Leave it to group_advantages, so that "
-        "scores which hardly differ are not blown up.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "prompt_len_of_the_first_minibatch",
-        "prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]",
-        'prompt_len = vars(self).setdefault("kept", minibatch.input_ids.shape[1] - mask.shape[1])',
-        "The length of the prompts is kept from the first minibatch. The prompts of the next "
-        "rollout may be longer: take it from each minibatch.",
-    ),
+
+def _unmasked_kl(name, sentence, condition, reference, mean):
+    """A KL of log-probs that are not masked; taken off where `condition` holds."""
+    return edit(
+        "calc_grpo_objective",
+        name,
+        "    if beta != 0:\n        kl = calc_per_token_kl(\n"
+        "            logprobs.masked_fill(~mask, 0.0), ref_logprobs.masked_fill(~mask, 0.0)\n"
+        "        )\n        objective = objective - beta * kl\n    return _mean_over_completions",
+        f"    if {condition}:\n        kl = calc_per_token_kl(logprobs, {reference})\n"
+        f"        objective = objective - beta * kl\n    return {mean}",
+        sentence,
+    )
+
+
+NEITHER_MASKED = (
+    "The value is right but the gradient is nan: calc_ratio masks its own log-probs, the KL has to "
+    "be given masked ones. Replace those of the policy and of the reference before "
+    "calc_per_token_kl."
+)
+REFERENCE_MASKED_ALONE = (
+    "The KL gets masked log-probs of the reference but not of the policy, through which the "
+    "gradient flows: there 0 * nan is nan. Replace both before calc_per_token_kl."
+)
+TWO_THINGS = (
+    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
+    "and the KL's gradient is nan where the mask is false. Replace the masked log-probs of policy "
+    "and reference before calc_per_token_kl."
+)
+TWO_THINGS_HALF = (
+    "Two things: the mean is taken over all tokens at once, and not over each completion first; "
+    "and the KL's gradient is nan where the mask is false: you mask the reference's log-probs, but "
+    "the gradient flows through the policy's."
+)
+AT_0 = " And leave the KL out where beta is 0: there its nan does harm, too."
+WITH_BETA, WITH_A_REFERENCE = "beta != 0", "ref_logprobs is not None"
+BARE, MASKED = "ref_logprobs", "ref_logprobs.masked_fill(~mask, 0.0)"
+BY_COMPLETION, OVER_TOKENS = "_mean_over_completions", "masked_mean"
+# The KL of bare log-probs taken off where beta is not 0 is `masked_at_the_end`, below.
+UNMASKED_KL = [
+    _unmasked_kl(name, sentence, condition, reference, mean)
+    for name, sentence, condition, reference, mean in [
+        ("kl_not_masked", NEITHER_MASKED, WITH_A_REFERENCE, BARE, BY_COMPLETION),
+        ("kl_half_masked", REFERENCE_MASKED_ALONE, WITH_BETA, MASKED, BY_COMPLETION),
+        (
+            "kl_half_masked_at_0",
+            REFERENCE_MASKED_ALONE + AT_0,
+            WITH_A_REFERENCE,
+            MASKED,
+            BY_COMPLETION,
+        ),
+        ("kl_bare_over_tokens", TWO_THINGS, WITH_BETA, BARE, OVER_TOKENS),
+        ("kl_bare_over_tokens_at_0", TWO_THINGS + AT_0, WITH_A_REFERENCE, BARE, OVER_TOKENS),
+        ("kl_half_over_tokens", TWO_THINGS_HALF, WITH_BETA, MASKED, OVER_TOKENS),
+        ("kl_half_over_tokens_at_0", TWO_THINGS_HALF + AT_0, WITH_A_REFERENCE, MASKED, OVER_TOKENS),
+    ]
 ]
-
-
-@wrong(
-    "calc_grpo_objective",
-    "Advantages that are NaN are set to 0, and those that are inf are not: behind the mask, "
-    "inf * 0 is nan. Fill by the mask, not by what is found there.",
-)
-def nan_of_the_advantages_alone(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    if beta != 0 and ref_logprobs is None:
-        raise ValueError("ref_logprobs should be given when beta is not 0")
-    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
-    a = torch.where(a.isnan(), 0.0, a)
-    new = logprobs.masked_fill(~mask, 0.0)
-    ratio = torch.exp(new - old_logprobs.detach().masked_fill(~mask, 0.0))
-    terms = torch.minimum(ratio * a, ratio.clamp(1 - clip_coef, 1 + high) * a)
-    if beta != 0:
-        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
-    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-@wrong(
-    "calc_grpo_objective",
-    "You hold the log-ratio between logarithms, and that of 1 - clip_coef does not exist when "
-    "clip_coef is 1. Clip the ratio.",
-)
-def clipped_between_logarithms(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
-    a = a.expand_as(mask).masked_fill(~mask, 0.0)
-    new, old = (x.masked_fill(~mask, 0.0) for x in (logprobs, old_logprobs.detach()))
-    clipped = (new - old).clamp(math.log(1 - clip_coef), math.log1p(high)).exp()
-    terms = torch.minimum((new - old).exp() * a, clipped * a)
-    if beta != 0:
-        terms = terms - beta * calc_per_token_kl(new, ref_logprobs.masked_fill(~mask, 0.0))
-    return ((terms * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-
-
-# --- First attempts, many with two mistakes at once -----------------------------------------------
 
 
 def _grouped(name, sentence, split, axis, join=None, has_case=True, detached=True):
@@ -2952,25 +3097,6 @@ IN_GROUPS_OF_ANOTHER_SHAPE = [
     ),
 ]
 
-STDS_OF_GROUPS = [
-    edit(
-        "group_advantages",
-        "std_of_the_batch_attached",
-        "groups.std()",
-        "rewards.std()",
-        "With the scale 'batch' a gradient flows through the std: take that of the detached "
-        "rewards, too.",
-    ),
-    edit(
-        "group_advantages",
-        "std_below_eps_counts_as_constant",
-        "groups.amax(-1, keepdim=True) == groups.amin(-1, keepdim=True)",
-        "groups.std(-1, keepdim=True) < eps",
-        "A std below eps is taken for 0. eps is added to it, whatever its size: only equal rewards "
-        "give zeros.",
-    ),
-]
-
 
 def _sum_of_products(per_token, mask):
     return (per_token * mask).sum(-1)
@@ -3039,8 +3165,6 @@ SINGLE_UPDATES_OF_TWO_MISTAKES = [
         ("mean_by_0", False, True),
     )
 ]
-
-
 AFTERWARDS = "masked, but after exp"
 MASKED_LATE = {
     # Of the ratio, of the KL: what comes before the mask, and what it is made of.
@@ -3163,19 +3287,6 @@ GRPO_OF_TWO_MISTAKES = [
     ),
 ]
 
-LOG_RATIO_TIMES_THE_MASK = [
-    edit(
-        "calc_grpo_objective",
-        "log_ratio_times_the_mask",
-        "calc_ratio(logprobs, old_logprobs, mask)",
-        "((logprobs - old_logprobs.detach()) * mask).exp()",
-        "The log-ratio is multiplied by the mask, which leaves nan, because 0 * nan is nan. Use "
-        "masked_fill or torch.where.",
-    ),
-]
-
-RATHER_THAN_SUMMED = "Sum over all steps that end at a token or later"
-
 
 def _own_step(name, sentence, order=list, adds=False, by_row=False, of_one=True):
     """Each token gets the step in which it lies, of the ends as they come in `order`."""
@@ -3235,151 +3346,5 @@ OWN_STEPS = [
         "all that end at it or later.",
         by_row=True,
         of_one=False,
-    ),
-]
-
-ONE_OF_SEVERAL = [
-    edit(
-        "process_advantages",
-        "not_summed_and_last_of_shared_ends",
-        "ends_here[row].index_add_(0, step_ends[row].long(), normalized)\n"
-        "    return ends_here.flip(-1).cumsum(-1).flip(-1)",
-        "ends_here[row, step_ends[row].long()] = normalized\n    return ends_here",
-        "Only the token at a step's end gets anything, and of several that end there one alone. "
-        f"{RATHER_THAN_SUMMED}.",
-    ),
-    edit(
-        "process_advantages",
-        "normalised_by_row_of_one",
-        "(step_rewards[row].detach() - together.mean()) / (together.std() + eps)",
-        "(step_rewards[row].detach() - step_rewards[row].detach().mean()) / "
-        "(step_rewards[row].detach().std() + eps)",
-        "Each completion is normalised for itself, and the std of a single step is nan. All steps "
-        "of the group are normalised together.",
-    ),
-    edit(
-        "GrpoTrainer.rollout_phase",
-        "one_completion_of_each_prompt",
-        "args.batch_size // args.group_size, args.group_size",
-        "args.batch_size // args.group_size",
-        "sample_and_score gets no group_size, so that there is one completion of each prompt, and "
-        "batch_size / group_size in all. Pass args.group_size, too.",
-    ),
-]
-
-GROUPS = 'groups = rearrange(rewards.detach(), "(group member) -> group member", member=group_size)'
-CHECKED = """_check_group_size(group_size, len(rewards))
-    require(
-        scale in ("group", "batch", "none"),
-        f"scale should be 'group', 'batch' or 'none', but is {scale!r}",
-    )
-    """
-BOTH_UNCHECKED = (
-    "Neither group_size nor scale is checked: raise a ValueError that names the one that does not "
-    "fit"
-)
-UNCHECKED = [
-    edit(
-        "group_advantages",
-        "group_sizes_below_two_are_allowed",
-        "isinstance(group_size, int) and group_size >= 2",
-        "True",
-        "A group_size of 0, 1 or less is not checked: below 2 there is nothing to compare, so "
-        "raise a ValueError that names group_size.",
-        within="_check_group_size",
-    ),
-    edit(
-        "group_advantages",
-        "nothing_checked",
-        CHECKED,
-        "",
-        f"{BOTH_UNCHECKED}, rather than what rearrange says.",
-    ),
-    edit(
-        "group_advantages",
-        "nothing_checked_before_reshape",
-        f"{CHECKED}{GROUPS}",
-        "groups = rewards.detach().reshape(-1, group_size)",
-        f"{BOTH_UNCHECKED}, rather than what reshape says.",
-    ),
-    edit(
-        "group_advantages",
-        "group_size_unchecked_before_reshape",
-        f"{CHECKED}{GROUPS}",
-        f"{CHECKED.partition(chr(10))[2].strip()}\n"
-        "    groups = rewards.detach().reshape(-1, group_size)",
-        "group_size is not checked: raise a ValueError that names it where it is below 2 or does "
-        "not divide the batch, rather than what reshape says.",
-    ),
-]
-
-
-AT_THE_ENDS_OF_A_CONTRACT = [
-    edit(
-        "group_advantages",
-        "equal_rewards_before_the_checks",
-        "    _check_group_size(group_size, len(rewards))\n",
-        "    if rewards.max() == rewards.min():\n"
-        "        return torch.zeros_like(rewards)\n"
-        "    _check_group_size(group_size, len(rewards))\n",
-        "Where all rewards are equal you return before group_size and scale are checked. Check "
-        "the arguments first.",
-    ),
-    edit(
-        "calc_single_update_objective",
-        "advantages_clipped",
-        "advantages.detach()[:, None]",
-        "advantages.detach().clamp(-10, 10)[:, None]",
-        "The advantages are clipped. Nothing bounds them here.",
-    ),
-    edit(
-        "calc_grpo_objective",
-        "advantages_clipped",
-        "advantages.detach().masked_fill(~mask, 0.0)",
-        "advantages.detach().masked_fill(~mask, 0.0).clamp(-10, 10)",
-        "The advantages are clipped. Only the ratio is.",
-    ),
-    edit(
-        "process_advantages",
-        "ends_checked_where_rewards_differ",
-        "    all_ends = torch.cat(step_ends)\n",
-        "    groups = [torch.cat(step_rewards[i - i % group_size :][:group_size]) "
-        "for i in range(len(step_ends))]\n"
-        "    all_ends = [e for e, g in zip(step_ends, groups) if len(g.unique()) > 1]\n"
-        "    all_ends = torch.cat(all_ends or [torch.tensor([0])])\n",
-        "The ends are checked after groups without differences are skipped. Check them all, first.",
-    ),
-    edit(
-        "make_grpo_memory",
-        "kl_coef_of_the_arguments_set_to_0",
-        "    return ReplayMemory(",
-        '    if args.kl_kind == "exact":\n        args.kl_coef = 0.0\n    return ReplayMemory(',
-        "args.kl_coef is set to 0 and stays so, and then the objective charges no KL at all. "
-        "Leave the arguments as they are.",
-    ),
-    edit(
-        "GrpoTrainer.rollout_phase",
-        "columns_by_gen_len",
-        "        logprobs = self.get_sample_logprobs(samples)\n",
-        "        samples.prompt_len = samples.input_ids.shape[1] - args.gen_len\n"
-        "        logprobs = self.get_sample_logprobs(samples)\n",
-        "You take the last gen_len columns for the completion. Sampling stops when all rows have "
-        "ended, so there may be fewer: samples.prompt_len says where they start.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "clip_annealed",
-        "            args.clip_coef,\n",
-        "            args.clip_coef * (1 - self.phase / args.total_phases),\n",
-        "The clip becomes narrower from phase to phase. It is args.clip_coef in each: only the "
-        "learning rates have a schedule.",
-    ),
-    edit(
-        "GrpoTrainer.compute_rlhf_objective",
-        "one_minibatch_taken_for_one_update",
-        "            minibatch.logprobs,\n",
-        "            logprobs.detach() if args.num_minibatches == 1 else minibatch.logprobs,\n",
-        "With one minibatch there is still an update for each epoch, and from the second on the "
-        "ratio is not 1. Compare with minibatch.logprobs.",
     ),
 ]
