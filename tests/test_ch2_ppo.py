@@ -282,6 +282,7 @@ def random_rewards(student, rng):
         "two rewards": f(rewards[:2]),
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
         "the first equals the last": f(rewards[[0, 1, 2, 0]]),
+        "of one size": f(rewards[:1].abs() * rng.tensor([1.0, -1.0, 1.0, 1.0])),
     }
 
 
@@ -889,7 +890,7 @@ def ragged_entropy_bonuses(student, rng):
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
     found["a vocabulary of 20,000"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
     found["137 positions"] = f(*policy_logits(rng, LONG_MASK, vocab=3).values(), LONG_MASK, 0.7)
-    impossible = tensors["logits"].index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
+    impossible = (tensors["logits"] - 200).index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
     found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
@@ -998,8 +999,8 @@ def _logits_and_values(student, rng, kind):
     gradient = trainers.adapter_gradients(
         (values * weights)[real].sum() + logits[real].sum(), model
     )
-    first = ids[:1, -3:].clone()
-    first[0, 1] = models.SPECIAL["pad_token_id"]  # without a mask a token like any other
+    first = ids[:1, -3:].repeat(130, 1)
+    first[:, 1] = models.SPECIAL["pad_token_id"]  # without a mask a token like any other
     logits, values = model.forward_with_value_head(first, None)
     return found | gradient | {"logits without a mask": logits, "values without a mask": values}
 
@@ -1308,7 +1309,7 @@ def rows_with_numbers(student, rng):
 def fields_and_dtypes(student, rng):
     """One minibatch of one row and of all rows; the fields as given, None where one is"""
     fields = _numbered_fields(rng, 6)
-    one = student.ReplayMemory(**{name: x[:1] for name, x in fields.items()})
+    one = student.ReplayMemory(**{name: x[3:4] for name, x in fields.items()})
     memory = student.ReplayMemory(ref_logprobs=None, **fields)
     (whole,) = memory.get_minibatches()
     order = whole.scores.argsort()
@@ -1946,3 +1947,26 @@ def a_short_run_that_learns(student, rng):
                 trainer.train()
     mean_rate = sum(rates) / max(len(rates), 1)  # 0.0 where none was seen
     return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}
+
+
+@check("RLHFTrainer.train", slow=True)
+def an_error_ends_the_run(student, rng):
+    """An error of reward_fn, in the second of three phases, is raised by train()"""
+    calls = []
+
+    def reward_fn(samples):
+        calls.append(len(samples))
+        if sum(calls) > 4:
+            raise ArithmeticError("no reward")
+        return torch.arange(float(len(samples)))
+
+    args = _make_args(
+        student, batch_size=4, num_minibatches=1, gen_len=2, total_phases=3, reward_fn=reward_fn
+    )
+    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        try:
+            trainer.train()
+        except Exception:
+            return {"whether it is raised": True, "completions": sum(calls)}
+    return {"whether it is raised": False, "completions": sum(calls)}

@@ -507,6 +507,14 @@ NORMALIZE_REWARD = [
     ),
     edit(
         "normalize_reward",
+        "equal_magnitudes",
+        "rewards.max() == rewards.min()",
+        "rewards.abs().max() == rewards.abs().min()",
+        "1 and -1, as sentiments are, have the same size and are taken for a constant. Compare the "
+        "rewards themselves.",
+    ),
+    edit(
+        "normalize_reward",
         "sum_of_differences",
         "rewards.max() == rewards.min()",
         "rewards.diff().sum() == 0",
@@ -1932,6 +1940,15 @@ ENTROPIES = "entropies = calc_entropy(logits[mask])"
 CALC_ENTROPY_BONUS = [
     edit(
         "calc_entropy_bonus",
+        "impossible_is_minus_100",
+        "entropies = calc_entropy(logits[mask])",
+        "kept = at_least_float32(logits[mask])\n"
+        "    entropies = calc_entropy(kept.masked_fill(kept == -torch.inf, -100.0))",
+        "A logit of -inf is replaced by -100, which is not small where the others are about -100. "
+        "It counts 0 beside any others.",
+    ),
+    edit(
+        "calc_entropy_bonus",
         "sign_of_a_loss",
         "return ent_coef",
         "return -ent_coef",
@@ -2472,6 +2489,21 @@ def hooks_pile_up(self, input_ids, attention_mask=None):
     return logits, self.value_head(hidden).squeeze(-1)
 
 
+@wrong(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    "Above 64 rows the logits of all chunks are joined, but the values are those of the first "
+    "chunk. Join both.",
+)
+def values_of_the_first_chunk(self, input_ids, attention_mask=None):
+    hidden = []
+    keep = [("ln_final.hook_out", lambda x, hook: hidden.append(x))]
+    chunks = input_ids.split(64)
+    masks = [None] * len(chunks) if attention_mask is None else attention_mask.split(64)
+    logits = [self._run(keep, ids, mask) for ids, mask in zip(chunks, masks, strict=True)]
+    values = self.value_head(hidden[0].to(self.value_head.weight.dtype))
+    return torch.cat(logits), values.squeeze(-1)
+
+
 # --- get_optimizer_and_scheduler ----------------------------------------------------------------
 
 GET_OPTIMIZER_AND_SCHEDULER = [
@@ -2630,6 +2662,14 @@ GET_OPTIMIZER_AND_SCHEDULER = [
 # --- ReplayMemory -------------------------------------------------------------------------------
 
 REPLAY_MEMORY = [
+    edit(
+        "ReplayMemory",
+        "fields_of_the_class",
+        "        self.__dict__.update(fields)\n",
+        "        for name, rows in fields.items():\n            setattr(type(self), name, rows)\n",
+        "The fields belong to the class, so that a second memory overwrites the first one's "
+        "tensors. Set them on self.",
+    ),
     edit(
         "ReplayMemory",
         "not_shuffled",
@@ -3605,6 +3645,19 @@ RATES_THAT_STAY = edit(
 # --- RLHFTrainer.train --------------------------------------------------------------------------
 
 RLHF_TRAINER_TRAIN = [
+    edit(
+        "RLHFTrainer.train",
+        "failed_phases_left_out",
+        "                self._run_phase(log, bar)\n",
+        "                try:\n"
+        "                    self._run_phase(log, bar)\n"
+        "                except Exception as error:\n"
+        '                    bar.write(f"phase {self.phase + 1} is left out: {error}")\n'
+        "                    self.phase += 1\n"
+        "                    continue\n",
+        "A phase that fails is left out, whatever the error: a reward function that does not fit "
+        "leaves a run that has learned nothing. Let errors out.",
+    ),
     edit(
         "RLHFTrainer.train",
         "one_phase_too_many",
