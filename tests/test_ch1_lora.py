@@ -9,6 +9,7 @@ import contextlib
 import gc
 import itertools
 import math
+import operator
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -608,11 +609,11 @@ def set_apart(model, rng, rank: int = RANK):
     return model
 
 
-def add_head(model, rng) -> list[nn.Parameter]:
+def add_head(model, rng, d_out: int = 1) -> list[nn.Parameter]:
     """Give a model a part more, as chapter 2 does; none if it lacks the helpers for that."""
     if not (hasattr(model, "trainable_parts") and hasattr(model, "trainable_state")):
         return []
-    head, parts, state = nn.Linear(3, 1), model.trainable_parts, model.trainable_state
+    head, parts, state = nn.Linear(3, d_out), model.trainable_parts, model.trainable_state
     named = dict(head.named_parameters(prefix="value_head"))
     for parameter in named.values():
         parameter.data.copy_(rng.normal(*parameter.shape))
@@ -1697,7 +1698,10 @@ def _loses_a_head(first, second, rng) -> bool:
 def _save_and_load(
     student, rng, kind: str, sites, other_sites, path_type, file_name: str, dtype=torch.float32
 ) -> dict[str, Any]:
-    """One model saves, new and then with other values; a second one, with its own, loads each."""
+    """One model saves, new and then with other values; a second one, with its own, loads each.
+
+    path_type: makes the argument of an absolute path, in whose folder all this happens.
+    """
     ids, mask = ragged_batch(rng)
     first = boot(student, kind, sites=sites, dtype=dtype)
     second = set_apart(boot(student, kind, sites=other_sites, dtype=dtype), rng)
@@ -1709,7 +1713,7 @@ def _save_and_load(
     }
     with second.reference():
         found["frozen model before"] = float_logits(second, ids, mask)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         path = Path(folder) / file_name
         save_file({"of another model": torch.ones(1000)}, path)
         first.save_adapter(path_type(path))
@@ -1745,8 +1749,8 @@ def _save_and_load(
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
     """A new adapter is saved as safetensors, then another one; what loads it becomes the same"""
-    sites = ("attn.q",)
-    return _save_and_load(student, rng, "gpt2", sites, sites, str, "adapter.safetensors")
+    sites, bare_name = ("attn.q",), operator.attrgetter("name")
+    return _save_and_load(student, rng, "gpt2", sites, sites, bare_name, "adapter.safetensors")
 
 
 @check("TransformerWithLora.save_adapter", slow=True, holds=_holds_the_adapters)
@@ -1789,6 +1793,7 @@ LOADED_WRONGLY = {
     "an A of one row": ("k and in", "k and in, one row"),
     "one B of one column": ("k and in", "k and in, one column"),
     "a B that is not there": ("k and in", "k and in, no B of mlp.in"),
+    "a head of one output into one of two": ("k, with a head of two", "k, with a head"),
     "a file that is not there": ("k", "never saved"),
     "a file that is cut off": ("k", "cut off"),
 }
@@ -1845,6 +1850,9 @@ def adapters_that_do_not_fit(student, rng):
     }
     built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
+    for name, n in (("k, with a head", 1), ("k, with a head of two", 2)):
+        built[name] = boot(student, "llama", sites=("attn.k",), dtype=dtype)
+        has_head = len(add_head(built[name], rng, n)) > 0
     changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
     changes |= {"one row": _cut_to_a_row, "one column": _cut_to_a_column}
     changes |= {"no B of mlp.in": _leave_out_a_b}
@@ -1863,6 +1871,8 @@ def adapters_that_do_not_fit(student, rng):
         paths["cut off"].write_bytes(paths["k"].read_bytes()[:-7])
         for case, (into, other) in LOADED_WRONGLY.items():
             found[case] = is_error(built[into].load_adapter, paths[other], clear=True)
+        if not has_head:
+            found["a head of one output into one of two"] = "an error"
         for name, model in built.items():
             set_apart(model, rng).load_adapter(paths[name])
             found["logits loaded"][name] = float_logits(model, ids, mask)
@@ -1921,9 +1931,11 @@ def first_token(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def large_logits(student, rng):
-    """Logits of 1e4, and small differences on top of 200"""
+    """Logits of 1e4, and small differences on top of 200; a target of loss 0"""
     large, tokens, loss_mask = sft_batch(rng, std=1e4)
     offset = rng.integers(-3, 4, *large.shape).to(rng.dtype) + 200
+    row, t = loss_mask[:, 1:].nonzero()[0].tolist()
+    offset[row, t, tokens[row, t + 1]] += 60  # a certain target, whose loss is 0
     return [
         sft_loss_and_gradient(student, *batch)
         for batch in ((large, tokens, loss_mask), (offset, tokens, loss_mask))

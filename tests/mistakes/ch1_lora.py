@@ -2649,6 +2649,14 @@ def _save(self, path, state):
 
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
     edit(
+        SAVE,
+        "a_bare_name_refused",
+        "        path.parent.mkdir(parents=True, exist_ok=True)\n",
+        "        os.makedirs(os.path.dirname(path), exist_ok=True)\n",
+        "The folder of a bare name such as adapter.safetensors is an empty string, which makedirs "
+        "refuses. Path(path).parent is `.` there.",
+    ),
+    edit(
         "TransformerWithLora.save_adapter",
         "everything_trained_after_saving",
         "        os.replace(partial, path)",
@@ -2800,6 +2808,17 @@ def not_again_if_nothing_changed(self, path):
 # --- TransformerWithLora.load_adapter -----------------------------------------------------------
 
 TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
+    edit(
+        LOAD,
+        "a_head_that_does_not_fit_is_kept",
+        "        self.load_trainable_state(state)",
+        "        for name, own in self.trainable_state().items():\n"
+        '            if "lora" not in name and own.shape != state.get(name, own[:0]).shape:\n'
+        "                state[name] = own\n"
+        "        self.load_trainable_state(state)",
+        "A head of another shape is left out, and the old one stays without a word. That it does "
+        "not fit is an error, as it is for an adapter.",
+    ),
     edit(
         "TransformerWithLora.load_adapter",
         "missing_blocks_pass",
@@ -3069,6 +3088,16 @@ def half_an_adapter_passes(self, path):
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
 CALC_SFT_LOSS = [
+    edit(
+        "calc_sft_loss",
+        "nonzero_losses_counted",
+        '    loss = F.cross_entropy(chosen, tokens[:, 1:][is_target].long(), reduction="sum")\n'
+        "    return loss / max(len(chosen), 1)",
+        '    losses = F.cross_entropy(chosen, tokens[:, 1:][is_target].long(), reduction="none")\n'
+        "    return losses.sum() / (losses != 0).sum().clamp(min=1)",
+        "The losses that are not 0 are counted. A target that the model is certain of counts as "
+        "well: divide by the number of targets.",
+    ),
     edit(
         "calc_sft_loss",
         "not_shifted",
