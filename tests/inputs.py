@@ -16,13 +16,14 @@ def ragged_mask(rng, rows: int = 6, completion: int = 7) -> Tensor:
 
 
 def masks_of_many_shapes(rng) -> dict[str, Tensor]:
-    """As many completions as tokens, one row, one token, all full, nothing at all."""
+    """As many completions as tokens, one row, one token, all full, 150 rows, nothing at all."""
     return {
         "5 by 5": ragged_mask(rng, 5, 5),
         "one row": torch.arange(6)[None] < 4,
         "one token": torch.ones(1, 1, dtype=torch.bool),
         "one token each": torch.arange(3)[None].repeat(4, 1) < 1,
         "all full": torch.ones(4, 3, dtype=torch.bool),
+        "150 rows": ragged_mask(rng, 150, 3),
         "nothing": torch.zeros(3, 4, dtype=torch.bool),
     }
 

@@ -94,10 +94,11 @@ def gradient_of_logits(student, rng):
 
 @check("get_logprobs")
 def one_row_and_edges(student, rng):
-    """One row, one token, no token, 1,100 tokens, a vocabulary of 20,000; the inputs stay"""
+    """1 and 150 rows, no token, 1 and 1,100, a vocabulary of 20,000; the inputs stay"""
     logits, tokens = rng.normal(1, 4, 5), rng.integers(0, 5, 1, 4)
     f, ids = student.get_logprobs, rng.integers(0, 5, 2, 1100)
     return {
+        "150 rows": f(rng.normal(150, 7, 5), ids.reshape(-1, 11)[:150, :7]),
         "1,100 tokens": f(rng.normal(2, 1100, 5), ids),
         "a vocabulary of 20,000": f(rng.normal(2, 3, 20_000), ids[:, :3]),
         "every second logit of a larger tensor": f(rng.normal(2, 7, 9)[:, ::2, ::2], ids[:, :4]),
@@ -954,7 +955,7 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", expected=reinforce_by_loops)
 def reinforce_edges(student, rng):
-    """One row, one token, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
+    """1 and 150 rows, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
     f = student.calc_reinforce_objective
     logprobs = -rng.uniform(1, 3)
     advantages = rng.normal(1, 3) + rng.tensor([[0.0, 1000.0, -1000.0]])
@@ -966,6 +967,7 @@ def reinforce_edges(student, rng):
         "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
         "numbers beyond": f(logprobs, advantages, mask),
+        "150 rows": f(-rng.uniform(150, 3), rng.normal(150, 3), ragged_mask(rng, 150, 3)),
         "none": value_and_gradients(
             lambda **x: f(mask=torch.zeros_like(mask), **x),
             logprobs=torch.full_like(logprobs, NAN),

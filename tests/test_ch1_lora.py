@@ -1946,8 +1946,8 @@ def large_logits(student, rng):
 def small_and_large_batches(student, rng):
     """One row, two tokens, one target; every token; 321 targets; slices; the inputs stay"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
-    *large, large_mask = sft_batch(rng, rows=40, seq=30)
-    order = large_mask[:, 1:].flatten().cumsum(0).reshape(40, 29)
+    *large, large_mask = sft_batch(rng, rows=150, seq=8)
+    order = large_mask[:, 1:].flatten().cumsum(0).reshape(150, 7)
     large_mask[:, 1:] &= order <= 321  # one more than five chunks of 64
     two = torch.tensor([[False, True]])
     return {

@@ -65,7 +65,7 @@ def in_every_form(call, mask, **tensors: Tensor) -> dict:
 
 
 def call_on_edges(rng, function, make_tensors, *settings):
-    """Value and gradients of a masked mean: one row of one token, one of three, none; ragged.
+    """Value and gradients of a masked mean: one token, one of three, none, many; ragged.
 
     The last is called without gradients, on slices of larger tensors, and gives what it left of its
     inputs.
@@ -74,6 +74,8 @@ def call_on_edges(rng, function, make_tensors, *settings):
         "one token": torch.ones(1, 1),
         "one of three": torch.tensor([[1, 0, 0]]),
         "none": torch.zeros(2, 3),
+        "137 tokens": torch.ones(1, 137),  # no multiple of a usual chunk
+        "150 rows": ragged_mask(rng, 150, 3),
     }
     found = {}
     for name, mask in masks.items():
@@ -137,6 +139,7 @@ def any_character(student, rng):
         "default": count([*texts, texts[0]]),
         "by keyword": count(texts, char="e"),
         "one text": count(texts[:1]),
+        "150 texts": count(random_texts(rng, 150)),
     }
 
 
@@ -203,9 +206,9 @@ def random_reviews(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def every_word_of_the_lists(student, rng):
-    """Each word of the corpus's lists on its own, and several together; one text twice"""
+    """Each word of the corpus's lists on its own, and 150 texts together, of which one twice"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
-    together = [random_review(rng, words, rng.integer(3, 12)) for _ in range(3)]
+    together = [random_review(rng, words, 1 + n % 9) for n in range(150)]
     return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()]) | {
         "several together": of_default_dtype(student.reward_fn_sentiment([*together, together[0]]))
     }
@@ -381,12 +384,13 @@ def scores_alone(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_reward_edges(student, rng):
-    """One row of one token, no token at all, rows without an end"""
+    """One row of one token, no token at all, rows without an end, 150 rows"""
     masks = {
         "one token": torch.tensor([[True]]),
         "one of three": torch.tensor([[True, False, False]]),
         "none": torch.zeros(2, 3, dtype=torch.bool),
         "all": torch.ones(2, 3, dtype=torch.bool),
+        "150 rows": ragged_mask(rng, 150, 3),
     }
     f = student.compute_token_rewards
     return {
@@ -396,7 +400,7 @@ def token_reward_edges(student, rng):
             **poison_all(mask, NAN, **token_logprobs(rng, mask)),
             kl_coef=kl_coef,
         )
-        for (name, mask), kl_coef in zip(masks.items(), (0.5, 2.0, 0.5, 0.1), strict=True)
+        for (name, mask), kl_coef in zip(masks.items(), (0.5, 2.0, 0.5, 0.1, 0.2), strict=True)
     }
 
 
@@ -504,10 +508,10 @@ def rows_that_were_cut_short(student, rng):
 
 @check("compute_advantages", expected=advantages_by_double_sum)
 def advantage_edges(student, rng):
-    """One token, none, columns behind all ends, 300 tokens; a reward of 1000, a value of -1000"""
+    """One, no and 300 tokens, columns behind all ends, 150 rows; a reward, a value of size 1000"""
     ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
     masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "all have ended": ended}
-    masks["300"] = torch.ones(2, 300)
+    masks |= {"150 rows": ragged_mask(rng, 150, 3), "300": torch.ones(2, 300)}
     masks["300"][1, 200:] = 0
     found = {}
     for name, mask in masks.items():
@@ -552,7 +556,7 @@ def worked_normal_advantages(student, rng):
 
 @check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
-    """Ragged, anything beyond the mask, rows of other means, zeros; the inputs stay as they were"""
+    """6 and 150 ragged rows, anything beyond the mask, rows of other means, zeros; inputs stay"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
@@ -562,6 +566,7 @@ def ragged_normal_advantages(student, rng):
         advantages=advantages,
     ) | {
         "true zeros": f(poison(rng.normal(6, 7).clamp(min=0), mask), mask),
+        "150 rows": f(rng.normal(150, 3), ragged_mask(rng, 150, 3)),
         "an outlier": f(
             torch.cat([rng.normal(1, 250), rng.normal(1, 1, mean=1000)], dim=1),
             torch.ones(1, 251, dtype=torch.bool),
@@ -752,7 +757,7 @@ def rare_tokens_and_large_advantages(student, rng):
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def surrogate_edges(student, rng):
-    """One token, no token (0), all tokens; the inputs stay as they were"""
+    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
 
 
@@ -853,7 +858,7 @@ def large_value_losses(student, rng):
 
 @check("calc_value_function_loss", expected=value_loss_by_cases)
 def value_loss_edges(student, rng):
-    """One token, no token (0), all tokens; the inputs stay as they were"""
+    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
 
 
@@ -871,9 +876,6 @@ def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
 
-LONG_MASK = torch.ones(1, 137, dtype=torch.bool)  # no multiple of a usual chunk
-
-
 @check("calc_entropy_bonus", public=True, expected=0.31387062)
 def worked_entropy_bonus(student, rng):
     """A fair coin (0.6931) and one of 3 to 1 (0.5623), half of their mean; NaN beyond the end"""
@@ -884,12 +886,11 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask; a vocabulary of 20,000; 137 positions; a logit of -inf"""
+    """Ragged, anything beyond the mask; a vocabulary of 20,000; a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
     found["a vocabulary of 20,000"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
-    found["137 positions"] = f(*policy_logits(rng, LONG_MASK, vocab=3).values(), LONG_MASK, 0.7)
     impossible = (tensors["logits"] - 200).index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
     found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
     return found | in_every_form(
@@ -906,7 +907,7 @@ def entropy_bonus_of_hard_logits(student, rng):
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
 def entropy_bonus_edges(student, rng):
-    """One token, no token (0), all tokens; the inputs stay as they were"""
+    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_entropy_bonus, policy_logits, 0.3)
 
 
@@ -937,7 +938,6 @@ def ragged_kl_penalties(student, rng):
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     tensors = two_logits(rng, mask)
     found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)}
-    found["137 positions"] = f(*two_logits(rng, LONG_MASK, vocab=3).values(), LONG_MASK, 0.7)
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -970,7 +970,7 @@ def hard_kl_penalties(student, rng):
 
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions)
 def kl_penalty_edges(student, rng):
-    """One token, no token (0), all tokens; the inputs stay as they were"""
+    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_kl_penalty, two_logits, 0.3)
 
 

@@ -242,7 +242,7 @@ def ragged_single_updates(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions)
 def single_updates_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
     return {
         name: value_and_gradients(
@@ -543,7 +543,7 @@ def advantages_of_tokens(student, rng):
 
 @check("calc_grpo_objective", expected=objective_by_cases)
 def objectives_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing; A = 0; in float64"""
+    """As many completions as tokens, one row, one token, 150 rows, nothing; A = 0; in float64"""
     masks = masks_of_many_shapes(rng)
     return {
         name: value_and_gradients(

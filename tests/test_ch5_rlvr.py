@@ -670,7 +670,7 @@ def ragged_aggregates(student, rng):
 
 @check("aggregate_tokens", points=2, expected=aggregate_by_loops)
 def aggregates_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng) | {"gaps": rng.integers(0, 2, 4, 6).bool()}
     return {
         name: _every_mode(student, mask, 11, poison(rng.normal(*mask.shape, mean=1), mask))
@@ -752,7 +752,7 @@ def ragged_sequence_ratios(student, rng):
 
 @check("calc_sequence_ratio", expected=geometric_mean_of_ratios)
 def sequence_ratios_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all"""
+    """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
     return {
         name: value_and_gradients(_ratio(student, mask), **ragged_logprobs(rng, mask))
@@ -971,7 +971,7 @@ def rlvr_advantages_of_tokens(student, rng):
 
 @check("calc_rlvr_objective", expected=rlvr_by_cases)
 def rlvr_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, nothing at all; inputs stay"""
+    """As many completions as tokens, one row, one token, 150 rows, nothing; inputs stay"""
     masks = masks_of_many_shapes(rng)
     found = {}
     for name, mask in masks.items():
