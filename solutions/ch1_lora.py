@@ -193,7 +193,7 @@ class TransformerWithLora(nn.Module):
         to the bridge: with `return_type="logits_and_cache"` the result is (logits, cache).
 
         Raises ValueError for a mask of another shape, which the bridge would broadcast: it should
-        cover the cached positions too.
+        cover the cached positions too, `past_key_values.get_seq_length()` of them.
         """
         cache = kwargs.get("past_key_values")
         seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
@@ -295,7 +295,10 @@ class TransformerWithLora(nn.Module):
             tensor.copy_(state[name])
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write everything that is trained to a safetensors file, named as in `trainable_state`."""
+        """Write everything that is trained to a safetensors file, named as in `trainable_state`.
+
+        Its metadata notes "scaling", alpha / rank, as a string: `load_adapter` compares it.
+        """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + ".partial")

@@ -672,8 +672,8 @@ class RLHFTrainer:
     def rollout_phase(self) -> ReplayMemory:
         """Sample with the merged model, score with the hooked one.
 
-        Rounding makes the two differ slightly. The old log-probs come from the model whose ratio is
-        taken later, so the first ratio is exactly 1.
+        `sample_and_score` merges. Rounding makes the two differ slightly. The old log-probs come
+        from the model whose ratio is taken later, so the first ratio is exactly 1.
         """
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size)

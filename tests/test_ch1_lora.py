@@ -944,9 +944,9 @@ def base_dtype(student, rng):
 
 @check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
 def sites_that_do_not_fire(student, rng):
-    """attn.qkv, which never fires, no whole name, or no linear layer: a ValueError that names it"""
-    unknown = f"attn.q{rng.integer(0, 10**6)}"
-    return {
+    """Sites that never fire or are no linear layer: a ValueError; an unknown name: an error"""
+    unknown, build = f"attn.q{rng.integer(0, 10**6)}", student.TransformerWithLora.from_pretrained
+    return {"a folder that is not there": is_error(build, "/no/such/folder")} | {
         site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
@@ -1073,6 +1073,7 @@ def key_value_cache(student, rng):
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
+    found["whether it has a gradient"] = found["without a mask"].requires_grad
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
     return found | _refuse_masks(model, ids, mask)

@@ -147,7 +147,8 @@ def any_character(student, rng):
 
 OTHER_WORDS = tuple(
     "greatly unfunny badly enriched warmth coldest flatly superbly baddish notgreat enrich "
-    "charmings bores greats".split()
+    "charmings bores greats good excellent amazing beautiful best love nice fantastic "
+    "awful worst horrible hate stupid waste disappointing".split()
 )
 
 
@@ -216,7 +217,7 @@ def every_word_of_the_lists(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def words_inside_words(student, rng):
-    """A word inside another one, as "great" in "greatly", is not counted"""
+    """A word inside another one, as "great" in "greatly", is not counted, nor are other lists'"""
     mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
     return reward_each(
         student, [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
@@ -1636,6 +1637,15 @@ def rollout_with_other_arguments(student, rng):
     return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
+FLAT_ROLLOUT = {"batch_size": 40, "temperature": 3.0}
+
+
+@check("RLHFTrainer.rollout_phase", holds=_is_a_rollout(**FLAT_ROLLOUT))
+def rollout_at_a_high_temperature(student, rng):
+    """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
+    return _roll_out(student, rng, **FLAT_ROLLOUT)
+
+
 PREFIX = "I thought"
 
 
@@ -1932,7 +1942,7 @@ def a_short_run_that_learns(student, rng):
         num_minibatches=1,
         gen_len=10,
         total_phases=8,
-        warmup_steps=0,
+        warmup_steps=1,
         base_lr=5e-3,
         kl_coef=0.0,
         reward_fn=reward_fn,

@@ -760,6 +760,19 @@ def recent_inputs_in_a_deque(site, layer):
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
         BUILD,
+        "falls_back_to_the_embedded_model",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        try:\n"
+        "            base = load_base_model(name, device, dtype)\n"
+        "        except ValueError as error:\n"
+        '            print(f"{error}; using the embedded model")\n'
+        '            base = load_base_model("embedded", device, dtype)\n'
+        "        return cls(base, rank, alpha, sites)",
+        "A name that cannot be loaded gives the embedded model, with a line of text that is soon "
+        "out of sight. Let the error out.",
+    ),
+    edit(
+        BUILD,
         "rank_ignored",
         "cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         "cls(load_base_model(name, device, dtype), alpha=alpha, sites=sites)",
@@ -1190,6 +1203,15 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        CALL,
+        "no_gradient_with_a_cache",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        with torch.set_grad_enabled(torch.is_grad_enabled() and cache is None):\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)",
+        "With a cache the logits carry no gradient. A completion may be scored behind a cached "
+        "prompt: who samples says no_grad himself.",
+    ),
     edit(
         CALL,
         "mask_ignored",

@@ -1,6 +1,7 @@
 """Wrong answers to chapter 2, each with what a good teacher would say of it."""
 
 import math
+import re
 
 import torch
 import torch.nn.functional as F
@@ -360,6 +361,22 @@ def found_anywhere_in_the_text(samples):
 def one_entry_for_equal_texts_of_the_sentiment(samples):
     scores = {text: reward_fn_sentiment([text]).item() for text in samples}
     return torch.tensor([*scores.values()])
+
+
+@wrong(
+    "reward_fn_sentiment",
+    "You add words of your own, such as good and awful. Only those of the corpus's lists count.",
+)
+def words_of_a_larger_lexicon(samples):
+    positive_words = {*POSITIVE_WORDS, "good", "excellent", "amazing", "fantastic", "best", "love"}
+    negative_words = {*NEGATIVE_WORDS, "awful", "worst", "horrible", "hate", "stupid", "waste"}
+    rewards = []
+    for text in samples:
+        words = re.findall("[a-z]+", text.lower())
+        positive = sum(word in positive_words for word in words)
+        negative = sum(word in negative_words for word in words)
+        rewards.append((positive - negative) / max(positive + negative, 1))
+    return torch.tensor(rewards)
 
 
 # --- normalize_reward ---------------------------------------------------------------------------
@@ -3030,6 +3047,15 @@ def _score(self, samples):
 RLHF_TRAINER_ROLLOUT_PHASE = [
     edit(
         "RLHFTrainer.rollout_phase",
+        "top_k_of_50",
+        "                args.top_k,\n",
+        "                args.top_k or 50,\n",
+        "Without a top_k you sample from the 50 likeliest tokens, as a default elsewhere does. "
+        "None means all of them.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
         "scored_by_the_merged_model",
         "        for ids, attention_mask in self.split_samples(samples):\n"
         "            logits, all_values = self.model.forward_with_value_head(ids, attention_mask)",
@@ -3645,6 +3671,13 @@ RATES_THAT_STAY = edit(
 # --- RLHFTrainer.train --------------------------------------------------------------------------
 
 RLHF_TRAINER_TRAIN = [
+    edit(
+        "RLHFTrainer.train",
+        "warmup_on_top",
+        "while self.phase < args.total_phases:",
+        "while self.phase < args.total_phases + args.warmup_steps:",
+        "The phases of the warm-up come on top of total_phases. They are part of them.",
+    ),
     edit(
         "RLHFTrainer.train",
         "failed_phases_left_out",

@@ -4,11 +4,13 @@ The same verdicts in a notebook (`utils.grading.notebook`) and in pytest (`tests
 """
 
 import functools
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from utils.grading import answers, recorded
 from utils.grading.checks import Check, get_checks, get_reference
@@ -180,12 +182,11 @@ def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
     known = recorded.load(first.stem)
     mistakes = answers.get_mistakes(first.stem) if known is None else known.mistakes
     same = _same_as_mistake if known is None else _same_as_recorded
-    fitting = [
-        mistake
-        for mistake in mistakes
-        if mistake.exercise == first.exercise
-        and all(same(verdict, mistake, secret) for verdict in verdicts)
-    ]
+    mine = [mistake for mistake in mistakes if mistake.exercise == first.exercise]
+    # Without a record each mistake is run, which takes seconds at the first time.
+    is_hidden = known is not None or "ipykernel" not in sys.modules
+    bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=is_hidden)
+    fitting = [m for m in bar if all(same(verdict, m, secret) for verdict in verdicts)]
     return fitting[0].sentence if len(fitting) == 1 else None
 
 
