@@ -1546,24 +1546,25 @@ def memory_with_default_gamma(student, rng):
 KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 
-def _roll_out(student, rng, with_first=False, **options):
-    """A second rollout, and everything that says where it came from; what the first one sampled."""
+def _roll_out(student, rng, after_another=False, **options):
+    """A rollout, and everything that says where it came from; what one before it sampled."""
     reward_fn = trainers.RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
-    trainer.rollout_phase()
-    first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
-    reward_fn.start()
-    memory = trainer.rollout_phase()  # in which nothing may be left of the first
+    first = {}
+    if after_another:  # of which nothing may be left
+        trainer.rollout_phase()
+        first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
+        reward_fn.start()
+    memory = trainer.rollout_phase()
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
     found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
     tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
     found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
-    if with_first:
-        found |= {f"{name} of the first rollout": x for name, x in first.items()}
+    found |= {f"{name} of the first rollout": x for name, x in first.items()}
     return found | trainers.describe_rollout(fields, args.gen_len)
 
 
@@ -1617,7 +1618,7 @@ def _is_a_rollout(**options):
 @check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
 def rollout(student, rng):
     """A second rollout: samples of the adapted policy at temperature 0.5, the memory's fields"""
-    return _roll_out(student, rng, with_first=True)
+    return _roll_out(student, rng, after_another=True)
 
 
 OTHER_ROLLOUT = {
@@ -1640,7 +1641,7 @@ def rollout_with_other_arguments(student, rng):
 FLAT_ROLLOUT = {"batch_size": 40, "temperature": 3.0}
 
 
-@check("RLHFTrainer.rollout_phase", holds=_is_a_rollout(**FLAT_ROLLOUT))
+@check("RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT))
 def rollout_at_a_high_temperature(student, rng):
     """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
     return _roll_out(student, rng, **FLAT_ROLLOUT)

@@ -1089,7 +1089,7 @@ def rollout_without_a_reference(student, rng):
 FLAT_GRPO_ROLLOUT = {"temperature": 3.0}
 
 
-@check("GrpoTrainer.rollout_phase", holds=_is_a_rollout_of_groups(**FLAT_GRPO_ROLLOUT))
+@check("GrpoTrainer.rollout_phase", slow=True, holds=_is_a_rollout_of_groups(**FLAT_GRPO_ROLLOUT))
 def groups_at_a_high_temperature(student, rng):
     """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
     return _roll_out_groups(student, rng, **FLAT_GRPO_ROLLOUT)

@@ -2150,6 +2150,22 @@ TRANSFORMER_WITH_LORA_MERGED = [
     ),
     edit(
         MERGED,
+        "never_transposed",
+        "if isinstance(linear, nn.Linear):",
+        "if False:",
+        "A B is [d_in d_out], and nn.Linear keeps its weight as [d_out d_in]: transpose what you "
+        "add there. GPT-2's Conv1D keeps [d_in d_out].",
+    ),
+    edit(
+        MERGED,
+        "always_transposed",
+        "if isinstance(linear, nn.Linear):",
+        "if True:",
+        "What is added is transposed everywhere. nn.Linear keeps [d_out d_in], but GPT-2's Conv1D "
+        "[d_in d_out], as A B is.",
+    ),
+    edit(
+        MERGED,
         "transposed_only_if_it_must_be",
         "if isinstance(linear, nn.Linear):",
         "if delta.shape != linear.weight.shape:",
