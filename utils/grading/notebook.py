@@ -92,7 +92,7 @@ def _find_culprit(
     if unwritten and passes_with(unwritten):
         for other in unwritten[::-1]:
             rest = [name for name in unwritten if name != other]
-            unwritten = rest if passes_with(rest) else unwritten
+            unwritten = rest if rest and passes_with(rest) else unwritten
         *first, last = unwritten
         names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
         return f"because your {names} not written yet."
