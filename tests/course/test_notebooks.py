@@ -259,6 +259,24 @@ def test_catch_up_fills_in_what_is_not_written(names, capsys):
     assert not notebook.is_stub(names["masked_mean"])
 
 
+def test_a_solution_that_was_put_in_does_not_count_as_solved(names, capsys):
+    run_cell(f"{RIGHT}\n\ncatch_up()\ncheck(masked_mean)", names)
+    assert "the solution that catch_up() put in" in capsys.readouterr().out
+    assert not course.PROGRESS.exists()
+    run_cell("check(calc_reinforce_objective)", names)
+    assert "put in" not in capsys.readouterr().out
+    assert course.PROGRESS.exists()
+
+
+def test_a_method_that_was_put_in_is_the_solution():
+    trainers = vars(get_reference("ch3_grpo"))
+    trainer = type("GrpoTrainer", (trainers["RLHFTrainer"],), {})
+    assert course._fill_method(trainer, trainers["GrpoTrainer"], "rollout_phase")
+    for name, expected in (("rollout_phase", True), ("train", False)):
+        answer = getattr(trainer, name)
+        assert notebook.is_solution("ch3_grpo", f"GrpoTrainer.{name}", answer) is expected
+
+
 def test_an_inherited_method_is_an_exercise_of_the_notebooks_chapter():
     trainers = vars(get_reference("ch3_grpo"))
     train = trainers["GrpoTrainer"].train

@@ -131,6 +131,18 @@ def is_stub(answer: Any) -> bool:
     return code is not None and "NotImplementedError" in code.co_names
 
 
+def is_solution(stem: str, exercise: str, answer: Any) -> bool:
+    """Whether this is the reference itself, not the same text run in a cell."""
+    if not has_reference(stem):
+        return False
+    names, (name, _, method) = vars(get_reference(stem)), exercise.partition(".")
+    if method and method not in vars(names[name]):
+        return False  # inherited from an earlier chapter: the class around it is what is checked
+    solution = find_answer(names, exercise)
+    codes = [getattr(inspect.unwrap(a), "__code__", a) for a in (answer, solution)]
+    return codes[0] is codes[1]
+
+
 # --- In print -----------------------------------------------------------------------------------
 
 
