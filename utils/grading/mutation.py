@@ -1,4 +1,5 @@
-"""Changes of one place of a function: operators, signs, numbers, slices, calls, statements."""
+"""Changes of one place of a function: operators, signs, numbers, slices, calls, statements, and
+arguments that have another default or are ignored."""
 
 import ast
 import copy
@@ -230,8 +231,28 @@ def mutate(function: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef]]:
         changed = copy.copy(function)
         changed.body = _Replace(old, new).visit(_copy_spine(body)).body
         yield name, changed
+    yield from _change_arguments(function)
     for i, decorator in enumerate(function.decorator_list):
         if "no_grad" in (text := ast.unparse(decorator)):
             changed = copy.copy(function)
             changed.decorator_list = [d for j, d in enumerate(function.decorator_list) if j != i]
             yield f"@{text} -> nothing", changed
+
+
+def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Each argument with a default: ignored, or with another default."""
+    signature = function.args
+    named = signature.args[len(signature.args) - len(signature.defaults) :]
+    pairs = [*zip(named, signature.defaults, strict=True)]
+    pairs += zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+    for argument, default in pairs:
+        if default is None:  # of a keyword that has to be given
+            continue
+        changed = copy.copy(function)
+        ignored = ast.Assign([ast.Name(argument.arg, ast.Store())], default)
+        changed.body = [ignored, *function.body]
+        yield f"{argument.arg} is ignored", changed
+        for value in _change_constant(getattr(default, "value", None)):
+            changed = copy.copy(function)
+            changed.args = _Replace(default, ast.Constant(value)).visit(_copy_spine(signature))
+            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", changed
