@@ -74,7 +74,7 @@ def call_on_edges(rng, function, make_tensors, *settings):
         "one token": torch.ones(1, 1),
         "one of three": torch.tensor([[1, 0, 0]]),
         "none": torch.zeros(2, 3),
-        "137 tokens": torch.ones(1, 137),  # no multiple of a usual chunk
+        "1103 tokens": torch.ones(1, 1103),  # no multiple of a usual chunk
         "150 rows": ragged_mask(rng, 150, 3),
     }
     found = {}
@@ -107,7 +107,7 @@ def count_by_loops(samples, char="."):
 
 
 def random_texts(rng, rows):
-    alphabet = "aA b.. ?*\n(eé…^[]\\"
+    alphabet = "aA b.. ?*\n(eé…^[]\\12<>"
     return [
         "".join(alphabet[i] for i in rng.integers(0, len(alphabet), rng.integer(1, 40)).tolist())
         for _ in range(rows)
@@ -200,9 +200,12 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of any kind and case, with line breaks, and as "great", *fine* or [dull]"""
+    """Words of any kind and case, with line breaks, as "great", *fine* or [dull]; a long review"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
-    return reward_each(student, [random_review(rng, words, n) for n in range(12)])
+    kinds = (NEGATIVE_WORDS, POSITIVE_WORDS)[:: choose(rng, (1, -1))]  # what it ends with
+    long = "".join(random_review(rng, kind, rng.integer(300, 600)) for kind in kinds)
+    found = reward_each(student, [random_review(rng, words, n) for n in range(12)])
+    return found | {"a long review": of_default_dtype(student.reward_fn_sentiment([long]))}
 
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
@@ -287,6 +290,8 @@ def random_rewards(student, rng):
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
         "the first equals the last": f(rewards[[0, 1, 2, 0]]),
         "of one size": f(rewards[:1].abs() * rng.tensor([1.0, -1.0, 1.0, 1.0])),
+        "true zeros": f(torch.cat([rewards, torch.zeros_like(rewards)])),
+        "float64": f(rewards.double()).to(rng.dtype),
     }
 
 
@@ -300,11 +305,12 @@ def rewards_far_from_zero(student, rng):
 
 @check("normalize_reward", expected=reward_by_statistics)
 def eps_is_visible(student, rng):
-    """A spread as small as eps, and smaller"""
+    """A spread as small as eps, and smaller; an eps of 0"""
     rewards, f = rng.normal(7), student.normalize_reward
     return {
         "default eps": [f(rewards * spread) for spread in (2e-5, 5e-6, 1e-7)],
         "eps 0.001": [f(rewards * spread, 1e-3) for spread in (2e-3, 5e-4)],
+        "eps 0": [f(rewards * 2e-5, 0.0), f(torch.ones_like(rewards), eps=0.0)],
     }
 
 
@@ -362,12 +368,13 @@ def token_logprobs(rng, mask):
 def ragged_token_rewards(student, rng):
     """Ragged completions, anything beyond the mask; the inputs stay as they were"""
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
-    f = student.compute_token_rewards
+    f, tensors = student.compute_token_rewards, token_logprobs(rng, mask)
+    in_float64 = f(scores.double(), mask, *(x.double() for x in tensors.values()), 0.3)
     return in_every_form(
         lambda **x: with_inputs_after(f, scores, mask, *map(sliced, x.values()), kl_coef=0.3),
         mask,
-        **token_logprobs(rng, mask),
-    )
+        **tensors,
+    ) | {"float64": in_float64.to(rng.dtype)}
 
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
@@ -466,10 +473,11 @@ def rollouts(rng, mask):
     return {"values": values, "token_rewards": token_rewards}
 
 
-@check("compute_advantages", public=True, expected=[[1.5, 1.0], [-3.0, 0.0]])
+@check("compute_advantages", public=True, expected=[[1.75, 1.5, -1], [-3, 0, 0]])
 def worked_advantages(student, rng):
-    """Values 1, 2 and rewards 0, 3 with lam 1/2: deltas 1, 1, so 1.5, 1. A short row: 1 - 4"""
-    values, token_rewards = rng.tensor([[1.0, 2.0], [4.0, NAN]]), rng.tensor([[0, 3.0], [1.0, NAN]])
+    """Values 1, 2, 4, rewards 0, 0, 3, lam 1/2: deltas 1, 2, -1, so 1.75, 1.5, -1. Short: 1 - 4"""
+    values = rng.tensor([[1.0, 2.0, 4.0], [4.0, NAN, NAN]])
+    token_rewards = rng.tensor([[0.0, 0.0, 3.0], [1.0, NAN, NAN]])
     return student.compute_advantages(values, token_rewards, ~values.isnan(), 1.0, 0.5)
 
 
@@ -486,6 +494,7 @@ def ragged_advantages(student, rng):
         "defaults": f(*tensors.values(), mask),
         "gamma alone": f(*tensors.values(), mask, 0.7),
         "lam alone": f(*tensors.values(), mask, lam=0.7),
+        "float64": f(*(x.double() for x in tensors.values()), mask).to(rng.dtype),
     }
 
 
@@ -577,20 +586,25 @@ def ragged_normal_advantages(student, rng):
 
 @check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3)
 def advantages_far_from_zero(student, rng):
-    """Advantages around 1000 with a std of 1: no digits are lost"""
-    mask = ragged_mask(rng)
-    return student.normalize_advantages(poison(rng.normal(6, 7, mean=1000), mask), mask)
+    """Around 1000 with a std of 1, and around 1 with one of 2e-6 and an eps of 0: no digits lost"""
+    mask, f = ragged_mask(rng), student.normalize_advantages
+    close = 1 + rng.permutation(8).to(rng.dtype).view(2, 4) / 2**20  # as is their mean, exact
+    return {
+        "around 1000": f(poison(rng.normal(6, 7, mean=1000), mask), mask),
+        "around 1": f(close, torch.ones(2, 4, dtype=torch.bool), 0.0),
+    }
 
 
 @check("normalize_advantages", expected=advantages_by_statistics)
 def small_advantages(student, rng):
-    """A spread of 0.1, and of 1e-4 with an eps that is smaller still; a huge eps leaves nothing"""
+    """A spread of 0.1, and of 1e-4 with a smaller eps; a huge eps leaves nothing; an eps of 0"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     advantages = poison(rng.normal(6, 7), mask)
     return {
         "default eps": f(advantages * 0.1, mask),
         "eps 1e-14": [f(advantages * 1e-4, mask, 1e-14), f(advantages * 1e-4, mask, eps=1e-14)],
         "eps 1e16": [f(advantages, mask, 1e16), f(advantages, mask, eps=1e16)],
+        "eps 0": [f(x, mask, 0.0) for x in (advantages * 1e-7, torch.ones_like(advantages))],
     }
 
 
@@ -758,7 +772,7 @@ def rare_tokens_and_large_advantages(student, rng):
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def surrogate_edges(student, rng):
-    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
 
 
@@ -859,7 +873,7 @@ def large_value_losses(student, rng):
 
 @check("calc_value_function_loss", expected=value_loss_by_cases)
 def value_loss_edges(student, rng):
-    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
 
 
@@ -867,10 +881,9 @@ def value_loss_edges(student, rng):
 
 
 def entropy_bonus_by_categorical(logits, mask, ent_coef):
-    """Position by position with torch.distributions."""
-    rows = [logits[i, t] for i, t in mask.nonzero().tolist()]
-    entropies = [Categorical(logits=row).entropy() for row in rows]
-    return ent_coef * mean_of_terms(entropies, logits)
+    """With torch.distributions."""
+    terms = [Categorical(logits=logits[mask]).entropy().mean()] if mask.any() else []
+    return ent_coef * mean_of_terms(terms, logits)
 
 
 def policy_logits(rng, mask, std=1.5, vocab=130):
@@ -890,7 +903,7 @@ def ragged_entropy_bonuses(student, rng):
     """Ragged, anything beyond the mask; a vocabulary of 20,000; a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
-    found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0)}
+    found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0, 0.0)}
     found["a vocabulary of 20,000"] = f(*policy_logits(rng, two, vocab=20_000).values(), two, 0.7)
     impossible = (tensors["logits"] - 200).index_fill(-1, rng.integers(0, 130, 1), -torch.inf)
     found |= by_case({"an impossible token": call_with_gradients(f, mask, 0.7, logits=impossible)})
@@ -908,7 +921,7 @@ def entropy_bonus_of_hard_logits(student, rng):
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
 def entropy_bonus_edges(student, rng):
-    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_entropy_bonus, policy_logits, 0.3)
 
 
@@ -916,8 +929,10 @@ def entropy_bonus_edges(student, rng):
 
 
 def kl_penalty_by_distributions(logits, ref_logits, mask, kl_coef):
-    pairs = [(logits[i, t], ref_logits[i, t].detach()) for i, t in mask.nonzero().tolist()]
-    terms = [kl_divergence(Categorical(logits=p), Categorical(logits=q)) for p, q in pairs]
+    terms = []
+    if mask.any():
+        p, q = (Categorical(logits=x[mask]) for x in (logits, ref_logits.detach()))
+        terms.append(kl_divergence(p, q).mean())
     return kl_coef * mean_of_terms(terms, logits)
 
 
@@ -935,10 +950,11 @@ def worked_kl_penalty(student, rng):
 
 @check("calc_kl_penalty", points=3, seeds=2, expected=kl_penalty_by_distributions)
 def ragged_kl_penalties(student, rng):
-    """Ragged, anything beyond the mask: the value, and a gradient for logits alone"""
+    """Ragged, anything beyond the mask: value and gradients; a vocabulary of 20,000"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
-    tensors = two_logits(rng, mask)
-    found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5)}
+    tensors, two = two_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
+    found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5, 0.0)}
+    found["a vocabulary of 20,000"] = f(*two_logits(rng, two, vocab=20_000).values(), two, 0.7)
     return found | in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.7, **x), mask, **tensors
     )
@@ -971,7 +987,7 @@ def hard_kl_penalties(student, rng):
 
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions)
 def kl_penalty_edges(student, rng):
-    """One token, no token (0), 137 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_kl_penalty, two_logits, 0.3)
 
 
@@ -993,6 +1009,8 @@ def _logits_and_values(student, rng, kind):
     model = make_model(student.TransformerWithValueHeadLora, rng, kind)
     samples = make_samples(rng, rows=4)
     ids, attention = samples.input_ids, samples.attention_mask
+    special = [models.SPECIAL[f"{name}_token_id"] for name in ("pad", "eos")]
+    ids[:, -3:-1] = torch.tensor(special)  # in the completion: tokens like any other
     logits, values = model.forward_with_value_head(ids, attention)
     real = attention.bool()
     weights = rng.normal(*ids.shape)
@@ -1000,10 +1018,15 @@ def _logits_and_values(student, rng, kind):
     gradient = trainers.adapter_gradients(
         (values * weights)[real].sum() + logits[real].sum(), model
     )
-    first = ids[:1, -3:].repeat(130, 1)
-    first[:, 1] = models.SPECIAL["pad_token_id"]  # without a mask a token like any other
-    logits, values = model.forward_with_value_head(first, None)
-    return found | gradient | {"logits without a mask": logits, "values without a mask": values}
+    first = ids[:1, -4:].repeat(130, 1)
+    for parameter in model.trainable_parameters():
+        if len(parameter) == 1:
+            parameter.data *= 30  # the head: values far from 0
+    for name, rows in {"without a mask": first, "of one token": first[:1, :1]}.items():
+        logits, values = model.forward_with_value_head(rows)
+        found |= {f"logits {name}": logits, f"values {name}": values}
+    with_none = model.forward_with_value_head(first[:2], attention_mask=None)
+    return found | gradient | {"values with None": with_none[1]}
 
 
 @check(

@@ -109,6 +109,11 @@ REWARD_FN_CHAR_COUNT = [
             "You count the words that end with the character, so that two in a row count once.",
         ),
         (
+            "decimal_points_left_out",
+            'float(re.sub(r"\\d\\.\\d", "", text).count(char))',
+            "You leave out the points inside numbers, as in 3.5. Every one counts.",
+        ),
+        (
             "stripped_first",
             "float(text.strip().count(char))",
             "strip() takes characters off before you count them. Count in the text as it is.",
@@ -324,6 +329,13 @@ REWARD_FN_SENTIMENT = [
         "Your list of punctuation has gaps: `*great*` and `[great]` are not found. Take the runs "
         "of letters.",
     ),
+    edit(
+        "reward_fn_sentiment",
+        "first_512_characters",
+        "text.lower()",
+        "text[:512].lower()",
+        "Texts are cut at 512 characters, as classifiers do. The whole completion counts.",
+    ),
 ]
 
 
@@ -537,6 +549,32 @@ NORMALIZE_REWARD = [
         "rewards.diff().sum() == 0",
         "The differences add up to last minus first, which is 0 for many rewards that are not "
         "constant. Compare the largest with the smallest.",
+    ),
+    edit(
+        "normalize_reward",
+        "eps_of_0_replaced",
+        "rewards.std() + eps",
+        "rewards.std() + (eps or 1e-5)",
+        "`eps or 1e-5` takes an eps of 0 for none given. Add eps as it is.",
+    ),
+    edit(
+        "normalize_reward",
+        "constant_times_zero",
+        "    if rewards.numel() < 2 or rewards.max() == rewards.min():\n"
+        "        return torch.zeros_like(rewards)\n"
+        f"    return {RESULT}",
+        "    if rewards.numel() < 2:\n"
+        "        return torch.zeros_like(rewards)\n"
+        f"    return (rewards.max() > rewards.min()) * {RESULT}",
+        "Equal rewards are multiplied by 0 at the end, but with an eps of 0 there is inf or nan by "
+        "then. Return zeros before you divide.",
+    ),
+    edit(
+        "normalize_reward",
+        "std_of_what_is_not_zero",
+        "rewards.std()",
+        "(rewards if rewards.count_nonzero() < 2 else rewards[rewards != 0]).std()",
+        "Rewards of 0 are left out of the std. A 0 is a reward like any other.",
     ),
 ]
 
@@ -765,6 +803,20 @@ def views_of_the_log_ratios(scores, mask, logprobs=None, ref_logprobs=None, kl_c
     return rewards
 
 
+@wrong(
+    "compute_token_rewards",
+    "The rewards are in float32 whatever the scores are in, and an assignment by index of float64 "
+    "raises an error. Make them in the dtype of the scores.",
+)
+def always_in_float32(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros(mask.shape)
+    if kl_coef:
+        rewards[mask] = -kl_coef * (logprobs - ref_logprobs).detach()[mask]
+    rows = mask.any(-1)
+    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
+    return rewards
+
+
 # --- compute_advantages -------------------------------------------------------------------------
 
 DELTA = "delta = token_rewards[:, t] + gamma * next_value - values[:, t]"
@@ -940,6 +992,13 @@ COMPUTE_ADVANTAGES = [
     ),
     edit(
         "compute_advantages",
+        "as_many_steps_as_rows",
+        "reversed(range(values.shape[1]))",
+        "reversed(range(len(values)))",
+        "The loop makes as many steps as there are completions. It runs over the tokens, axis 1.",
+    ),
+    edit(
+        "compute_advantages",
         "break_for_continue",
         "    for t in reversed(range(values.shape[1])):\n",
         "    for t in reversed(range(values.shape[1])):\n"
@@ -1005,6 +1064,20 @@ def own_value_masked_too_early(values, token_rewards, mask, gamma=1.0, lam=0.95)
             following = (delta + gamma * lam * following) * mask[:, t]
             next_value, advantages[:, t] = values[:, t], following
         return advantages
+
+
+@wrong(
+    "compute_advantages",
+    "The matrix of discounts is in float32 whatever the values are in, and a product with float64 "
+    "raises an error. Make it in their dtype.",
+)
+def discounts_in_float32(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = token_rewards + gamma * following - values
+    steps = torch.arange(values.shape[1])[:, None] - torch.arange(values.shape[1])
+    discounts = torch.where(steps >= 0, torch.tensor(gamma * lam) ** steps.clamp(min=0), 0.0)
+    return (deltas @ discounts) * mask
 
 
 # --- normalize_advantages -----------------------------------------------------------------------
@@ -1117,6 +1190,21 @@ NORMALIZE_ADVANTAGES = [
         f"({NORMAL}).clamp(-10, 10)",
         "The result is clipped. Nothing bounds a normalised advantage here; the ratio is what PPO "
         "clips.",
+    ),
+    edit(
+        "normalize_advantages",
+        "eps_of_0_replaced",
+        "kept.std() + eps",
+        "kept.std() + (eps or 1e-8)",
+        "`eps or 1e-8` takes an eps of 0 for none given. Add eps as it is.",
+    ),
+    edit(
+        "normalize_advantages",
+        "nearly_equal_is_constant",
+        "kept.max() > kept.min()",
+        "not torch.allclose(kept, kept[0])",
+        "allclose allows for differences, so that advantages which differ a little give zeros. "
+        "Only a constant does.",
     ),
 ]
 
@@ -2065,6 +2153,13 @@ CALC_ENTROPY_BONUS = [
         "The bonus is right, but a logit of -inf makes its gradient nan: nan_to_num after the "
         "product comes too late. Replace the log-prob before you multiply.",
     ),
+    edit(
+        "calc_entropy_bonus",
+        "number_for_a_coefficient_of_0",
+        "    entropies = calc_entropy(logits[mask])",
+        "    if ent_coef == 0:\n        return 0.0\n    entropies = calc_entropy(logits[mask])",
+        "With an ent_coef of 0 you return a Python float. The result is a tensor always.",
+    ),
 ]
 
 
@@ -2308,6 +2403,21 @@ CALC_KL_PENALTY = [
         "(logprobs - ref_logprobs).clamp(-20, 20)",
         "The log-ratio is clipped, so that the worst tokens are charged too little.",
     ),
+    edit(
+        "calc_kl_penalty",
+        "number_for_a_coefficient_of_0",
+        "    logprobs = at_least",
+        "    if kl_coef == 0:\n        return 0.0\n    logprobs = at_least",
+        "With a kl_coef of 0 you return a Python float. The result is a tensor always.",
+    ),
+    edit(
+        "calc_kl_penalty",
+        "likeliest_1000",
+        "kl = (logprobs.exp() * logratio).sum(-1)",
+        "likeliest = logprobs.topk(min(1000, logprobs.shape[-1])).indices\n"
+        "    kl = (logprobs.exp() * logratio).gather(-1, likeliest).sum(-1)",
+        "Only the policy's 1000 likeliest tokens are counted. The KL is over the whole vocabulary.",
+    ),
 ]
 
 
@@ -2377,7 +2487,7 @@ def mean_of_chunk_means_of_the_kl(logits, ref_logits, mask, kl_coef):
     kl = (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
     if len(kl) == 0:
         return kl.sum()
-    return kl_coef * torch.stack([chunk.mean() for chunk in kl.split(128)]).mean()
+    return kl_coef * torch.stack([chunk.mean() for chunk in kl.split(1024)]).mean()
 
 
 @wrong(
@@ -2489,6 +2599,55 @@ TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
         "attention_mask)\n"
         "        self._mode = mode\n",
         "Inside reference() your adapters stay on. There both forward passes are the frozen model.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "mask_without_a_default",
+        'attention_mask: Int[Tensor, "batch seq"] | None = None',
+        'attention_mask: Int[Tensor, "batch seq"] | None',
+        "attention_mask has no default. It may be left out, and then all tokens are attended to.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "every_axis_of_one_squeezed",
+        'rearrange(values, "batch seq 1 -> batch seq")',
+        "values.squeeze()",
+        "squeeze() also takes off a batch or a sequence of one. Take the last axis off, alone.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "mask_made_of_eos_ids",
+        "        hidden: list",
+        "        if attention_mask is None:\n"
+        "            attention_mask = (input_ids != self.tokenizer.eos_token_id).long()\n"
+        "        hidden: list",
+        "Without a mask every token is attended to, eos as well, though some models pad with it.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "eos_taken_out_of_the_mask",
+        "        hidden: list",
+        "        if attention_mask is not None:\n"
+        "            attention_mask = attention_mask * (input_ids != self.tokenizer.eos_token_id)\n"
+        "        hidden: list",
+        "You take eos out of the mask that you are given. Use the mask as it is.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "zero_at_eos",
+        'rearrange(values, "batch seq 1 -> batch seq")',
+        'rearrange(values, "batch seq 1 -> batch seq").masked_fill(\n'
+        "            input_ids == self.tokenizer.eos_token_id, 0.0\n"
+        "        )",
+        "The values are 0 at eos. What follows the end is 0 in compute_advantages; here the head's "
+        "number stands at every position.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
+        "held_at_ten",
+        'rearrange(values, "batch seq 1 -> batch seq")',
+        'rearrange(values, "batch seq 1 -> batch seq").clamp(-10, 10)',
+        "The values are held within 10. Returns may be of any size, and so are values.",
     ),
 ]
 
