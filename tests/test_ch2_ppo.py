@@ -1015,6 +1015,7 @@ def _logits_and_values(student, rng, kind):
     real = attention.bool()
     weights = rng.normal(*ids.shape)
     found = {"the tensor of logits": logits[real], "the tensor of values": values[real]}
+    found |= {"input_ids afterwards": ids, "attention_mask afterwards": attention}
     gradient = trainers.adapter_gradients(
         (values * weights)[real].sum() + logits[real].sum(), model
     )

@@ -2644,6 +2644,16 @@ TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     ),
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "padding_written_into_the_ids",
+        "        hidden: list",
+        "        if attention_mask is not None:\n"
+        "            pad_token_id = self.tokenizer.pad_token_id\n"
+        "            input_ids.masked_fill_(attention_mask == 0, pad_token_id)\n"
+        "        hidden: list",
+        "You write into the input_ids that you are given. They belong to the rollout: make a copy.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "held_at_ten",
         'rearrange(values, "batch seq 1 -> batch seq")',
         'rearrange(values, "batch seq 1 -> batch seq").clamp(-10, 10)',
