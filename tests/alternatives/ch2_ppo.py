@@ -122,6 +122,16 @@ def rewards_by_hand(rewards, eps=1e-5):
 
 
 @right("compute_token_rewards")
+def made_in_float32_by_index(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros(mask.shape)
+    if kl_coef:
+        rewards[mask] = -kl_coef * (logprobs - ref_logprobs).detach()[mask]
+    rows = mask.any(-1)
+    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
+    return rewards
+
+
+@right("compute_token_rewards")
 @torch.no_grad()
 def written_at_the_lengths(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
     rewards = torch.zeros(mask.shape, dtype=scores.dtype)
@@ -163,6 +173,16 @@ def nan_removed_then_masked(scores, mask, logprobs=None, ref_logprobs=None, kl_c
     if kl_coef == 0 or logprobs is None:
         return rewards
     return rewards - torch.nan_to_num(kl_coef * (logprobs.detach() - ref_logprobs.detach())) * mask
+
+
+@right("compute_advantages")
+def times_a_matrix_of_discounts(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = token_rewards + gamma * following - values
+    steps = torch.arange(values.shape[1])[:, None] - torch.arange(values.shape[1])
+    discounts = torch.where(steps >= 0, torch.tensor(gamma * lam) ** steps.clamp(min=0), 0.0)
+    return (deltas @ discounts) * mask
 
 
 @right("compute_advantages")

@@ -803,20 +803,6 @@ def views_of_the_log_ratios(scores, mask, logprobs=None, ref_logprobs=None, kl_c
     return rewards
 
 
-@wrong(
-    "compute_token_rewards",
-    "The rewards are in float32 whatever the scores are in, and an assignment by index of float64 "
-    "raises an error. Make them in the dtype of the scores.",
-)
-def always_in_float32(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    rewards = torch.zeros(mask.shape)
-    if kl_coef:
-        rewards[mask] = -kl_coef * (logprobs - ref_logprobs).detach()[mask]
-    rows = mask.any(-1)
-    rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
-    return rewards
-
-
 # --- compute_advantages -------------------------------------------------------------------------
 
 DELTA = "delta = token_rewards[:, t] + gamma * next_value - values[:, t]"
@@ -1064,20 +1050,6 @@ def own_value_masked_too_early(values, token_rewards, mask, gamma=1.0, lam=0.95)
             following = (delta + gamma * lam * following) * mask[:, t]
             next_value, advantages[:, t] = values[:, t], following
         return advantages
-
-
-@wrong(
-    "compute_advantages",
-    "The matrix of discounts is in float32 whatever the values are in, and a product with float64 "
-    "raises an error. Make it in their dtype.",
-)
-def discounts_in_float32(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    deltas = token_rewards + gamma * following - values
-    steps = torch.arange(values.shape[1])[:, None] - torch.arange(values.shape[1])
-    discounts = torch.where(steps >= 0, torch.tensor(gamma * lam) ** steps.clamp(min=0), 0.0)
-    return (deltas @ discounts) * mask
 
 
 # --- normalize_advantages -----------------------------------------------------------------------
