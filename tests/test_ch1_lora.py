@@ -6,6 +6,7 @@ sorted. The rank equals no other size: a parameter that ends in it is an A.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import math
@@ -25,6 +26,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformer_lens.hook_points import HookPoint
 
 from tests import models
 from tests.inputs import error_of, gradients, leaf, ragged_mask, sliced, with_inputs_after
@@ -698,6 +700,12 @@ def count_hooks(model) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
 
+def hook_elsewhere(model) -> None:
+    """A hook of someone else's on the base, where it has points for that: it should stay."""
+    for point in [m for m in model.modules() if isinstance(m, HookPoint)][:1]:
+        point.add_hook(lambda activation, hook: None)
+
+
 def copy_weights(model) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -1145,9 +1153,7 @@ def bfloat16_base(student, rng):
 
 # --- TransformerWithLora.reference --------------------------------------------------------------
 
-NEVER_ADAPTED = {
-    kind: context_by_hugging_face(kind, adapted=False) for kind in ("shallow", "llama")
-}
+NEVER_ADAPTED = {kind: context_by_hugging_face(kind, adapted=False) for kind in ("gpt2", "llama")}
 
 
 class Interruption(BaseException):
@@ -1173,11 +1179,11 @@ def inside_and_after(student, rng):
     return found | {"after": model(ids)}
 
 
-@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["shallow"], **CLOSE)
+@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE)
 def between_forward_and_backward(student, rng):
     """A forward, the reference's on the same rows, a backward through both; no_grad afterwards"""
     ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, "shallow"), rng)
+    model = set_alike(boot(student, "gpt2"), rng)
     logits = score(model, ids, mask)
     with model.reference():
         ref_logits = score(model, ids, mask)
@@ -1198,12 +1204,13 @@ def between_forward_and_backward(student, rng):
 
 @check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["llama"], **CLOSE)
 def errors_inside_reference(student, rng):
-    """Errors and interrupts pass through, the adapters are on again, and no hook is left"""
+    """Errors and interrupts pass through, the adapters are on again, no hook is left or gone"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.v", "mlp.out")), rng)
     with model.reference():
         score(model, ids, mask)
     score(model, ids, mask)
+    hook_elsewhere(model)
     hooks, found = count_hooks(model), {}
     for error in (SeveralErrors, Interruption):
         found[error.__name__] = "swallowed"
@@ -1271,22 +1278,23 @@ def reference_does_not_nest(student, rng):
 
 
 def _takes_no_second_copy(observed, reference):
-    if not torch.allclose(observed["inside"], reference["inside"], atol=1e-3):
+    close = functools.partial(torch.allclose, rtol=0, atol=0.3)  # in bfloat16
+    if not close(observed["inside"], reference["inside"]):
         return "the logits inside are not the pretrained model's"
     for when in ("bytes before", "bytes inside"):
         if observed[when] > 1.4 * reference[when]:
-            return "there is a second copy of the base: turn the adapters off instead"
+            return "the base takes more memory than one copy in its dtype: turn the adapters off"
     for when in ("weights changed before", "weights changed inside"):
-        if not torch.allclose(observed[when], reference[when], atol=1e-3):
+        if not close(observed[when], reference[when]):
             return f"{when}: the logits do not follow the model's weights, so there is a copy"
     return None
 
 
 @check("TransformerWithLora.reference", holds=_takes_no_second_copy)
 def memory_of_the_reference(student, rng):
-    """There is one copy of the base: the bytes of all weights, and what changing those does"""
+    """One copy of a base in bfloat16: the bytes of all weights, and what changing those does"""
     ids = rng.integers(3, 512, 1, 4)
-    model = set_alike(boot(student, "llama", sites=("attn.q",)), rng)
+    model = set_alike(boot(student, "llama", sites=("attn.q",), dtype=torch.bfloat16), rng)
     base = [p for p in model.parameters() if not p.requires_grad]
     found = {"bytes before": count_bytes(model)}
     with model.reference():
@@ -1325,6 +1333,7 @@ def _merge(student, rng, kind: str) -> dict[str, Any]:
         overwrite_adapters(model, 0)
     base = {name: weight for name, weight in before.items() if RANK not in weight.shape}
     found["weights of the base that changed, adapters overwritten"] = name_changed(base, model)
+    found["after, adapters overwritten"] = score(model, ids, mask)
     return found
 
 
@@ -1375,19 +1384,20 @@ def _is_the_same_model(observed, reference):
             return f"{name}: {observed[name]}, where none should"
     if (errors := observed["errors"]) != reference["errors"]:
         return f"an error inside merged() should pass on, but what came out is {errors}"
-    if observed["hooks left behind"] > 0:
-        return "hooks are left behind"
+    if (left := observed["hooks left behind"]) != 0:
+        return "hooks are left behind" if left > 0 else "hooks that others have put on are gone"
     if observed["merged() once more"] != "no error":
         return "after errors inside merged(), entering it once more is an error"
     return None
 
 
-def _merge_and_leave(student, rng, kind: str) -> dict[str, Any]:
+def _merge_and_leave(student, rng, kind: str, dtype=torch.float32) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
-    model = set_apart(boot(student, kind), rng)
+    model = set_apart(boot(student, kind, dtype=dtype), rng)
     found = {"hooked": score(model, ids, mask)}
     with model.reference():
         found["reference"] = score(model, ids, mask)
+    hook_elsewhere(model)
     hooks, weights = count_hooks(model), copy_weights(model)
 
     def look(when):
@@ -1425,8 +1435,8 @@ def _merge_and_leave(student, rng, kind: str) -> dict[str, Any]:
 
 @check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
-    """Different adapters on each site: merged is hooked; all comes back, after errors too"""
-    return _merge_and_leave(student, rng, "gpt2")
+    """Other adapters on each site, in float64: merged is hooked; all is back, after errors too"""
+    return _merge_and_leave(student, rng, "gpt2", torch.float64)
 
 
 @check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model)
@@ -1649,6 +1659,8 @@ def _is_loaded(observed, reference):
         return "saving should leave requires_grad as it was, of the adapters and of the base"
     if observed["loading"] != "no error":
         return "loading what was saved is an error"
+    if observed["loading a step"] != "no error":
+        return "loading from a path that ends in .step100 is an error: take it as it is given"
     if torch.equal(loaded, before):
         return "after loading, the logits are those from before"
     fresh = observed["logits saved, B = 0"].double()
@@ -1676,7 +1688,7 @@ def _holds_the_adapters(observed, reference):
     if observed["format"] != "safetensors":
         return f"reading the file as safetensors fails: {observed['format']}"
     if observed["files"] != reference["files"]:
-        return "save_adapter should write the file at its path and no other"
+        return "save_adapter should write the file at its path, and touch no other"
     trained, saved = reference["numbers that are trained"], observed["numbers in the file"]
     if observed["numbers that are trained"] != trained or not 0 <= saved - trained <= 100:
         return f"the file holds {saved} numbers, where the adapters have {trained}"
@@ -1726,6 +1738,8 @@ def _save_and_load(
         first.save_adapter(path_type(path))
         path.unlink(missing_ok=True)
         first.save_adapter(path_type(path))
+        dotted = path.with_name(f"{path.name}.step100")
+        first.save_adapter(path_type(dotted))
         try:
             numbers = sum(tensor.numel() for tensor in read_file(path))
             found |= {"format": "safetensors", "numbers in the file": numbers}
@@ -1733,6 +1747,7 @@ def _save_and_load(
             found |= {"format": type(error).__name__, "numbers in the file": 0}
         found["files"] = ", ".join(sorted(p.name for p in Path(folder).iterdir()))
         found["loading"] = is_error(second.load_adapter, path_type(path))
+        found["loading a step"] = is_error(second.load_adapter, path_type(dotted))
     found["logits of the first afterwards"] = float_logits(first, ids, mask)
     found["logits loaded"] = float_logits(second, ids, mask)
     with second.reference():

@@ -329,7 +329,7 @@ class WithoutTransformerLens(_Common):
             saved = {id(linear): (linear, linear.weight.data) for linear, *_ in self.places}
             try:
                 for linear, weight in saved.values():
-                    total = weight.double()
+                    total = weight.to(torch.float64, copy=True)
                     for other, adapter, columns, is_conv in self.places:
                         if other is linear:
                             delta = adapter.down.detach() @ adapter.up.detach() * self.scaling

@@ -1909,6 +1909,38 @@ TRANSFORMER_WITH_LORA_REFERENCE = [
         "                print(error)\n",
         "A RuntimeError inside reference() is printed and disappears. Let every error pass on.",
     ),
+    edit(
+        REFERENCE,
+        "every_hook_removed",
+        "            yield self",
+        "            self.base.reset_hooks()\n            yield self",
+        "reset_hooks removes the hooks of others too, such as one that looks at activations. The "
+        "adapters' hooks last for a forward only: leave the rest alone.",
+    ),
+    edit(
+        REFERENCE,
+        "reference_in_float32",
+        "            yield self",
+        "            dtype = next(self.base.parameters()).dtype\n"
+        "            self.base.float()\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                self.base.to(dtype)",
+        "A base in 16 bits becomes one in float32, which takes twice the memory and gives other "
+        "logits than a policy whose B is 0. Keep its dtype.",
+    ),
+    edit(
+        REFERENCE,
+        "off_in_the_first_block_only",
+        "        with self.base.hooks(fwd_hooks=hooks):\n",
+        '        elif self._mode == "reference":\n'
+        "            items = [*self.adapters.items()][len(self._layers) // self.cfg.n_layers :]\n"
+        "            hooks = [h for item in items for h in make_lora_hooks(*item)] + hooks\n"
+        "        with self.base.hooks(fwd_hooks=hooks):\n",
+        "Inside, the adapters of the first block are off and those of the others stay on.",
+        within="TransformerWithLora._run",
+    ),
 ]
 
 
@@ -2371,6 +2403,43 @@ TRANSFORMER_WITH_LORA_MERGED = [
         "What is put back depends on the adapters at the time of leaving, which may have changed "
         "inside. Put back every weight that was saved.",
     ),
+    edit(
+        MERGED,
+        "every_hook_removed",
+        'with self._in_mode("merged"):\n',
+        'with self._in_mode("merged"):\n            self.base.reset_hooks()\n',
+        "reset_hooks removes the hooks of others too, such as one that looks at activations. In "
+        "merged() a forward puts no adapters' hooks on: leave the rest alone.",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        MERGED,
+        "adapters_put_back_too",
+        "With the weights the adapters are put back: one that is loaded inside is lost on leaving. "
+        "Save the weights that change.",
+        edits=(
+            Edit(
+                MERGED,
+                "saved = [weight.clone() for weight in weights]",
+                "saved = {name: tensor.clone() for name, tensor in self.state_dict().items()}",
+            ),
+            Edit(
+                MERGED,
+                "                for weight, original in zip(weights, saved, strict=True):\n"
+                "                    weight.copy_(original)\n",
+                "                for name, tensor in self.state_dict().items():\n"
+                "                    tensor.data.copy_(saved[name])\n",
+            ),
+        ),
+    ),
+    edit(
+        MERGED,
+        "saved_in_float32",
+        "[weight.clone() for weight in weights]",
+        "[weight.float().clone() for weight in weights]",
+        "The copies are in float32, so that the weights of a base in float64 come back rounded. "
+        "Keep their dtype.",
+    ),
 ]
 
 
@@ -2726,6 +2795,25 @@ TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
         "TransformerWithLora.trainable_state(self).items()",
         f"The adapters alone are saved. {HEAD}: save all of trainable_state().",
     ),
+    edit(
+        SAVE,
+        "the_suffix_replaced",
+        "path = Path(path)\n",
+        "path = Path(path)\n"
+        "        path = path.with_suffix('.safetensors') if path.suffix else path\n",
+        "What stands after the last dot is replaced, so that adapter.step100 and adapter.step200 "
+        "become one file. Keep the path as it is given.",
+    ),
+    edit(
+        SAVE,
+        "older_adapters_removed",
+        "        os.replace(partial, path)",
+        "        for old in path.parent.glob('*.safetensors'):\n"
+        "            old.unlink()\n"
+        "        os.replace(partial, path)",
+        "The folder's other adapters are removed. Write one file, and leave the others to whoever "
+        "has saved them.",
+    ),
 ]
 
 
@@ -2907,6 +2995,16 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
         '            require(tensor.shape == state[name].shape, f"{name} has another shape")\n'
         "            tensor.copy_(state[name])",
         f"The adapters alone are loaded. {HEAD}: load all of trainable_state().",
+    ),
+    edit(
+        LOAD,
+        "the_suffix_replaced",
+        "        require(Path(path).is_file(),",
+        "        path = Path(path)\n"
+        "        path = path.with_suffix('.safetensors') if path.suffix else path\n"
+        "        require(Path(path).is_file(),",
+        "What stands after the last dot is replaced, so that adapter.step100 is not found. Read "
+        "the path as it is given.",
     ),
 ]
 
