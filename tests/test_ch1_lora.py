@@ -76,6 +76,13 @@ def random_layer(student, rng, *args: int, **kwargs):
     return set_layer(layer, rng.normal(*layer.lora_A.shape), rng.normal(*layer.lora_B.shape))
 
 
+def compute_change(layer) -> Tensor:
+    """What is added to the weight, by the layer's own `compute_delta` if it has one."""
+    if hasattr(layer, "compute_delta"):
+        return layer.compute_delta()
+    return layer(torch.eye(*layer.lora_A.shape[:1], dtype=layer.lora_A.dtype))
+
+
 def layer_and_gradients(layer, x: Tensor) -> dict[str, Tensor]:
     x = leaf(x)
     output = layer(x)
@@ -143,7 +150,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random A and B, ranks, alphas, up to three leading axes; gradients; eval(); frozen"""
+    """Random A and B, ranks, alphas, leading axes; gradients; eval(); frozen; x in bfloat16"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 0.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -157,6 +164,9 @@ def random_adapters(student, rng):
     defaults = random_layer(student, rng, 6, 6)
     found["default rank and alpha"] = layer_and_gradients(defaults, rng.normal(2, 6))
     found["an input that is a view"] = defaults(rng.normal(2, 6, 4).mT)
+    found["the change of the weight"] = compute_change(wide)
+    is_error(wide, rng.normal(2, 3).bfloat16())  # refused or cast: the parameters stay
+    found["A and B after an input in bfloat16"] = [wide.lora_A, wide.lora_B]
     wide.eval()
     x = rng.normal(2, 3)
     found["eval()"] = layer_and_gradients(wide, x)

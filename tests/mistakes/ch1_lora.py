@@ -294,6 +294,28 @@ LORA_LAYER = [
         "An alpha below 1 is refused. Any positive number will do.",
         within="LoraLayer.__init__",
     ),
+    edit(
+        "LoraLayer",
+        "delta_not_scaled",
+        "return self.lora_A @ self.lora_B * self.scaling",
+        "return self.lora_A @ self.lora_B",
+        "compute_delta leaves out alpha / rank. It is the change of the weight, A B alpha / rank.",
+    ),
+    edit(
+        "LoraLayer",
+        "delta_as_nn_linear_keeps_it",
+        "return self.lora_A @ self.lora_B * self.scaling",
+        "return (self.lora_A @ self.lora_B * self.scaling).T",
+        "compute_delta is transposed, as nn.Linear keeps its weight. It is [d_in d_out] here.",
+    ),
+    edit(
+        "LoraLayer",
+        "cast_to_the_input",
+        "        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B",
+        "        self.to(x.dtype)\n        return (x @ self.lora_A * self.scaling) @ self.lora_B",
+        "The layer itself is cast to the dtype of x, which rounds the trained weights for good. "
+        "Cast x.",
+    ),
 ]
 
 
