@@ -1909,10 +1909,10 @@ def adapters_that_do_not_fit(student, rng):
 
 
 def sft_loss_by_loops(logits, tokens, loss_mask):
-    """Target by target with torch.distributions."""
+    """Targets picked one by one, and torch.distributions."""
     targets = [(i, t) for i, t in loss_mask.nonzero().tolist() if t > 0]
-    surprises = [-Categorical(logits=logits[i, t - 1]).log_prob(tokens[i, t]) for i, t in targets]
-    return torch.stack(surprises).mean()
+    predictions = Categorical(logits=torch.stack([logits[i, t - 1] for i, t in targets]))
+    return -predictions.log_prob(torch.stack([tokens[i, t] for i, t in targets])).mean()
 
 
 def sft_batch(rng, rows: int = 6, seq: int = 7, vocab: int = 9, std: float = 1.0):
@@ -1970,11 +1970,11 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def small_and_large_batches(student, rng):
-    """One row, two tokens, one target; every token; 321 targets; slices; the inputs stay"""
+    """One row, two tokens, one target; every token; 1025 targets; slices; the inputs stay"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
-    *large, large_mask = sft_batch(rng, rows=150, seq=8)
-    order = large_mask[:, 1:].flatten().cumsum(0).reshape(150, 7)
-    large_mask[:, 1:] &= order <= 321  # one more than five chunks of 64
+    *large, large_mask = sft_batch(rng, rows=200, seq=20)
+    order = large_mask[:, 1:].flatten().cumsum(0).reshape(200, 19)
+    large_mask[:, 1:] &= order <= 1025  # one more than chunks of 64, of 512 or of 1024
     two = torch.tensor([[False, True]])
     return {
         "two tokens": student.calc_sft_loss(logits[:1, :2], tokens[:1, :2], two),
@@ -1988,5 +1988,5 @@ def small_and_large_batches(student, rng):
         "ragged": with_inputs_after(
             student.calc_sft_loss, sliced(logits), sliced(tokens), sliced(loss_mask)
         ),
-        "321 targets": student.calc_sft_loss(*large, large_mask),
+        "1025 targets": student.calc_sft_loss(*large, large_mask),
     }

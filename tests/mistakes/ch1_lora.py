@@ -3452,6 +3452,17 @@ def labels_written_into_one_row(logits, tokens, loss_mask):
     return F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), labels.flatten())
 
 
+@wrong(
+    "calc_sft_loss",
+    "This is the mean over chunks of 1024 targets, and then over the chunks, the last of which may "
+    "be short. Add up the chunks' sums, and divide by the number of all targets.",
+)
+def mean_of_the_means_of_1024(logits, tokens, loss_mask):
+    is_target = loss_mask[:, 1:]
+    chunks = logits[:, :-1][is_target].split(1024), tokens[:, 1:][is_target].split(1024)
+    return torch.stack([F.cross_entropy(*chunk) for chunk in zip(*chunks, strict=True)]).mean()
+
+
 # --- Made by a loop -----------------------------------------------------------------------------
 
 GRADIENTS_ON_AGAIN = [
