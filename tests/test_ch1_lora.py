@@ -809,13 +809,18 @@ def every_site_of_llama(student, rng):
     return _build_everywhere(student, rng, "llama")
 
 
-def _ignores_the_device(build: Callable, path: Path) -> bool:
-    """On a device that every machine has. It holds no numbers, so an error is no offence."""
+def _list_ignored(build: Callable, path: Path) -> list[str]:
+    """Whether the device has no effect, or the dtype. On a device that every machine has; as it
+    holds no numbers, an error is no offence."""
     try:
-        model = build(path, sites=("attn.q",), device="meta")
-        return any(p.device.type != "meta" for p in model.parameters())
+        model = build(path, sites=("attn.q",), device="meta", dtype=torch.float64)
+        parameters = list(model.parameters())
     except Exception:  # an observation: whatever it is
-        return False
+        return []
+    devices = {p.device.type for p in parameters}
+    dtypes = {p.dtype for p in parameters if not p.requires_grad}
+    ignored = [("device", devices != {"meta"}), ("dtype", not dtypes <= {torch.float64})]
+    return [name for name, is_ignored in ignored if is_ignored]
 
 
 def list_started(model) -> list[Tensor]:
@@ -833,7 +838,7 @@ def rank_alpha_and_sites(student, rng):
         "defaults": build(path),
     }
     device = next(iter(models_built["defaults"].trainable_parameters())).device
-    found = {"the device that is asked for is ignored": _ignores_the_device(build, path)}
+    found = {"what is asked for and ignored": ", ".join(_list_ignored(build, path)) or "nothing"}
     by_position = build(str(path), 4, 32, ATTENTION, torch.device("cpu"), torch.float32)
     started = [list_started(models_built["defaults"]), list_started(by_position)]
     found["As that are alike in two models"] = sum(
@@ -884,7 +889,7 @@ class OfTheClassAsked:
 
 
 def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
-    rank, sites = rng.integer(17, 24), ("mlp.out", "attn.q")
+    rank, sites = rng.integer(17, 24), ("mlp.out", "attn.q", "attn.k")
 
     class Descendant(student.TransformerWithLora):
         def __init__(self, *args, **kwargs):
@@ -907,6 +912,7 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
         # Each of them in units of the bound: uniform in ±1.
         started = [p.detach() * d_in**0.5 for p in trained if p.shape == (d_in, rank)]
         pairs = itertools.combinations(started, 2)
+        uneven = [abs(a.mean()) > 0.2 or abs(a.std() * 3**0.5 - 1) > 0.15 for a in started]
         found |= {
             f"As of {d_in} rows that are alike": sum(torch.equal(a, b) for a, b in pairs),
             f"As of {d_in} rows that leave ±1/sqrt({d_in})": sum(
@@ -915,6 +921,7 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
             f"As of {d_in} rows that stay in ±0.8/sqrt({d_in})": sum(
                 bool(a.abs().max() < 0.8) for a in started
             ),
+            f"As of {d_in} rows that are not uniform": sum(map(bool, uneven)),  # 8 standard errors
         }
     return found
 
@@ -945,15 +952,20 @@ def _is_in_the_dtype(observed, reference):
             return f"with dtype={dtype}, the logits are wrong by more than rounding"
         if observed[f"adapters of 16 bits, {dtype}"] > 0:
             return f"with dtype={dtype}, the base is in it and the adapters stay in float32"
+        if observed[f"the default dtype is changed, {dtype}"]:
+            return f"with dtype={dtype}, the base is in it: torch's default dtype stays as it was"
     return None
 
 
 @check("TransformerWithLora.from_pretrained", holds=_is_in_the_dtype)
 def base_dtype(student, rng):
     """The base in bfloat16 or float16 when asked for, and the adapters in float32"""
-    ids, found = rng.integers(3, 512, 2, 6), {}
+    ids, found, default = rng.integers(3, 512, 2, 6), {}, torch.get_default_dtype()
     for dtype in BASE_DTYPES:
         model = boot(student, "llama", sites=("attn.q", "attn.o"), dtype=dtype)
+        changed = torch.get_default_dtype() != default
+        found[f"the default dtype is changed, {dtype}"] = changed
+        torch.set_default_dtype(default)
         found[str(dtype)] = model(ids).float()
         trained = list(model.trainable_parameters())
         found[f"adapters of 16 bits, {dtype}"] = sum(p.element_size() == 2 for p in trained)

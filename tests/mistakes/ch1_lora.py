@@ -1209,6 +1209,59 @@ TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
         "All that is not called lora_ is frozen, and so is a subclass's value head. Freeze the "
         "base alone.",
     ),
+    edit(
+        BUILD,
+        "sixteen_bits_or_float32",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        if dtype not in (torch.bfloat16, torch.float16):\n"
+        "            dtype = torch.float32\n"
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "With float64 the base is in float32. Load it in the dtype that is asked for, whichever.",
+    ),
+    edit(
+        BUILD,
+        "default_dtype_set",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        if dtype is not None:\n"
+        "            torch.set_default_dtype(dtype)\n"
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "The default dtype of torch is set, and all that is made afterwards has it, other models "
+        "too. Give the dtype to the loader alone.",
+    ),
+    edit(
+        BUILD,
+        "one_start_for_q_k_and_v",
+        "        self._attentions =",
+        "        started = {}  # q, k and v read the same input\n"
+        "        for site, layer in self.adapters.items():\n"
+        "            key = (site.split('.')[1], layer.d_in)\n"
+        "            layer.lora_A.data.copy_(started.setdefault(key, layer.lora_A.data))\n"
+        "        self._attentions =",
+        "Adapters of one block start with the same A where they read inputs of one size. Draw an "
+        "A for each.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "started_anew_above_zero",
+        "        self._attentions =",
+        "        for layer in self._layers:\n"
+        "            nn.init.uniform_(layer.lora_A, 0, layer.d_in**-0.5)\n"
+        "        self._attentions =",
+        "The model draws A anew, and from positive values alone. A LoraLayer starts as it should.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "started_anew_from_a_bell",
+        "        self._attentions =",
+        "        for layer in self._layers:\n"
+        "            bound = layer.d_in**-0.5\n"
+        "            nn.init.trunc_normal_(layer.lora_A, std=bound / 2, a=-bound, b=bound)\n"
+        "        self._attentions =",
+        "The model draws A anew, from a truncated normal distribution. It is uniform.",
+        within=CONSTRUCT,
+    ),
 ]
 
 
