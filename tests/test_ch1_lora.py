@@ -1034,7 +1034,8 @@ CACHED = {"use_cache": True, "return_type": "logits_and_cache"}
 
 
 def _score_in_steps(model, ids: Tensor, mask: Tensor, when: str, ends: tuple) -> dict[str, Any]:
-    """The logits at real tokens of a prompt, and of what follows, each step from the cache.
+    """The logits at real tokens of a prompt, and of what follows, each step from the cache; the
+    last token's step asks for no cache.
 
     In their place the error of a step that raised, and of those that would have followed.
     """
@@ -1042,10 +1043,10 @@ def _score_in_steps(model, ids: Tensor, mask: Tensor, when: str, ends: tuple) ->
     for start, end in zip((0, *ends), ends, strict=False):
         name = f"a mask of {[len(ids), end]} for {start} cached positions and {end - start} new"
         if failure is None:
+            asked = past | (CACHED if end < ids.shape[1] else {})
             try:
-                logits, cache = model(
-                    ids[:, start:end], attention_mask=mask[:, :end], **CACHED, **past
-                )
+                output = model(ids[:, start:end], attention_mask=mask[:, :end], **asked)
+                logits, cache = output if end < ids.shape[1] else (output, None)
                 found[f"{name}, {when}"] = logits[mask[:, start:end].bool()]
                 past = {"past_key_values": cache}
             except Exception as error:  # an observation: whatever it is
@@ -1103,7 +1104,7 @@ def key_value_cache(student, rng):
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     _, cache = model(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
-    found["whether it has a gradient"] = found["without a mask"].requires_grad
+    found |= measure_gradients(model, found["without a mask"].square().mean())
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
     return found | _refuse_masks(model, ids, mask)
@@ -1114,13 +1115,16 @@ def again_and_again(student, rng):
     """A second forward, one after an error, one with other values: no hook stacks; B = 0"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.o", "mlp.in")), rng)
-    found = {"first": score(model, ids, mask), "second": score(model, ids, mask)}
+    found = {"first": score(model, ids, mask)}
+    with torch.no_grad():
+        found["second"] = score(model, ids, mask)
     hooks = count_hooks(model)
     found["ids beyond the vocabulary"] = is_error(model, ids + 10**6, mask)
     found["after the error"] = score(model, ids, mask)
     found["hooks that are left behind"] = count_hooks(model) - hooks
     set_alike(model, rng)
-    found["other values"] = score(model, ids, mask)
+    with torch.no_grad():
+        found["other values"] = score(model, ids, mask)
     for parameter in model.trainable_parameters():
         if parameter.shape[-1] != RANK:
             parameter.data.zero_()

@@ -1289,6 +1289,59 @@ TRANSFORMER_WITH_LORA_FORWARD = [
     ),
     edit(
         CALL,
+        "no_gradient_where_a_cache_is_asked_for",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        keeps = torch.is_grad_enabled() and "return_type" not in kwargs\n'
+        "        with torch.set_grad_enabled(keeps):\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)",
+        "Where a cache is asked for there is no gradient, so that of what follows a cached prompt "
+        "lacks the prompt's part. Who samples says no_grad himself.",
+    ),
+    edit(
+        CALL,
+        "cache_detached",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if cache is not None:\n"
+        "            for layer in cache.layers:\n"
+        "                layer.keys, layer.values = layer.keys.detach(), layer.values.detach()\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "The cache is detached: what was computed of the prompt depends on the adapters too, and "
+        "the gradient lacks that part. Hand the cache on as it is.",
+    ),
+    edit(
+        CALL,
+        "cached_positions_counted_where_a_cache_is_asked_for",
+        "(0 if cache is None else cache.get_seq_length())",
+        '(cache.get_seq_length() if cache is not None and "return_type" in kwargs else 0)',
+        "The cached positions are counted only where a cache is to come back, so that a last step "
+        "is refused. Ask whether there is a cache.",
+    ),
+    edit(
+        CALL,
+        "cache_dropped_without_use_cache",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if not kwargs.get("use_cache"):\n'
+        '            kwargs.pop("past_key_values", None)\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Without use_cache=True a cache that is given is dropped. past_key_values may come alone: "
+        "hand it on.",
+    ),
+    edit(
+        CALL,
+        "logits_kept_under_no_grad",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if torch.is_grad_enabled() or kwargs:\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)\n"
+        "        given = [x.tolist() for x in (input_ids, attention_mask) if x is not None]\n"
+        '        kept, key = vars(self).setdefault("_kept", {}), (self._mode, str(given))\n'
+        "        if key not in kept:\n"
+        "            kept[key] = self._run([], input_ids, attention_mask)\n"
+        "        return kept[key]",
+        "Under no_grad the logits of the same ids are kept, and are out of date once the adapters "
+        "have changed. Compute them anew.",
+    ),
+    edit(
+        CALL,
         "mask_ignored",
         "self._run([], input_ids, attention_mask, **kwargs)",
         "self._run([], input_ids, None, **kwargs)",
