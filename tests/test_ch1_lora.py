@@ -834,19 +834,22 @@ def rank_alpha_and_sites(student, rng):
     ids, mask = ragged_batch(rng)
     build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
     models_built = {
-        "chosen": build(path, 37, 25.5, ("mlp.out", "attn.v", "mlp.in")),  # above d_in and d_out
-        "defaults": build(path),
+        "chosen, by position": build(
+            *(path, 37, 25.5, ("mlp.out", "attn.v", "mlp.in")),  # a rank above d_in and d_out
+            *(torch.device("cpu"), torch.float32),
+        ),
+        "defaults": build(str(path)),
+        "defaults, in the same words": build(str(path)),
     }
-    device = next(iter(models_built["defaults"].trainable_parameters())).device
     found = {"what is asked for and ignored": ", ".join(_list_ignored(build, path)) or "nothing"}
-    by_position = build(str(path), 4, 32, ATTENTION, torch.device("cpu"), torch.float32)
-    started = [list_started(models_built["defaults"]), list_started(by_position)]
+    started = [list_started(model) for name, model in models_built.items() if "defaults" in name]
     found["As that are alike in two models"] = sum(
-        torch.equal(a.cpu(), b) for a, b in itertools.product(*started)
+        torch.equal(a, b) for a, b in itertools.product(*started)
     )
-    for (_, model), model_rank in zip(models_built.items(), (37, 4), strict=True):
+    for (_, model), model_rank in zip(models_built.items(), (37, 4, 4), strict=True):
         set_alike(model, rng, rank=model_rank)
     for name, model in models_built.items():
+        device = next(iter(model.trainable_parameters())).device
         found[name] = {
             "shapes of what is trained": list_shapes(model.trainable_parameters()),
             "logits": score(model, ids.to(device), mask.to(device)),

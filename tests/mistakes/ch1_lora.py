@@ -1211,6 +1211,19 @@ TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     ),
     edit(
         BUILD,
+        "one_model_for_the_same_arguments",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        made = vars(TransformerWithLora).get('made', {})\n"
+        "        TransformerWithLora.made = made\n"
+        "        key = (cls, str(name), rank, alpha, tuple(sites), device, dtype)\n"
+        "        if key not in made:\n"
+        "            made[key] = cls(load_base_model(name, device, dtype), rank, alpha, sites)\n"
+        "        return made[key]",
+        "A second call with the same arguments gives the first one's model, trained as it is by "
+        "then. Make a new one each time.",
+    ),
+    edit(
+        BUILD,
         "sixteen_bits_or_float32",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         "        if dtype not in (torch.bfloat16, torch.float16):\n"
