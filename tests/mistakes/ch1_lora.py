@@ -2052,14 +2052,6 @@ TRANSFORMER_WITH_LORA_REFERENCE = [
     ),
     edit(
         REFERENCE,
-        "every_hook_removed",
-        "            yield self",
-        "            self.base.reset_hooks()\n            yield self",
-        "reset_hooks removes the hooks of others too, such as one that looks at activations. The "
-        "adapters' hooks last for a forward only: leave the rest alone.",
-    ),
-    edit(
-        REFERENCE,
         "reference_in_float32",
         "            yield self",
         "            dtype = next(self.base.parameters()).dtype\n"
@@ -2543,14 +2535,6 @@ TRANSFORMER_WITH_LORA_MERGED = [
         "                        continue\n",
         "What is put back depends on the adapters at the time of leaving, which may have changed "
         "inside. Put back every weight that was saved.",
-    ),
-    edit(
-        MERGED,
-        "every_hook_removed",
-        'with self._in_mode("merged"):\n',
-        'with self._in_mode("merged"):\n            self.base.reset_hooks()\n',
-        "reset_hooks removes the hooks of others too, such as one that looks at activations. In "
-        "merged() a forward puts no adapters' hooks on: leave the rest alone.",
     ),
     Answer(
         IN_ITS_MODULE,
