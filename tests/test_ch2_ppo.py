@@ -1155,15 +1155,24 @@ def _schedule_by_hand(warmup_steps, total_phases, final_scale):
     return rising + [1 - (1 - final_scale) * i / n_left for i in range(n_left + 1)]
 
 
-# warmup_steps, total_phases, final_scale, and what the drawn head_lr is multiplied by
+# warmup_steps, total_phases, final_scale, and what the drawn base_lr and head_lr are multiplied by
 SCHEDULES = [
-    (3, 7, 0.1, 1),
-    (0, 4, 0.25, 1),
-    (5, 6, 0.5, 0),  # a head that stands still
-    (1, 3, 0.0, 1),
-    (3, 3, 0.5, 1),
-    (5, 3, 0.5, 1),
+    (3, 7, 0.1, 1, 1),
+    (0, 4, 0.25, 1, 1),
+    (5, 6, 0.5, 1, 0),  # a head that stands still
+    (1, 3, 0.0, 1, 1),
+    (3, 3, 0.5, 0, 1),
+    (5, 3, 0.5, 1, 1),
 ]
+# Which no learning rate depends on.
+OTHER_ARGS = {
+    "num_minibatches": 3,
+    "batches_per_learning_phase": 4,
+    "lora_rank": RANK,
+    "lora_alpha": 5,
+    "max_grad_norm": 0.3,
+    "vf_coef": 0.4,
+}
 
 
 def _adam_by_hand(args, model):
@@ -1203,13 +1212,14 @@ def learning_rates(student, rng):
     found = {}
     model = make_model(student.TransformerWithValueHeadLora, rng)
     base_lr, head_lr = float(rng.uniform(1, low=1e-3)), float(rng.uniform(1, low=1e-3))
-    for warmup_steps, total_phases, final_scale, head_scale in SCHEDULES:
+    for warmup_steps, total_phases, final_scale, base_scale, head_scale in SCHEDULES:
         args = _make_args(
             student,
+            **OTHER_ARGS,
             warmup_steps=warmup_steps,
             total_phases=total_phases,
             final_scale=final_scale,
-            base_lr=base_lr,
+            base_lr=base_scale * base_lr,
             head_lr=head_scale * head_lr,
         )
         optimizer, scheduler = student.get_optimizer_and_scheduler(args, model)
@@ -1234,7 +1244,7 @@ def learning_rates(student, rng):
 def steps_of_adam(student, rng):
     """Three steps uphill by AdamW: eps 1e-5 beside tiny gradients, no weight decay, both parts"""
     model = make_model(student.TransformerWithValueHeadLora, rng)
-    args = _make_args(student, warmup_steps=0, base_lr=0.02, head_lr=0.05)
+    args = _make_args(student, warmup_steps=0, base_lr=2.0, head_lr=5.0)  # large beside rounding
     optimizer, _ = student.get_optimizer_and_scheduler(args, model)
     parameters = list(model.trainable_parameters())
     for _ in range(3):
@@ -1347,17 +1357,17 @@ def fields_and_dtypes(student, rng):
 
 @check("ReplayMemory")
 def rows_that_do_not_fit(student, rng):
-    """A field with a row less than the others, and a group_size that does not divide the rows"""
+    """A field with a row less, or more, than the others; a group_size that does not divide them"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
     fields = {"input_ids": rng.normal(rows, 3), "mask": rng.normal(rows, 2)}
-    wrong = fields | {name: rng.normal(rows - 1, 2)}
 
     def use(**arguments):
         student.ReplayMemory(**arguments).get_minibatches()
 
     (whole,) = student.ReplayMemory(**fields).get_minibatches()
     return {
-        "a row less": error_of(name, use, **wrong),
+        "a row less": error_of(name, use, **fields, **{name: rng.normal(rows - 1, 2)}),
+        "a row more": error_of(name, use, **fields, **{name: rng.normal(rows + 1, 2)}),
         "a group_size that does not divide": error_of(
             "group_size", use, group_size=rows - 1, **fields
         ),
@@ -1437,7 +1447,8 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
             advantages[row, t] = (weights * deltas[t:]).sum()
     kept = advantages[mask]
     whitened = torch.zeros_like(advantages)
-    whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
+    if len(kept) > 1 and not bool((kept == kept[0]).all()):
+        whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
 
     def get_minibatches():
         epoch = samples.input_ids.tensor_split(args.num_minibatches)
@@ -1465,15 +1476,16 @@ def _make_memory(
     spread=2.0,
     mean=6.0,
     rows=6,
+    completion=5,
     values=1.0,
     outlier=0.0,
     with_gradients=False,
     **options,
 ):
     args = _make_args(student, batch_size=rows, **options)
-    samples = make_samples(rng, rows)
+    samples = make_samples(rng, rows, completion=completion)
     mask = samples.completion_mask
-    drawn = [beyond(rng.normal(rows, 5, mean=-1), mask) for _ in range(3)]
+    drawn = [beyond(rng.normal(*mask.shape, mean=-1), mask) for _ in range(3)]
     drawn[2] = drawn[2] * values
     scores = rng.normal(rows, mean=mean, std=spread)
     scores[0] += outlier
@@ -1523,18 +1535,23 @@ def memory_of_a_rollout(student, rng):
 
 @check("make_replay_memory", points=2, expected=memory_by_loops)
 def memory_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": k1 off every token's reward, after the score is normalised"""
-    return _make_memory(student, rng, kl_in="reward", kl_coef=0.5, gamma=0.95, lam=0.7)
+    """kl_in "reward": k1 off every token's reward, after the score is normalised; raw scores too"""
+    options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
+    cases = {"normalised": {"kl_coef": 0.5}, "raw": {"kl_coef": 2.5, "normalize_reward": False}}
+    return by_case(
+        {name: _make_memory(student, rng, **options, **case) for name, case in cases.items()}
+    )
 
 
 @check("make_replay_memory", public=True, expected=memory_by_loops)
 def memory_of_raw_rewards(student, rng):
-    """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is"""
+    """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is; lambda 0"""
     options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0, "mean": 12.0}
+    cases = {"loss": {}, "reward": {"gamma": 0.9, "lam": 0.0, "outlier": 500.0}}
     return by_case(
         {
-            f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options)
-            for kl_in in ("loss", "reward")
+            f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options, **case)
+            for kl_in, case in cases.items()
         }
     )
 
@@ -1547,13 +1564,16 @@ def memory_with_an_outlier(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores, or advantages, that hardly differ; a single completion"""
+    """Scores, or advantages, that hardly differ or not at all; a single completion; one token"""
     cases = {
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
         "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
         "small advantages": {"spread": 1e-5, "values": 1e-5, "normalize_reward": False, "mean": 0},
     }
+    raw = {"spread": 0.0, "mean": 1 / 3, "normalize_reward": False}
+    cases["one token"] = raw | {"rows": 1, "completion": 1}
+    cases["equal advantages"] = raw | {"rows": 7, "values": 0.0, "lam": 1.0}
     return by_case({name: _make_memory(student, rng, **case) for name, case in cases.items()})
 
 
@@ -1575,8 +1595,12 @@ def _roll_out(student, rng, after_another=False, **options):
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
     first = {}
-    if after_another:  # of which nothing may be left
+    if after_another:  # with other weights; nothing of it may be left
+        with torch.no_grad():
+            for parameter in model.trainable_parameters():
+                parameter.zero_()
         trainer.rollout_phase()
+        trainers.fill(model, rng)
         first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
         reward_fn.start()
     memory = trainer.rollout_phase()
@@ -1650,6 +1674,7 @@ OTHER_ROLLOUT = {
     "top_k": 5,
     "temperature": 1.3,
     "gamma": 0.9,
+    "lam": 0.7,
     "prepend_bos": False,
 }
 
@@ -1660,7 +1685,7 @@ def rollout_with_other_arguments(student, rng):
     return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
-FLAT_ROLLOUT = {"batch_size": 40, "temperature": 3.0}
+FLAT_ROLLOUT = {"batch_size": 400, "temperature": 3.0}
 
 
 @check("RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT))
@@ -1669,20 +1694,10 @@ def rollout_at_a_high_temperature(student, rng):
     return _roll_out(student, rng, **FLAT_ROLLOUT)
 
 
-PREFIX = "I thought"
-
-
-def _scored_by_the_hooked_model(observed, reference):
-    if observed["prompts"] != [PREFIX] * 8:
-        return "without prompts, every prompt should be the prefix"
-    return trainers.find_wrong_ratio(observed, reference)
-
-
-@check("RLHFTrainer.rollout_phase", holds=_scored_by_the_hooked_model, beside=True)
+@check("RLHFTrainer.rollout_phase", holds=trainers.find_wrong_ratio, beside=True)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
-    options = {"prompts": None, "prefix": PREFIX, "batch_size": 8, "gen_len": 3}
-    make_args = functools.partial(_make_args, student, **options)
+    make_args = functools.partial(_make_args, student, batch_size=8, gen_len=3)
     model = make_model(student.TransformerWithValueHeadLora, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.RLHFTrainer, make_args, model)
     return trainers.describe_first_ratio(sampled, model, gen_len=3)
@@ -1700,6 +1715,8 @@ def the_model_that_is_built(student, rng):
     args = _make_args(
         student,
         reward_fn=reward_fn,
+        prompts=None,
+        prefix="I thought",
         base_model=models.get_checkpoint("shallow"),
         lora_rank=RANK,
         lora_alpha=5,
@@ -1729,7 +1746,9 @@ def the_model_that_is_built(student, rng):
     return {
         "logits": logits.float(),
         "values": values.float(),
-        "rows of a rollout": len(memory.input_ids),
+        "prompts of a rollout, which are args.prefix,": memory.input_ids[
+            :, : -memory.mask.shape[1]
+        ],
         "whether all that is trained has changed": all(
             not torch.equal(x, before[name]) for name, x in learned.items()
         ),
@@ -1791,23 +1810,23 @@ def objective_by_definition(self, minibatch):
     return torch.stack(terms).mean()
 
 
-def _objective(student, rng, with_reference=True, minibatches=1, **options):
-    """The objective and its gradient, for one minibatch after the other, in a middle phase."""
+def _objective(student, rng, with_reference=True, rows=(6,), **options):
+    """The objective and its gradient, for one minibatch after the other, of so many rows each."""
     args = _make_args(student, **(OBJECTIVE | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
-    trainer.phase = args.total_phases // 2  # with the coefficients of the first
     model.train()
     found = {}
-    for i in range(minibatches):
-        samples = make_samples(rng, prompt_len=4 + i)  # the next prompts are longer
+    for i, n_rows in enumerate(rows):
+        trainer.phase = i * args.total_phases // 2  # the first, or one with its coefficients
+        samples = make_samples(rng, n_rows, prompt_len=4 + i)  # the next prompts are longer
         fields = _make_fields(rng, samples, args.temperature)
         if not with_reference:
             fields["ref_logprobs"] = None
         (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
         objective = trainer.compute_rlhf_objective(minibatch)
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
-        found |= by_case({f"minibatch {i + 1}": parts}) if minibatches > 1 else parts
+        found |= by_case({f"minibatch {i + 1}": parts}) if len(rows) > 1 else parts
     return found
 
 
@@ -1821,8 +1840,8 @@ def _objective(student, rng, with_reference=True, minibatches=1, **options):
     atol=3e-4,
 )
 def objective_and_gradient(student, rng):
-    """Surrogate - value loss + entropy bonus - exact KL, temperature 0.7, minibatch by minibatch"""
-    return _objective(student, rng, minibatches=2)
+    """Surrogate - value loss + entropy bonus - exact KL, temperature 0.7; a minibatch of one row"""
+    return _objective(student, rng, rows=(6, 1))
 
 
 @check(
@@ -1881,7 +1900,18 @@ LEARNING = {
 }
 
 
-def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
+def _cut_to_lengths(fields, lengths):
+    """Rows of one completion, cut to `lengths`, where the first token alone has an advantage.
+
+    It is as large as the row is long, so that with the surrogate alone the masked mean is the same
+    for all minibatches, whatever rows they have. It is negative: a clip_coef of 1 never acts.
+    """
+    first = torch.arange(fields["mask"].shape[1]) == 0
+    fields["mask"] = torch.arange(len(first)) < lengths[:, None]
+    fields["advantages"] = torch.where(first, -1.0, 0.0) * lengths[:, None]
+
+
+def _learn(student, rng, scales, epochs=1, minibatches=1, lengths=None, **options):
     """Learning phases on memories whose advantages have the given scales, one after the other."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
@@ -1894,6 +1924,8 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, **options):
         if minibatches > 1:  # one row only, so that it does not matter how rows are shuffled
             longest = int(fields["mask"].sum(-1).argmax())
             fields = {name: x[[longest] * 6] for name, x in fields.items()}
+        if lengths is not None:
+            _cut_to_lengths(fields, torch.tensor(lengths))
         trainer.learning_phase(student.ReplayMemory(**counts, **fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
         found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
@@ -1927,6 +1959,28 @@ def epochs_and_minibatches(student, rng):
     rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
     return _learn(
         student, rng, scales=(0.1, 0.001), epochs=2, minibatches=3, max_grad_norm=0.02, **rates
+    )
+
+
+@check(
+    "RLHFTrainer.learning_phase",
+    float64=False,
+    expected=learning_by_hand,
+    rtol=1e-3,
+    atol=2e-5,
+)
+def minibatches_count_alike(student, rng):
+    """Three minibatches of rows of different lengths: each has its own mean, and counts as one"""
+    surrogate_alone = {"vf_coef": 0.0, "ent_coef": 0.0, "kl_coef": 0.0, "clip_coef": 1.0}
+    lengths = (1, 5, 1, 1, 1, 1)
+    return _learn(
+        student,
+        rng,
+        scales=(1.0,),
+        minibatches=3,
+        lengths=lengths,
+        max_grad_norm=1e3,
+        **surrogate_alone,
     )
 
 

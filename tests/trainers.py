@@ -22,7 +22,9 @@ from utils.models.decoding import get_decoder
 from utils.models.loading import load_base_model
 
 RANK = 3  # no other size of the small models: it tells adapters from the value head
-PROMPTS = ["This movie is", "A.", "The plot was dull, and", "So", "It", "Not bad", "Yes,", "In all"]
+# One with blanks around it, one with a pad token inside.
+PROMPTS = ["This movie is", "A.", "The plot was dull, and", "So", " It ", "Not bad", "Yes,"]
+PROMPTS += ["In<pad> all"]
 
 
 def fill(model: nn.Module, rng) -> nn.Module:
@@ -123,7 +125,9 @@ def make_samples(
     # After a completion the attention is on: what is trained on is the mask's business alone.
     prompt = torch.arange(prompt_len) >= pads[:, None]
     attention = torch.cat([prompt, torch.ones_like(mask)], dim=1).long()
-    ids = rng.integers(0, 512, rows, prompt_len + completion)  # 0 is the pad id, and a token
+    ids = rng.integers(0, 512, rows, prompt_len + completion)
+    # The pad, bos and eos ids are tokens like any other: the masks say what counts.
+    ids = ids.where(rng.uniform(*ids.shape) < 0.7, ids % 3)
     return Samples(ids, attention, prompt_len, mask, [f"text {i}" for i in range(rows)])
 
 
@@ -225,15 +229,16 @@ def score_text(text: str, prompt: str) -> float:
 
 
 def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> dict[str, Any]:
-    """The completions of three trainers, two with the same seed, and the first one's memory."""
+    """The texts of three trainers, two with the same seed, and the first one's memory."""
     found = {}
     for name, seed in (("texts", 5), ("texts with the same seed", 5), ("texts with another", 6)):
         reward_fn = RecordingReward()
         torch.manual_seed(len(found))
         memory = trainer_class(make_args(seed=seed, reward_fn=reward_fn), model).rollout_phase()
-        found[name] = reward_fn.samples
+        pairs = zip(reward_fn.prompts, reward_fn.samples, strict=True)
+        found[name] = [prompt + text for prompt, text in pairs]
         if name == "texts":
-            first, found["prompts"] = memory, reward_fn.prompts
+            first = memory
     return found | {"memory": first}
 
 
@@ -358,6 +363,13 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
     variance = (policy.probs * logprobs.square()).sum(-1) - policy.entropy().square()
     if (surprise - policy.entropy()).sum().abs() > 8 * variance.sum().sqrt():
         return "the tokens do not have the probabilities of the adapted policy at its temperature"
+    # The least likely tokens that have 5% together, with independent draws: p < 1e-9.
+    ordered, order = policy.probs.sort(descending=True)
+    is_rare = (ordered.cumsum(-1) - ordered >= 0.95).gather(-1, order.argsort(-1))
+    expected = (policy.probs * is_rare).sum(-1)
+    n_drawn = is_rare.gather(-1, tokens[:, None]).sum()
+    if expected.sum() - n_drawn > 6.2 * (expected * (1 - expected)).sum().sqrt():
+        return "rare tokens are left out: sample from the whole distribution"
     return None
 
 

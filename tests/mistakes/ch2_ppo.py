@@ -2814,6 +2814,41 @@ GET_OPTIMIZER_AND_SCHEDULER = [
         '"value_head": args.head_lr or args.base_lr}',
         "`head_lr or base_lr` takes a head_lr of 0 for none. With 0 the head stands still.",
     ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "no_base_lr_is_the_default",
+        '"adapters": args.base_lr,',
+        '"adapters": args.base_lr or 1e-3,',
+        "`base_lr or 1e-3` takes a base_lr of 0 for none. With 0 the adapters stand still.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "phases_times_minibatches",
+        "max(args.total_phases - args.warmup_steps, 1)",
+        "max(args.total_phases * args.num_minibatches - args.warmup_steps, 1)",
+        "The decline is counted in steps of the optimizer. The schedule takes one step a phase.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "steps_divided_by_minibatches",
+        "    def get_scale(k: int) -> float:\n",
+        "    def get_scale(k: int) -> float:\n        k = k // args.num_minibatches\n",
+        "You divide the step by num_minibatches. It counts phases already.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "rate_by_rank",
+        '"adapters": args.base_lr,',
+        '"adapters": args.base_lr * 4 / args.lora_rank,',
+        "The adapters' learning rate depends on their rank. It is base_lr.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
+        "little_weight_decay",
+        "weight_decay=0.0",
+        "weight_decay=1e-4",
+        "Weights decay a little. They should not at all: weight_decay=0.",
+    ),
 ]
 
 
@@ -2946,6 +2981,14 @@ REPLAY_MEMORY = [
         "n_rows = next(iter(sizes.values()))",
         "n_rows = len(next(iter(fields.values())))",
         "You count the rows of the first field, which may be None. Take one that is a tensor.",
+    ),
+    edit(
+        "ReplayMemory",
+        "more_rows_allowed",
+        "size == n_rows,",
+        "size >= n_rows,",
+        "A field may have more rows than the first, and the last ones are never learned from. All "
+        "should have the same number.",
     ),
 ]
 
@@ -3169,6 +3212,30 @@ MAKE_REPLAY_MEMORY = [
         "args.kl_coef is set to 0 and stays so, and then the objective charges no KL either. "
         "Leave the arguments as they are.",
     ),
+    edit(
+        "make_replay_memory",
+        "no_gamma_is_the_default",
+        "args.gamma, args.lam)",
+        "args.gamma or 1.0, args.lam or 0.95)",
+        "`lam or 0.95` takes a lambda of 0 for none. With 0 an advantage is the error of one step.",
+    ),
+    edit(
+        "make_replay_memory",
+        "advantages_whitened_inline",
+        "normalize_advantages(advantages, mask)",
+        "((advantages - advantages[mask].mean()) / (advantages[mask].std() + 1e-8)).masked_fill(\n"
+        "            ~mask, 0.0\n        )",
+        "A single token has no std, and of equal advantages this leaves rounding noise over eps: "
+        "use normalize_advantages, which gives zeros.",
+    ),
+    edit(
+        "make_replay_memory",
+        "kl_beside_normalized_scores_alone",
+        'args.kl_in == "reward" else',
+        'args.kl_in == "reward" and args.normalize_reward else',
+        "With raw scores no KL is charged. normalize_reward and kl_in have nothing to do with each "
+        "other.",
+    ),
 ]
 
 
@@ -3186,6 +3253,49 @@ def _score(self, samples):
 
 
 RLHF_TRAINER_ROLLOUT_PHASE = [
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "sampler_copied_once",
+        "                get_decoder(self.model),  # the same samples, sooner\n",
+        "                self.__dict__.setdefault(\n"
+        '                    "sampler", copy.deepcopy(get_decoder(self.model))\n'
+        "                ),\n",
+        "The sampler is a copy of the merged model that is made once, so that it never sees what "
+        "is learned. Sample from the weights of now.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "nucleus",
+        "                args.top_k,\n",
+        "                args.top_k,\n                0.95,\n",
+        "You sample with a top_p of 0.95, though nothing asks for one: rare tokens never come.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "prompts_stripped",
+        "prompts = [all_prompts[row] for row in rows]",
+        "prompts = [all_prompts[row].strip() for row in rows]",
+        "You strip the prompts. A blank at an end is a part of what is asked.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "prompts_without_seed",
+        "(n_prompts,), generator=self.generator, device=self.device",
+        "(n_prompts,)",
+        "The prompts are drawn from the global generator, so that args.seed does not decide them.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "attention_by_the_pad_id",
+        "forward_with_value_head(ids, attention_mask)",
+        "forward_with_value_head(ids, (ids != 0).long())",
+        "You take every pad id for padding. Text may hold that token too: samples.attention_mask "
+        "comes from the lengths.",
+    ),
     edit(
         "RLHFTrainer.rollout_phase",
         "top_k_of_50",
@@ -3411,6 +3521,46 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "pad_ids_left_out",
+        "        args, mask = self.args, minibatch.mask\n",
+        "        args, mask = self.args, minibatch.mask\n"
+        "        mask = mask & (minibatch.input_ids[:, -mask.shape[1] :] != 0)\n",
+        "Tokens that have the pad's id do not count here. The mask alone says what does.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "ends_left_out",
+        "        args, mask = self.args, minibatch.mask\n",
+        "        args, mask = self.args, minibatch.mask\n"
+        "        mask = mask & (minibatch.input_ids[:, -mask.shape[1] :] != 2)\n",
+        "The eos does not count here. To end is a decision of the policy, and the mask is true on "
+        "it.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "value_head_warmed_up_alone",
+        "objective = surrogate - value_loss",
+        "objective = surrogate * (self.phase >= args.warmup_steps) - value_loss",
+        "In the first phases the surrogate is left out, for the value head to warm up. Only the "
+        "learning rates have a warm-up.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_warmed_up",
+        "objective = objective - args.kl_coef * self",
+        "objective = objective - args.kl_coef * min(1, self.phase / 20) * self",
+        "The KL penalty sets in step by step. It is kl_coef in every phase.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "values_squeezed",
+        "            select_completion(values, prompt_len),\n",
+        "            select_completion(values.squeeze(), prompt_len),\n",
+        "squeeze() takes away the batch of a minibatch of one row. The values are [batch seq] "
+        "already.",
+    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "value_loss_added",
@@ -3796,6 +3946,15 @@ RLHF_TRAINER_LEARNING_PHASE = [
         "            self.optimizer.zero_grad()\n",
         "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
         "KL have gradients of their own: every minibatch has its step.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "minibatches_weighed_by_their_tokens",
+        "            objective.backward()\n",
+        "            share = minibatch.mask.sum() * memory.num_minibatches / memory.mask.sum()\n"
+        "            (objective * share).backward()\n",
+        "A minibatch's gradient is scaled by its share of the tokens. Each minibatch has a step of "
+        "its own, and its objective is a mean already.",
     ),
 ]
 
