@@ -1595,12 +1595,8 @@ def _roll_out(student, rng, after_another=False, **options):
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
     first = {}
-    if after_another:  # with other weights; nothing of it may be left
-        with torch.no_grad():
-            for parameter in model.trainable_parameters():
-                parameter.zero_()
-        trainer.rollout_phase()
-        trainers.fill(model, rng)
+    if after_another:  # of which nothing may be left
+        trainers.roll_out_before(trainer, rng)
         first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
         reward_fn.start()
     memory = trainer.rollout_phase()

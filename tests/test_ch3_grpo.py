@@ -990,7 +990,7 @@ def _roll_out_groups(student, rng, after_another=False, **options):
     trainer = student.GrpoTrainer(args, model)
     first = {}
     if after_another:
-        trainer.rollout_phase()
+        trainers.roll_out_before(trainer, rng)
         first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
         reward_fn.start()
     memory = trainer.rollout_phase()

@@ -69,6 +69,15 @@ def set_gradients(parameters: list[Tensor], rng) -> None:
         parameter.grad = gradient.to(parameter.dtype)
 
 
+def roll_out_before(trainer: Any, rng) -> None:
+    """A rollout with adapters of zero; then the weights are those of `make_model` again."""
+    with torch.no_grad():
+        for parameter in trainer.model.trainable_parameters():
+            parameter.zero_()
+    trainer.rollout_phase()
+    fill(trainer.model, rng)
+
+
 def make_model(
     model_class: type,
     rng,

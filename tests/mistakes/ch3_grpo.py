@@ -2516,6 +2516,21 @@ def reference_scored_once(self):
     return make_grpo_memory(args, samples, scores, logprobs, self.kept)
 
 
+@wrong(
+    "GrpoTrainer.rollout_phase",
+    "The old log-probs come from a copy of the policy that is made once and never learns. Score "
+    "with the policy that has sampled.",
+)
+def scored_by_a_first_copy(self):
+    args = self.args
+    samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+    ref_logprobs, policy = self.get_ref_logprobs(samples), self.model
+    self.model = self.__dict__.setdefault("old_policy", copy.deepcopy(policy))
+    logprobs = self.get_sample_logprobs(samples)
+    self.model = policy
+    return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
+
+
 # --- GrpoTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 
