@@ -1160,17 +1160,21 @@ def _close_in_bfloat16(observed, reference):
         error = (observed[name].double() - expected.double()).norm() / scale
         if not error < 0.1:
             return f"{name}: wrong by more than rounding in bfloat16"
+    if (observed["under no_grad"] - observed["logits"]).abs().mean() > 1e-3:
+        return "under no_grad the logits are others: the first ratio of PPO would not be 1"
     return None
 
 
 @check("TransformerWithLora.forward", holds=_close_in_bfloat16)
 def bfloat16_base(student, rng):
-    """Float32 adapters on a base in bfloat16: logits and gradients"""
+    """Float32 adapters on a base in bfloat16: logits and gradients; the same logits in no_grad"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", dtype=torch.bfloat16), rng)
     logits = score(model, ids, mask).float()
     weights = rng.normal(*logits.shape)
-    return {"logits": logits} | measure_gradients(model, (logits * weights).sum() / len(logits))
+    with torch.no_grad():
+        found = {"logits": logits, "under no_grad": score(model, ids, mask).float()}
+    return found | measure_gradients(model, (logits * weights).sum() / len(logits))
 
 
 # --- TransformerWithLora.reference --------------------------------------------------------------
@@ -1641,7 +1645,10 @@ def the_same_at_each_call(student, rng):
     } | measure(again)
     head = add_head(model, rng)
     with_head = {id(p) for p in model.trainable_parameters()}
-    return found | {"parameters of a head left out": sum(id(p) not in with_head for p in head)}
+    return found | {
+        "parameters of a head left out": sum(id(p) not in with_head for p in head),
+        "adapters left out beside a head": sum(id(p) not in with_head for p in again),
+    }
 
 
 # --- TransformerWithLora.save_adapter and load_adapter ------------------------------------------
@@ -1680,7 +1687,7 @@ def _is_loaded(observed, reference):
     if observed["loading"] != "no error":
         return "loading what was saved is an error"
     if observed["loading a step"] != "no error":
-        return "loading from a path that ends in .step100 is an error: take it as it is given"
+        return "loading from a path that ends in .step100.pt is an error: take it as it is given"
     if torch.equal(loaded, before):
         return "after loading, the logits are those from before"
     fresh = observed["logits saved, B = 0"].double()
@@ -1758,11 +1765,11 @@ def _save_and_load(
         first.save_adapter(path_type(path))
         path.unlink(missing_ok=True)
         first.save_adapter(path_type(path))
-        dotted = path.with_name(f"{path.name}.step100")
+        dotted = path.with_name(f"{path.name}.step100.pt")
         first.save_adapter(path_type(dotted))
         try:
-            numbers = sum(tensor.numel() for tensor in read_file(path))
-            found |= {"format": "safetensors", "numbers in the file": numbers}
+            numbers = [sum(x.numel() for x in read_file(saved)) for saved in (path, dotted)]
+            found |= {"format": "safetensors", "numbers in the file": max(numbers)}
         except Exception as error:  # an observation: whatever it is
             found |= {"format": type(error).__name__, "numbers in the file": 0}
         found["files"] = ", ".join(sorted(p.name for p in Path(folder).iterdir()))

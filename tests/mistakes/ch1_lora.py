@@ -1292,6 +1292,17 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
+        "TransformerWithLora.forward",
+        "merged_under_no_grad",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if self._mode == "hooked" and not torch.is_grad_enabled():\n'
+        "            with self.merged():\n"
+        "                return self._run([], input_ids, attention_mask, **kwargs)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Under no_grad the merged model answers, which rounds otherwise: old log-probs are not "
+        "those of the model that learns. Keep the hooks on.",
+    ),
+    edit(
         CALL,
         "no_gradient_with_a_cache",
         "        return self._run([], input_ids, attention_mask, **kwargs)",
@@ -2872,6 +2883,17 @@ def those_that_have_a_gradient(self):
     return [p for p in trained if p.grad is not None] or trained
 
 
+@wrong(
+    TRAINABLE,
+    "Each part takes the place of the one before, so that beside a head the adapters are left out. "
+    "Collect all parts.",
+)
+def last_part_only(self):
+    for part in self.trainable_parts().values():
+        parameters = list(part)
+    return parameters
+
+
 # --- TransformerWithLora.save_adapter -----------------------------------------------------------
 
 
@@ -2880,6 +2902,15 @@ def _save(self, path, state):
 
 
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
+    edit(
+        SAVE,
+        "a_pickle_by_the_suffix",
+        "        os.replace(partial, path)",
+        '        if path.suffix in (".pt", ".pth", ".bin"):\n'
+        "            torch.save(state, partial)\n"
+        "        os.replace(partial, path)",
+        "A path that ends in .pt gets a pickle. The file is safetensors, whatever its name.",
+    ),
     edit(
         SAVE,
         "a_bare_name_refused",

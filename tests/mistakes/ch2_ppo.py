@@ -2667,6 +2667,16 @@ def values_of_the_first_chunk(self, input_ids, attention_mask=None):
 GET_OPTIMIZER_AND_SCHEDULER = [
     edit(
         "get_optimizer_and_scheduler",
+        "parts_by_their_rate",
+        '    groups = [{"params": part, "lr": lrs[name]} '
+        "for name, part in model.trainable_parts().items()]\n",
+        "    parts = {lrs[name]: part for name, part in model.trainable_parts().items()}\n"
+        '    groups = [{"params": part, "lr": lr} for lr, part in parts.items()]\n',
+        "The parts are kept by their learning rates: where both are equal the head takes the "
+        "adapters' place, which then never learn.",
+    ),
+    edit(
+        "get_optimizer_and_scheduler",
         "minimizes",
         ", maximize=True",
         "",
@@ -3821,6 +3831,13 @@ def reference_logits_of_the_first_epoch(self, minibatch):
 RLHF_TRAINER_LEARNING_PHASE = [
     edit(
         "RLHFTrainer.learning_phase",
+        "whole_memory_in_each_step",
+        "self.compute_rlhf_objective(minibatch)",
+        "self.compute_rlhf_objective(memory)",
+        "Each step is made on the whole memory: you pass `memory` where `minibatch` is meant.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
         "gradients_add_up",
         "            self.optimizer.zero_grad()\n",
         "",
@@ -3971,6 +3988,15 @@ RATES_THAT_STAY = edit(
 # --- RLHFTrainer.train --------------------------------------------------------------------------
 
 RLHF_TRAINER_TRAIN = [
+    edit(
+        "RLHFTrainer.train",
+        "epochs_around_the_phase",
+        "                self._run_phase(log, bar)\n",
+        "                for _ in range(args.batches_per_learning_phase):\n"
+        "                    self._run_phase(log, bar)\n",
+        "You run a phase for each epoch: with an odd total_phases that is one phase too many. "
+        "get_minibatches has the epochs in it.",
+    ),
     edit(
         "RLHFTrainer.train",
         "warmup_on_top",
