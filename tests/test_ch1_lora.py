@@ -294,17 +294,18 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position)
 def several_forwards(student, rng):
-    """Two adapters on one site and one on another; a forward after one that broke off halfway"""
-    sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
-    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
+    """Two adapters on a site, one on another, one on two sites; after one that broke off halfway"""
+    sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v", "blocks.1.attn.v")
+    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites[:3]]
+    layers.append(layers[1])
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
     hooks = [hook for pair in pairs for hook in pair]
     call_hooks(hooks, f"{sites[0]}.hook_in", rng.normal(2, 3, 4))  # and then an error
     found = {}
     for number, rows, seq in (("first", 2, 3), ("second", 1, 5)):
-        for site in sites[:2]:
+        for site in (distinct := sorted({*sites})):
             call_hooks(hooks, f"{site}.hook_in", rng.normal(rows, seq, 4))
-        for site in sites[:2]:
+        for site in distinct:
             out = rng.normal(rows, seq, 6)
             found[f"{site}, {number}"] = call_hooks(hooks, f"{site}.hook_out", out)
     return found
@@ -325,6 +326,13 @@ def _keeps_the_dtype(observed, reference):
             return f"{name}: the output is wrong by more than rounding"
         if not torch.equal(observed[f"{name}, the input"], reference[f"{name}, the input"]):
             return f"{name}: the input should go on as it is"
+        for of in ("x", "out", "lora_A", "lora_B"):
+            yours, expected = (
+                found[f"{name}, the gradients"][f"the gradient for {of}"].double()
+                for found in (observed, reference)
+            )
+            if (yours - expected).abs().max() > 0.05 * expected.abs().max():
+                return f"{name}: the gradient for {of} is wrong by more than rounding"
     if not torch.equal(observed["lora_A afterwards"], reference["lora_A afterwards"]):
         return "the hooks round the trained lora_A: cast what passes through, not the layer"
     return None
@@ -332,14 +340,19 @@ def _keeps_the_dtype(observed, reference):
 
 @check("make_lora_hooks", holds=_keeps_the_dtype)
 def dtypes(student, rng):
-    """A float32 adapter on 16 bits: the output keeps its dtype, the adapter float32"""
+    """A float32 adapter on 16 bits: the output keeps its dtype, the adapter float32; gradients"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.q", layer)
     found = {}
     for name, (x_dtype, out_dtype) in DTYPES.items():
         x, out = rng.normal(2, 4, 6).to(x_dtype), rng.normal(2, 4, 4, 2).to(out_dtype)
-        both = call_both(hooks, "blocks.0.attn.q", x, out)
+        with torch.no_grad():
+            both = call_both(hooks, "blocks.0.attn.q", x.clone(), out.clone())
         found |= {name: both["the output"], f"{name}, the input": both["the input"]}
+        inputs = {"x": leaf(x), "out": leaf(out), "lora_A": layer.lora_A, "lora_B": layer.lora_B}
+        both = call_both(hooks, "blocks.0.attn.q", inputs["x"] * 1, inputs["out"] * 1)
+        weights = rng.normal(2, 4, 4, 2).to(out_dtype)
+        found[f"{name}, the gradients"] = gradients(both["the output"] * weights, **inputs)
     return found | {"lora_A afterwards": layer.lora_A}
 
 
@@ -1063,6 +1076,8 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
         "a mask of one row for two, and a cache is asked for": error_of(
             "mask", model, ids[:, :5], mask[1:, :5], **CACHED
         ),
+        "a mask of two rows for one": error_of("mask", model, ids[:1, :5], mask[:, :5]),
+        "a mask of the first columns alone": error_of("mask", model, ids[:, :5], mask[:, :3]),
         "a transposed mask": error_of("mask", model, ids[:, :5], mask[:, :5].T),
     }
     for name, misfit in (
@@ -1084,13 +1099,17 @@ def key_value_cache(student, rng):
     """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
     ids[:, 6:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
-    mask[0, :2] = 0
+    mask[0, :2] = mask[1, 0] = 0
     model = set_alike(boot(student, "shallow"), rng)
     found = {}
-    for name, context in CONTEXTS.items():
-        ends = (5, 6, 9) if name == "with the adapters on" else (5, 9)
-        with context(model):
-            found |= _score_in_steps(model, ids, mask, name, ends)
+    steps = (
+        (2, (5, 6, 9), torch.enable_grad),
+        (2, (5, 6), torch.no_grad),
+        (1, (5, 9), torch.no_grad),
+    )
+    for (name, context), (rows, ends, mode) in zip(CONTEXTS.items(), steps, strict=True):
+        with context(model), mode():
+            found |= _score_in_steps(model, ids[:rows, : ends[-1]], mask[:rows], name, ends)
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
@@ -1098,11 +1117,12 @@ def key_value_cache(student, rng):
     right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
     model.train()  # which changes nothing
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
-    _, cache = model(ids[1:, :4], **CACHED)
+    _, cache = model.eval()(ids[1:, :4], **CACHED)
     found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
     found |= measure_gradients(model, found["without a mask"].square().mean())
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
-    found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
+    with torch.no_grad():
+        found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
     return found | _refuse_masks(model, ids, mask)
 
 
@@ -1814,7 +1834,8 @@ def every_site_is_saved(student, rng):
 def loaded_into_another(student, rng):
     """What one model saved gives a second one the same logits, in the parameters that it has"""
     sites = ("attn.o", "mlp.in")
-    return _save_and_load(student, rng, "gpt2", sites, sites[::-1], str, "adapter")
+    bare_name = operator.attrgetter("name")
+    return _save_and_load(student, rng, "gpt2", sites, sites[::-1], bare_name, "adapter")
 
 
 @check("TransformerWithLora.load_adapter", slow=True, holds=_is_loaded)

@@ -366,6 +366,7 @@ _shared_input = {}
 _input_of_site = {}
 _activations = {}
 _recent_inputs = deque(maxlen=50)
+_input_of_layer = WeakKeyDictionary()
 
 MAKE_LORA_HOOKS = [
     edit(
@@ -608,6 +609,35 @@ MAKE_LORA_HOOKS = [
         "In eval() under no_grad the adapter is off, which is how a policy is sampled. Add its "
         "output in every mode.",
     ),
+    edit(
+        "make_lora_hooks",
+        "input_detached_where_it_is_cast",
+        "        x = inputs.pop()\n",
+        "        x = inputs.pop()\n"
+        "        if x.dtype != layer.lora_A.dtype:\n"
+        "            x = x.detach().to(layer.lora_A.dtype)\n",
+        "Where the input is cast it is detached as well, so that on a base of 16 bits no gradient "
+        "flows through this adapter to those of earlier blocks. A cast alone keeps the graph.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "output_detached_where_it_is_cast",
+        "        return out + layer(x).reshape(out.shape).to(out.dtype)\n",
+        "        change = layer(x).reshape(out.shape)\n"
+        "        if change.dtype != out.dtype:\n"
+        "            return (out.data.to(change.dtype) + change).to(out.dtype)\n"
+        "        return out + change\n",
+        "On a base of 16 bits the layer's own output is taken by `.data`, which cuts the graph: "
+        "adapters of earlier blocks learn from a wrong gradient.",
+    ),
+    edit(
+        "make_lora_hooks",
+        "cast_while_gradients_are_on",
+        ".to(out.dtype)",
+        ".to(out.dtype if torch.is_grad_enabled() else layer.lora_A.dtype)",
+        "Under no_grad what is added is not cast: a bfloat16 output becomes float32 when the "
+        "policy is sampled.",
+    ),
 ]
 
 
@@ -772,6 +802,22 @@ def recent_inputs_in_a_deque(site, layer):
 
     def add_output(out, hook):
         x = inputs.pop().flatten(2)
+        return out + layer(x).reshape(out.shape).to(out.dtype)
+
+    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
+
+
+@wrong(
+    "make_lora_hooks",
+    "The inputs are kept by the layer, so that two sites with one adapter share a place: the last "
+    "to read overwrites the other's input. Give every pair of hooks a place of its own.",
+)
+def one_place_for_each_layer(site, layer):
+    def read_input(x, hook):
+        _input_of_layer[layer] = x
+
+    def add_output(out, hook):
+        x = _input_of_layer.pop(layer).flatten(2)
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
@@ -1777,6 +1823,78 @@ TRANSFORMER_WITH_LORA_FORWARD = [
         "        return self._run([], input_ids, attention_mask, **kwargs)",
         "A large batch is cut into pieces, and the cache is that of the last piece alone. Return "
         "the cache of all rows.",
+    ),
+    edit(
+        CALL,
+        "arguments_dropped_under_no_grad",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if not torch.is_grad_enabled():  # only scored\n"
+        "            return self._run([], input_ids, attention_mask)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Under no_grad the cache arguments are dropped, and that is where sampling needs them. "
+        "Hand `**kwargs` on with and without gradients.",
+    ),
+    edit(
+        CALL,
+        "no_mask_for_a_single_token_inside_merged",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if self._mode == "merged" and input_ids.shape[1] == 1:  # it sees all before it\n'
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Inside merged() a single new token is run without the mask, so it attends to the padding "
+        "in the cache, and its position counts that. Hand the mask on in every step.",
+    ),
+    edit(
+        CALL,
+        "no_mask_for_a_single_row_with_a_cache",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if len(input_ids) == 1 and kwargs:  # a prompt alone has no padding\n"
+        "            attention_mask = None\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "The mask of a single row is dropped where there are cache arguments. One row may be "
+        "padded as well, as one of a batch that is sampled row by row.",
+    ),
+    edit(
+        CALL,
+        "rows_of_the_mask_cut",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        "        if attention_mask is not None:\n"
+        "            attention_mask = attention_mask[: len(input_ids)]\n",
+        "Rows of the mask that input_ids lacks are cut off without a word, and the first rows' "
+        "mask may not be that of these ids. Refuse a mask with too many rows.",
+    ),
+    edit(
+        CALL,
+        "a_mask_of_the_prompt_lengthened",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        "        if attention_mask is not None and cache is None and attention_mask.shape[1] > 1:\n"
+        "            missing = input_ids.shape[1] - attention_mask.shape[1]\n"
+        "            attention_mask = F.pad(attention_mask, (0, max(missing, 0)), value=1)\n",
+        "A mask that is too short is filled up with ones, so that padding behind a completion is "
+        "taken for real. Refuse a mask that does not cover every position.",
+    ),
+    edit(
+        CALL,
+        "common_padding_trimmed_before_caching",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        if attention_mask is not None and cache is None and kwargs.get("use_cache"):\n'
+        "            first = int(attention_mask.any(0).int().argmax())\n"
+        "            input_ids, attention_mask = input_ids[:, first:], attention_mask[:, first:]\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Columns in which every row is padded are cut off when a cache is begun: the logits lack "
+        "them, and the next mask is longer than the cache. Leave ids and mask as they are.",
+    ),
+    edit(
+        CALL,
+        "no_gradient_with_a_cache_in_evaluation_mode",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        sampled = kwargs.get('use_cache') and not self.training\n"
+        "        with torch.set_grad_enabled(torch.is_grad_enabled() and not sampled):\n"
+        "            return self._run([], input_ids, attention_mask, **kwargs)",
+        "In eval(), which is how a new model is, logits with a cache carry no gradient. Whoever "
+        "samples says no_grad; neither eval() nor a cache does.",
     ),
 ]
 
@@ -3161,6 +3279,14 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
         "        require(Path(path).is_file(),",
         "What stands after the last dot is replaced, so that adapter.step100 is not found. Read "
         "the path as it is given.",
+    ),
+    edit(
+        LOAD,
+        "relative_to_the_home_folder",
+        "        require(Path(path).is_file()",
+        "        path = Path.home() / path\n        require(Path(path).is_file()",
+        "A relative path is looked for in the home folder, where save_adapter has not written it. "
+        "Take it from the working directory, as every other function does.",
     ),
 ]
 
