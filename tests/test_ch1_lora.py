@@ -294,18 +294,17 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position)
 def several_forwards(student, rng):
-    """Two adapters on a site, one on another, one on two sites; after one that broke off halfway"""
-    sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v", "blocks.1.attn.v")
-    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites[:3]]
-    layers.append(layers[1])
+    """Two adapters on one site and one on another; a forward after one that broke off halfway"""
+    sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
+    layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
     hooks = [hook for pair in pairs for hook in pair]
     call_hooks(hooks, f"{sites[0]}.hook_in", rng.normal(2, 3, 4))  # and then an error
     found = {}
     for number, rows, seq in (("first", 2, 3), ("second", 1, 5)):
-        for site in (distinct := sorted({*sites})):
+        for site in sites[:2]:
             call_hooks(hooks, f"{site}.hook_in", rng.normal(rows, seq, 4))
-        for site in distinct:
+        for site in sites[:2]:
             out = rng.normal(rows, seq, 6)
             found[f"{site}, {number}"] = call_hooks(hooks, f"{site}.hook_out", out)
     return found

@@ -366,7 +366,6 @@ _shared_input = {}
 _input_of_site = {}
 _activations = {}
 _recent_inputs = deque(maxlen=50)
-_input_of_layer = WeakKeyDictionary()
 
 MAKE_LORA_HOOKS = [
     edit(
@@ -802,22 +801,6 @@ def recent_inputs_in_a_deque(site, layer):
 
     def add_output(out, hook):
         x = inputs.pop().flatten(2)
-        return out + layer(x).reshape(out.shape).to(out.dtype)
-
-    return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
-
-
-@wrong(
-    "make_lora_hooks",
-    "The inputs are kept by the layer, so that two sites with one adapter share a place: the last "
-    "to read overwrites the other's input. Give every pair of hooks a place of its own.",
-)
-def one_place_for_each_layer(site, layer):
-    def read_input(x, hook):
-        _input_of_layer[layer] = x
-
-    def add_output(out, hook):
-        x = _input_of_layer.pop(layer).flatten(2)
         return out + layer(x).reshape(out.shape).to(out.dtype)
 
     return [(f"{site}.hook_in", read_input), (f"{site}.hook_out", add_output)]
