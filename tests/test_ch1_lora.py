@@ -1811,7 +1811,7 @@ def _save_and_load(
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
     """A new adapter is saved as safetensors, then another one; what loads it becomes the same"""
-    sites, bare_name = ("attn.q",), operator.attrgetter("name")
+    sites, bare_name = ("attn.q", "attn.v"), operator.attrgetter("name")  # of one shape
     return _save_and_load(student, rng, "gpt2", sites, sites, bare_name, "adapter.safetensors")
 
 

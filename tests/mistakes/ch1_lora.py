@@ -3005,6 +3005,19 @@ def _save(self, path, state):
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
     edit(
         SAVE,
+        "named_site_by_site",
+        "        save_file(state, partial",
+        "        names = dict.fromkeys(site.split('.', 2)[2] for site in self._linears)\n"
+        "        sites = [f'blocks.{i}.{n}' for n in names for i in range(self.cfg.n_layers)]\n"
+        "        for site, layer in zip(sites, self._layers, strict=True):\n"
+        "            state[f'{site}.lora_A'] = layer.lora_A.data.contiguous()\n"
+        "            state[f'{site}.lora_B'] = layer.lora_B.data.contiguous()\n"
+        "        save_file(state, partial",
+        "The names go site by site and the adapters block by block, so that most of them are saved "
+        "under the name of another.",
+    ),
+    edit(
+        SAVE,
         "a_pickle_by_the_suffix",
         "        os.replace(partial, path)",
         '        if path.suffix in (".pt", ".pth", ".bin"):\n'
