@@ -1258,8 +1258,11 @@ def steps_of_adam(student, rng):
 def what_is_trained(student, rng):
     """One group for each part, frozen weights in none; for a model without a head too"""
     found = {}
-    for model_class in (student.TransformerWithValueHeadLora, TransformerWithLora):
-        model, whose = make_model(model_class, rng), f"for {model_class.__name__}"
+    for model_class, kind in (
+        (student.TransformerWithValueHeadLora, "shallow"),
+        (TransformerWithLora, "gpt2"),  # of two blocks
+    ):
+        model, whose = make_model(model_class, rng, kind), f"for {model_class.__name__}"
         optimizer, _ = student.get_optimizer_and_scheduler(_make_args(student), model)
         grouped = [p for group in optimizer.param_groups for p in group["params"]]
         trained = {id(p) for p in model.trainable_parameters()}
@@ -1381,13 +1384,17 @@ def _rows_that_do_not_divide(observed, reference):
         return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
     for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
         minibatches = [rows[rows >= 0].tolist() for rows in observed[name]]
-        if sorted(itertools.chain(*minibatches)) != list(range(4 * n_groups)):
-            return "with groups too, every row should come once an epoch"
+        for epoch in (minibatches[:2], minibatches[2:]):
+            if sorted(itertools.chain(*epoch)) != list(range(4 * n_groups)):
+                return "with groups too, every row should come once an epoch"
+        values = torch.cat([rows[rows >= 0] for rows in observed[name]])
+        if not torch.equal(observed[f"x of {name}"], reference["x"][values]):
+            return "with groups too, all fields should be shuffled alike"
         for rows in minibatches:
             groups = {row // 4 for row in rows}
             if len(rows) != 4 * len(groups):
                 return "group_size rows that follow one another should be in one minibatch"
-        order = list(dict.fromkeys(row // 4 for rows in minibatches for row in rows))
+        order = list(dict.fromkeys(row // 4 for rows in minibatches[:2] for row in rows))
         if n_groups == 24 and order == list(range(24)):
             return "groups should come in a random order"
     return None
@@ -1395,7 +1402,7 @@ def _rows_that_do_not_divide(observed, reference):
 
 @check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
 def groups_and_odd_numbers(student, rng):
-    """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 groups in 2: groups stay whole"""
+    """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 in 2, for 2 epochs: whole groups"""
     x = rng.normal(96)
     memory = student.ReplayMemory(
         num_minibatches=4, batches_per_learning_phase=2, row=torch.arange(9), x=x[:9]
@@ -1404,10 +1411,13 @@ def groups_and_odd_numbers(student, rng):
     found = {"rows": torch.cat(rows), "x": x}
     for n_groups in (24, 3):
         rows = torch.arange(4 * n_groups)
-        grouped = student.ReplayMemory(num_minibatches=2, group_size=4, row=rows, x=x[rows])
-        drawn = [minibatch.row for minibatch in grouped.get_minibatches()]
-        padded = [F.pad(row, (0, len(rows) - len(row)), value=-1) for row in drawn]
+        grouped = student.ReplayMemory(
+            num_minibatches=2, batches_per_learning_phase=2, group_size=4, row=rows, x=x[rows]
+        )
+        drawn = [(minibatch.row, minibatch.x) for minibatch in grouped.get_minibatches()]
+        padded = [F.pad(row, (0, len(rows) - len(row)), value=-1) for row, _ in drawn]
         found[f"{n_groups} groups"] = torch.stack(padded)
+        found[f"x of {n_groups} groups"] = torch.cat([part for _, part in drawn])
     return found
 
 
@@ -1478,6 +1488,7 @@ def _make_memory(
     rows=6,
     completion=5,
     values=1.0,
+    logprobs=1.0,
     outlier=0.0,
     with_gradients=False,
     **options,
@@ -1486,7 +1497,7 @@ def _make_memory(
     samples = make_samples(rng, rows, completion=completion)
     mask = samples.completion_mask
     drawn = [beyond(rng.normal(*mask.shape, mean=-1), mask) for _ in range(3)]
-    drawn[2] = drawn[2] * values
+    drawn[0], drawn[2] = drawn[0] * logprobs, drawn[2] * values
     scores = rng.normal(rows, mean=mean, std=spread)
     scores[0] += outlier
     if with_gradients:
@@ -1535,9 +1546,10 @@ def memory_of_a_rollout(student, rng):
 
 @check("make_replay_memory", points=2, expected=memory_by_loops)
 def memory_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": k1 off every token's reward, after the score is normalised; raw scores too"""
+    """kl_in "reward": k1, large or not, off every token's reward, after the score is normalised"""
     options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
     cases = {"normalised": {"kl_coef": 0.5}, "raw": {"kl_coef": 2.5, "normalize_reward": False}}
+    cases["normalised"] |= {"logprobs": 30.0}
     return by_case(
         {name: _make_memory(student, rng, **options, **case) for name, case in cases.items()}
     )
@@ -1701,7 +1713,7 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites, model_class; it learns; short completions too"""
+    """The trainer's own model: rank, alpha, sites, model_class; it learns; one completion a time"""
     rewarded = []
 
     def reward_fn(samples, scale=1.0):
@@ -1710,6 +1722,7 @@ def the_model_that_is_built(student, rng):
 
     args = _make_args(
         student,
+        batch_size=1,
         reward_fn=reward_fn,
         prompts=None,
         prefix="I thought",
@@ -1733,8 +1746,8 @@ def the_model_that_is_built(student, rng):
     ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids)
-    memory = trainer.rollout_phase()
-    trainer.learning_phase(memory)
+    memory, another = trainer.rollout_phase(), trainer.rollout_phase()
+    trainer.learning_phase(another)
     learned = trainers.canonical(list(model.trainable_parameters()))
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
     trainers.make_end_likely(model)
@@ -1745,6 +1758,8 @@ def the_model_that_is_built(student, rng):
         "prompts of a rollout, which are args.prefix,": memory.input_ids[
             :, : -memory.mask.shape[1]
         ],
+        "whether a rollout with the same weights is the same": memory.input_ids.tolist()
+        == another.input_ids.tolist(),
         "whether all that is trained has changed": all(
             not torch.equal(x, before[name]) for name, x in learned.items()
         ),
@@ -1806,10 +1821,10 @@ def objective_by_definition(self, minibatch):
     return torch.stack(terms).mean()
 
 
-def _objective(student, rng, with_reference=True, rows=(6,), **options):
+def _objective(student, rng, with_reference=True, rows=(6,), model=None, **options):
     """The objective and its gradient, for one minibatch after the other, of so many rows each."""
     args = _make_args(student, **(OBJECTIVE | options))
-    model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
+    model = model or make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     model.train()
     found = {}
@@ -1849,9 +1864,18 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL in the objective; no entropy bonus; one epoch of two minibatches"""
+    """kl_in "reward": no KL in the objective; no entropy bonus; vf_coef 0, clip_coef 0"""
     counts = {"batch_size": 12, "num_minibatches": 2, "batches_per_learning_phase": 1}
-    return _objective(student, rng, kl_in="reward", ent_coef=0.0, **counts)
+    cases = {"reward": counts, "loss": {"vf_coef": 0.0, "clip_coef": 0.0}}
+    model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
+    return by_case(
+        {
+            f'kl_in "{kl_in}"': _objective(
+                student, rng, model=model, kl_in=kl_in, ent_coef=0.0, **case
+            )
+            for kl_in, case in cases.items()
+        }
+    )
 
 
 @check(
@@ -2008,7 +2032,7 @@ def a_short_run_that_learns(student, rng):
 
     args = student.RLHFArgs(
         batch_size=32,
-        num_minibatches=1,
+        num_minibatches=2,
         gen_len=10,
         total_phases=9,
         warmup_steps=1,
@@ -2030,22 +2054,27 @@ def a_short_run_that_learns(student, rng):
 
 @check("RLHFTrainer.train", slow=True)
 def an_error_ends_the_run(student, rng):
-    """An error of reward_fn, in the second of three phases, is raised by train()"""
-    calls = []
+    """An error of reward_fn in the second phase, which has other texts, is raised by train()"""
+    rewarded = []
 
     def reward_fn(samples):
-        calls.append(len(samples))
-        if sum(calls) > 4:
+        rewarded.extend(samples)
+        if len(rewarded) > 4:
             raise ArithmeticError("no reward")
         return torch.arange(float(len(samples)))
 
-    args = _make_args(
-        student, batch_size=4, num_minibatches=1, gen_len=2, total_phases=3, reward_fn=reward_fn
-    )
+    still = {"base_lr": 0.0, "head_lr": 0.0}  # the phases differ by what is drawn alone
+    counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 3}
+    args = _make_args(student, reward_fn=reward_fn, **counts, **still)
     trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+    is_raised = False
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         try:
             trainer.train()
         except Exception:
-            return {"whether it is raised": True, "completions": sum(calls)}
-    return {"whether it is raised": False, "completions": sum(calls)}
+            is_raised = True
+    return {
+        "whether it is raised": is_raised,
+        "completions": len(rewarded),
+        "whether the phases have the same completions": rewarded[:4] == rewarded[4:8],
+    }

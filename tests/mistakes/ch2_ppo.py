@@ -2867,6 +2867,14 @@ GET_OPTIMIZER_AND_SCHEDULER = [
 REPLAY_MEMORY = [
     edit(
         "ReplayMemory",
+        "groups_for_one_epoch",
+        "for _ in range(self.batches_per_learning_phase):",
+        "for _ in range(self.batches_per_learning_phase if self.group_size == 1 else 1):",
+        "With groups there is one epoch only. batches_per_learning_phase says how many there are.",
+        within="ReplayMemory.get_minibatches",
+    ),
+    edit(
+        "ReplayMemory",
         "fields_of_the_class",
         "        self.__dict__.update(fields)\n",
         "        for name, rows in fields.items():\n            setattr(type(self), name, rows)\n",
@@ -3006,6 +3014,17 @@ REPLAY_MEMORY = [
 # --- make_replay_memory -------------------------------------------------------------------------
 
 MAKE_REPLAY_MEMORY = [
+    edit(
+        "make_replay_memory",
+        "log_ratios_clipped",
+        "(rewards, mask, logprobs, ref_logprobs, kl_coef)",
+        "(\n"
+        "        rewards, mask, logprobs if kl_coef == 0 else "
+        "ref_logprobs + (logprobs - ref_logprobs).clamp(-10, 10), ref_logprobs, kl_coef\n"
+        "    )",
+        "Log-ratios are clipped at 10 before they are charged, so that what is far off costs too "
+        "little. Charge all of k1.",
+    ),
     edit(
         "make_replay_memory",
         "returns_after_whitening",
@@ -3263,6 +3282,35 @@ def _score(self, samples):
 
 
 RLHF_TRAINER_ROLLOUT_PHASE = [
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "values_squeezed",
+        "select_completion(all_values, samples.prompt_len)",
+        "select_completion(all_values.squeeze(), samples.prompt_len)",
+        "squeeze() takes away the batch where one row is scored at a time. The values are "
+        "[batch seq] already.",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "sampling_seeded_anew",
+        "                generator=self.generator,\n",
+        "                generator=torch.Generator().manual_seed(args.seed),\n",
+        "Each rollout starts from args.seed again, so that the same prompts get the same random "
+        "numbers in every phase. Seed a generator once, and let it run on.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "seed_zero_is_none",
+        "        self.generator = torch.Generator(self.device).manual_seed(args.seed)\n",
+        "        self.generator = torch.Generator(self.device)\n"
+        "        if args.seed:\n"
+        "            self.generator.manual_seed(args.seed)\n"
+        "        else:\n"
+        "            self.generator.seed()\n",
+        "A seed of 0 is a seed like any other, and you take it for none.",
+        within="RLHFTrainer.__init__",
+    ),
     edit(
         "RLHFTrainer.rollout_phase",
         "sampler_copied_once",
@@ -3531,6 +3579,28 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "no_vf_coef_is_a_default",
+        "            args.vf_coef,\n",
+        "            args.vf_coef or 0.5,\n",
+        "A vf_coef of 0 leaves the value loss out, but 0 or 0.5 is 0.5.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "no_clip_coef_is_the_default",
+        "            args.clip_coef,\n",
+        "            args.clip_coef or 0.2,\n",
+        "A clip_coef of 0 is an interval without width, but 0 or 0.2 is 0.2.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_beside_the_entropy_alone",
+        "args.kl_coef > 0:",
+        "args.kl_coef > 0 and args.ent_coef > 0:",
+        "Without an entropy bonus the KL penalty is missing, too. Each has a coefficient of its "
+        "own.",
+    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "pad_ids_left_out",
@@ -3988,6 +4058,34 @@ RATES_THAT_STAY = edit(
 # --- RLHFTrainer.train --------------------------------------------------------------------------
 
 RLHF_TRAINER_TRAIN = [
+    edit(
+        "RLHFTrainer.train",
+        "minibatches_around_the_phase",
+        "                self._run_phase(log, bar)\n",
+        "                for _ in range(args.num_minibatches):\n"
+        "                    self._run_phase(log, bar)\n",
+        "You run a phase for each minibatch. A phase is a whole rollout, which get_minibatches "
+        "divides.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "a_learning_phase_for_each_minibatch",
+        "        self.learning_phase(self.rollout_phase())",
+        "        memory = self.rollout_phase()\n"
+        "        for _ in range(self.args.num_minibatches):\n"
+        "            self.learning_phase(memory)",
+        "learning_phase goes through all minibatches already: call it once for each rollout.",
+        within="RLHFTrainer._run_phase",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "seeded_in_each_phase",
+        "                self._run_phase(log, bar)\n",
+        "                self.generator.manual_seed(args.seed)\n"
+        "                self._run_phase(log, bar)\n",
+        "Every phase draws the same prompts with the same random numbers: seed once, before the "
+        "loop.",
+    ),
     edit(
         "RLHFTrainer.train",
         "epochs_around_the_phase",
