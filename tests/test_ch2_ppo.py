@@ -413,12 +413,14 @@ def token_reward_edges(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def large_token_rewards(student, rng):
-    """Scores around 1000, rare tokens (log-probs of -18 and -110), log-ratios of 30: all exact"""
+    """Scores around 1000, log-probs of 0, -18 and -110, log-ratios of 30: all exact"""
     mask = torch.ones(3, 4, dtype=torch.bool)
     scores = rng.normal(3) + rng.tensor([1000.0, -1000.0, 0.0])
     ref_logprobs = rng.tensor([[-18.0, -18.0, -110.0, -1.0], [-40.0] * 4, [-2.0] * 4])
     logratios = rng.uniform(3, 4, high=0.5) + rng.tensor([[0.0] * 4, [30.0] * 4, [-30.0] * 4])
-    return student.compute_token_rewards(scores, mask, ref_logprobs + logratios, ref_logprobs, 0.3)
+    logprobs = ref_logprobs + logratios
+    logprobs[:, 1] = 0.0  # certain tokens
+    return student.compute_token_rewards(scores, mask, logprobs, ref_logprobs, 0.3)
 
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
@@ -750,10 +752,10 @@ def huge_log_ratios(student, rng):
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def rare_tokens_and_large_advantages(student, rng):
-    """Old log-probs of -18 and -110 with ratios near 1; advantages of 1000 and -2000: all exact"""
+    """Old log-probs of 0, -18, -110 with ratios near 1; advantages of 1000 and -2000: all exact"""
     logratios, mask = rng.uniform(2, 3, low=-0.1, high=0.1), torch.ones(2, 3, dtype=torch.bool)
     sizes = {
-        "rare tokens": ([[-18.0, -18.0, -110.0]] * 2, [[0.0] * 3] * 2),
+        "rare tokens": ([[-18.0, 0.0, -110.0]] * 2, [[0.0] * 3] * 2),
         "large advantages": ([[-1.0] * 3] * 2, [[1000.0, 0.0, 0.0], [0.0, -2000.0, 0.0]]),
     }
     found = {}

@@ -597,6 +597,14 @@ CHARGE = "rewards - kl_coef * k1.masked_fill(~mask, 0.0)"
 COMPUTE_TOKEN_REWARDS = [
     edit(
         "compute_token_rewards",
+        "certain_tokens_cost_nothing",
+        "    k1 = (logprobs - ref_logprobs).detach()\n",
+        "    k1 = (logprobs - ref_logprobs).detach() * (logprobs != 0)\n",
+        "A log-prob of 0 is taken for padding. It is a token that was certain, and what the "
+        "reference thinks of it counts.",
+    ),
+    edit(
+        "compute_token_rewards",
         "in_the_last_column",
         LAST,
         "is_last = torch.zeros_like(mask); is_last[:, -1] = True",
@@ -1313,6 +1321,14 @@ OBJECTIVE = f"return masked_mean({TERMS}, mask)"
 RATIO = "return logratio.clamp(max=80.0).exp()"
 
 CALC_CLIPPED_SURROGATE_OBJECTIVE = [
+    edit(
+        "calc_clipped_surrogate_objective",
+        "certain_tokens_left_out",
+        "    high = clip_coef if",
+        "    mask = mask & (old_logprobs != 0)\n    high = clip_coef if",
+        "An old log-prob of 0 is taken for padding. It is a token that was certain: the mask alone "
+        "says what counts.",
+    ),
     edit(
         "calc_clipped_surrogate_objective",
         "maximum",
