@@ -3676,17 +3676,6 @@ def shifted_the_other_way(logits, tokens, loss_mask):
 
 @wrong(
     "calc_sft_loss",
-    "This is the mean over chunks of 64 targets, and then over the chunks: targets of a short last "
-    "chunk count more. Sum over the chunks and divide once.",
-)
-def mean_of_chunk_means(logits, tokens, loss_mask):
-    is_target = loss_mask[:, 1:]
-    chunks = logits[:, :-1][is_target].split(64), tokens[:, 1:][is_target].split(64)
-    return torch.stack([F.cross_entropy(*chunk) for chunk in zip(*chunks, strict=True)]).mean()
-
-
-@wrong(
-    "calc_sft_loss",
     "view() raises an error on logits or tokens that are a slice of a larger tensor. Use reshape.",
 )
 def views_of_the_arguments(logits, tokens, loss_mask):
