@@ -4,9 +4,9 @@
 as booting takes most of a check's time. "deep": the same in eleven, the first number of two digits.
 "ending": shallow, and eos is likely. "llama": one layer,
 grouped-query attention, rotary positions, dropout of the attention alone, heads that are wider
-together than the model. "qwen": the same with biases on q, k and v, and with more logits than the
-tokenizer has tokens, as Qwen's models have. All have an unembedding of their own, as a tied one
-would repeat its input, and the embedded model's tokenizer.
+together than the model. "qwen": the same with biases on q, k and v, with a token added to the
+tokenizer and more logits than that has tokens, as Qwen's models have. All have an unembedding of
+their own, as a tied one would repeat its input, and the embedded model's tokenizer.
 """
 
 import atexit
@@ -37,6 +37,7 @@ SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_i
 N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1, "qwen": 1}
 D_MODEL, N_CTX = 32, 64
 D_HEAD, VOCAB_SIZE = {"llama": 10, "qwen": 8}, {"llama": 512, "qwen": 520}
+ADDED_ID = 512  # of the token that is added to qwen's tokenizer, whose `vocab_size` stays 512
 EOS_BONUS = 5.0
 ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens
 
@@ -61,7 +62,10 @@ def save_checkpoint(kind: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         _build(kind).save_pretrained(folder)
-    load_tokenizer().save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    if kind == "qwen":
+        tokenizer.add_tokens(["<|im_end|>"])
+    tokenizer.save_pretrained(folder)
 
 
 def _build(kind: str):

@@ -169,10 +169,11 @@ def random_adapters(student, rng):
     wide.eval()
     x = rng.normal(2, 3)
     found["eval()"] = layer_and_gradients(wide, x)
-    with torch.no_grad():
-        found["eval() and no_grad"] = wide(x)
+    for values in ("A and B as before", "other A and B"):
+        with torch.no_grad():
+            found[f"eval() and no_grad, {values}"] = wide(x)
+        found[f"the change of the weight in eval(), {values}"] = compute_change(wide)
         set_layer(wide, rng.normal(3, 2), rng.normal(2, 6))
-        found["eval() and no_grad, other A and B"] = wide(x)
     wide.requires_grad_(False)  # what is before it may be trained
     return found | {"A and B frozen": layer_and_gradients(wide, x)}
 
@@ -251,11 +252,11 @@ def worked_hooks(student, rng):
 
 
 HEAD_AXES = {
-    "as at mlp.in": ((6,), (8,)),
-    "as at attn.q": ((6,), (4, 2)),
-    "as at attn.o": ((3, 2), (8,)),
-    "heads on both sides": ((2, 3), (2, 4)),
-    "heads in groups": ((3, 1, 2), (2, 2, 2)),
+    "mlp.in": ((6,), (8,)),
+    "attn.q": ((6,), (4, 2)),
+    "attn.o": ((3, 2), (8,)),
+    "some.site, heads on both sides": ((2, 3), (2, 4)),
+    "some.site, heads in groups": ((3, 1, 2), (2, 2, 2)),
 }
 
 
@@ -279,9 +280,10 @@ def head_axes(student, rng):
     found["A and B frozen"] = gradients(result * weights.reshape(out.shape), x=x)
     for name, (x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
-        hooks = student.make_lora_hooks("blocks.1.some.site", layer)
+        site = f"blocks.1.{name.split(',')[0]}"
+        hooks = student.make_lora_hooks(site, layer)
         x, out = leaf(rng.normal(2, 5, *x_axes)), leaf(rng.normal(2, 5, *out_axes))
-        result = call_both(hooks, "blocks.1.some.site", x * 1, out * 1)
+        result = call_both(hooks, site, x * 1, out * 1)
         found[name] = result | gradients(
             result["the output"] * rng.normal(2, 5, *out_axes),
             x=x,
@@ -1015,6 +1017,8 @@ def eleven_blocks(student, rng):
 def _padded_logits_and_gradients(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, kind), rng)
+    if kind == "qwen":
+        ids[ids == ids.max()] = models.ADDED_ID
     logits = score(model, ids, mask)
     weights = rng.normal(*logits.shape).to(logits.dtype)
     loss = 10 * (logits * weights).mean()  # gradients are of size 1
@@ -1029,7 +1033,7 @@ def padded_gpt2(student, rng):
 
 @check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("qwen"), **CLOSE)
 def padded_qwen(student, rng):
-    """The same with rotary positions, grouped-query attention, a gated MLP and spare logits"""
+    """The same with rotary positions, grouped-query attention, an added token and spare logits"""
     return _padded_logits_and_gradients(student, rng, "qwen")
 
 
@@ -1158,8 +1162,11 @@ def every_way_of_calling(student, rng):
     special = ids.clone()
     special[0, 1:4] = rng.permutation(3)
     found["tokens 0, 1 and 2 without a mask"] = model(special)
+    column = ids[:, 2:].T
+    found["rows of one token, with a mask"] = model(column, torch.ones_like(column))
     with torch.no_grad():
         found["no_grad"] = model(ids)
+    found["a gradient is recorded under no_grad"] = found["no_grad"].requires_grad
     model.train()
     found |= {"after train()": model(ids), "after train(), again": model(input_ids=ids)}
     model.eval()

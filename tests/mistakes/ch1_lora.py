@@ -61,6 +61,21 @@ INIT, FORWARD = "LoraLayer.__init__", "LoraLayer.forward"
 LORA_LAYER = [
     edit(
         "LoraLayer",
+        "delta_kept_in_evaluation_mode",
+        "        return self.lora_A @ self.lora_B * self.scaling",
+        "        if self.training:\n"
+        "            return self.lora_A @ self.lora_B * self.scaling\n"
+        '        if getattr(self, "_delta", None) is None:\n'
+        "            self._delta = (self.lora_A @ self.lora_B * self.scaling).detach()\n"
+        "        return self._delta\n\n"
+        "    def train(self, mode=True):\n"
+        "        self._delta = None\n"
+        "        return super().train(mode)",
+        "In eval() compute_delta is kept, and is out of date once A and B change: eval() does not "
+        "say that nothing is trained.",
+    ),
+    edit(
+        "LoraLayer",
         "not_scaled",
         " * self.scaling",
         "",
@@ -638,6 +653,24 @@ MAKE_LORA_HOOKS = [
         "policy is sampled.",
     ),
 ]
+
+
+@wrong(
+    "make_lora_hooks",
+    '"in" is in the name of both points of mlp.in: its output is taken for an input, and '
+    "nothing is added. Look at the name's end.",
+)
+def one_function_that_looks_for_in(site, layer):
+    inputs = []
+
+    def adapt(activation, hook):
+        if "in" in hook.name:
+            inputs[:] = [activation]
+            return None
+        x = inputs.pop().flatten(2)
+        return activation + layer(x).reshape(activation.shape).to(activation.dtype)
+
+    return [(f"{site}.hook_in", adapt), (f"{site}.hook_out", adapt)]
 
 
 @wrong(
@@ -1320,6 +1353,38 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "gradient_by_the_mode",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        '        with torch.set_grad_enabled(self._mode == "hooked"):\n'
+        "            return self._run([], input_ids, attention_mask, **kwargs)",
+        "set_grad_enabled(True) turns gradients on inside the caller's no_grad. Leave them to the "
+        "caller.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "mask_squeezed",
+        '        cache = kwargs.get("past_key_values")\n',
+        "        if attention_mask is not None:\n"
+        "            attention_mask = attention_mask.squeeze(1)  # [batch 1 seq] of a data set\n"
+        '        cache = kwargs.get("past_key_values")\n',
+        "A mask of one column loses that axis, so that rows of one token are refused. Take the "
+        "mask as it is.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "added_tokens_refused",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        vocab = self.tokenizer.vocab_size\n"
+        "        require(\n"
+        "            bool((input_ids < vocab).all()),\n"
+        '            f"input_ids should be below {vocab}, but one is {int(input_ids.max())}",\n'
+        "        )\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "tokenizer.vocab_size counts no added token, as Qwen's eos is one, so that its id is "
+        "refused. Leave this to the embedding.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "merged_under_no_grad",
