@@ -990,7 +990,7 @@ def sites_that_do_not_fire(student, rng):
         site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
-            *((site, (), ()) for site in ("attn.qkv", "q", "attn", "ln1", unknown)),
+            *((site, (), ()) for site in ("attn.qkv", "q", "q_proj", "attn", "ln1", unknown)),
         )
     }
 
@@ -1338,6 +1338,8 @@ def _takes_no_second_copy(observed, reference):
     for when in ("weights changed before", "weights changed inside"):
         if not close(observed[when], reference[when]):
             return f"{when}: the logits do not follow the model's weights, so there is a copy"
+    if observed["weights that go back"] != "none":
+        return "weights that are changed inside go back on leaving, so there is a copy of them"
     return None
 
 
@@ -1355,7 +1357,8 @@ def memory_of_the_reference(student, rng):
         found["weights changed before"] = model(ids).float()
         scale_weights(base, 1.1)
         found["weights changed inside"] = model(ids).float()
-    return found
+        changed = copy_weights(model)
+    return found | {"weights that go back": name_changed(changed, model)}
 
 
 # --- TransformerWithLora.merged -----------------------------------------------------------------

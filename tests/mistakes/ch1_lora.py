@@ -844,6 +844,15 @@ def recent_inputs_in_a_deque(site, layer):
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
         BUILD,
+        "names_of_peft_accepted",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        '        pefts = {"q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v"}\n'
+        "        sites = tuple(pefts.get(site, site) for site in sites)\n"
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "q_proj, PEFT's name, is taken for attn.q. No such site fires: raise a ValueError.",
+    ),
+    edit(
+        BUILD,
         "falls_back_to_the_embedded_model",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         "        try:\n"
@@ -2035,6 +2044,20 @@ def _refuse_cached_positions(self, input_ids, attention_mask=None, **kwargs):
 
 
 TRANSFORMER_WITH_LORA_REFERENCE = [
+    edit(
+        REFERENCE,
+        "weights_saved_as_in_merged",
+        "            yield self",
+        "            weights = [linear.weight.data for linear in self._linears.values()]\n"
+        "            saved = [weight.clone() for weight in weights]\n"
+        "            try:\n"
+        "                yield self\n"
+        "            finally:\n"
+        "                for weight, original in zip(weights, saved, strict=True):\n"
+        "                    weight.copy_(original)",
+        "Every adapted weight is copied on entering, as merged() needs it. Nothing is folded in "
+        "here: turn the hooks off and copy nothing.",
+    ),
     edit(
         REFERENCE,
         "adapters_stay_on",
