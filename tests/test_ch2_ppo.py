@@ -1011,6 +1011,7 @@ def _logits_and_values(student, rng, kind):
     ids, attention = samples.input_ids, samples.attention_mask
     special = [models.SPECIAL[f"{name}_token_id"] for name in ("pad", "eos")]
     ids[:, -3:-1] = torch.tensor(special)  # in the completion: tokens like any other
+    attention[0, -2:] = 0  # the other rows are padded on the left
     logits, values = model.forward_with_value_head(ids, attention)
     real = attention.bool()
     weights = rng.normal(*ids.shape)
@@ -1040,7 +1041,7 @@ def _logits_and_values(student, rng, kind):
     atol=1e-3,
 )
 def values_of_gpt2(student, rng):
-    """Logits, values and gradients on left-padded rows: absolute positions, adapters not 0"""
+    """Logits, values and gradients of rows padded left or right: absolute positions, no B of 0"""
     return _logits_and_values(student, rng, "gpt2")
 
 
@@ -1836,6 +1837,8 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
         fields = _make_fields(rng, samples, args.temperature)
         if not with_reference:
             fields["ref_logprobs"] = None
+        if i > 0:  # as where one of many completions is rewarded
+            fields["advantages"][:, 0] += choose(rng, (-20.0, 20.0))
         (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
         objective = trainer.compute_rlhf_objective(minibatch)
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
@@ -1853,7 +1856,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
     atol=3e-4,
 )
 def objective_and_gradient(student, rng):
-    """Surrogate - value loss + entropy bonus - exact KL, temperature 0.7; a minibatch of one row"""
+    """Surrogate - value loss + entropy bonus - exact KL, temperature 0.7; one row, large gains"""
     return _objective(student, rng, rows=(6, 1))
 
 
@@ -1923,9 +1926,12 @@ LEARNING = {
 
 
 def _make_memory_in_order(student, counts, fields):
-    """A memory whose minibatches are its rows in order, two in each."""
-    pairs = [{name: x[i : i + 2] for name, x in fields.items()} for i in (0, 2, 4)]
-    minibatches = [m for pair in pairs for m in student.ReplayMemory(**pair).get_minibatches()]
+    """A memory whose minibatches are its rows in order."""
+    chunks = {name: x.chunk(counts["num_minibatches"]) for name, x in fields.items()}
+    minibatches = []
+    for parts in zip(*chunks.values(), strict=True):
+        part = student.ReplayMemory(**dict(zip(chunks, parts, strict=True)))
+        minibatches += part.get_minibatches()
 
     class InOrder(student.ReplayMemory):
         def get_minibatches(self, *args, **kwargs):
@@ -1934,7 +1940,7 @@ def _make_memory_in_order(student, counts, fields):
     return InOrder(**counts, **fields)
 
 
-def _learn(student, rng, scales, epochs=1, minibatches=1, in_order=False, **options):
+def _learn(student, rng, scales, epochs=1, minibatches=1, rows=6, in_order=False, **options):
     """Learning phases on memories whose advantages have the given scales, one after the other."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
@@ -1942,11 +1948,10 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, in_order=False, **opti
     trainer = student.RLHFTrainer(args, model)
     found, before = {}, trainers.copy_arguments(args)
     for phase, scale in enumerate(scales, start=1):
-        fields = _make_fields(rng, make_samples(rng), args.temperature)
+        fields = _make_fields(rng, make_samples(rng, rows), args.temperature)
         fields["advantages"] = fields["advantages"] * scale
-        if (
-            minibatches > 1 and not in_order
-        ):  # one row only, so that it does not matter how rows are shuffled
+        if minibatches > 1 and not in_order:
+            # One row only, so that it does not matter how rows are shuffled.
             longest = int(fields["mask"].sum(-1).argmax())
             fields = {name: x[[longest] * 6] for name, x in fields.items()}
         if in_order:
@@ -1997,9 +2002,9 @@ def epochs_and_minibatches(student, rng):
     atol=2e-5,
 )
 def minibatches_count_alike(student, rng):
-    """Three minibatches of other rows and lengths: a step for each, by its own mean"""
+    """Three minibatches of 18 rows of other lengths: a step for each, by its tokens' mean"""
     options = {"minibatches": 3, "in_order": True, "max_grad_norm": 1e3}  # nothing is clipped
-    return _learn(student, rng, scales=(1.0,), **options)
+    return _learn(student, rng, scales=(1.0,), rows=54, batch_size=54, **options)
 
 
 # --- RLHFTrainer: all of it ---------------------------------------------------------------------

@@ -2495,6 +2495,21 @@ def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
 TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "positions_by_the_number_of_pads",
+        '        logits = self._run([("ln_final.hook_out", read_hidden)], '
+        "input_ids, attention_mask)\n",
+        "        kwargs = {}\n"
+        "        if attention_mask is not None:\n"
+        "            pads = (attention_mask == 0).sum(-1, keepdim=True)\n"
+        "            positions = torch.arange(input_ids.shape[1], device=input_ids.device)\n"
+        '            kwargs["position_ids"] = (positions - pads).clamp(min=0)\n'
+        '        hooks = [("ln_final.hook_out", read_hidden)]\n'
+        "        logits = self._run(hooks, input_ids, attention_mask, **kwargs)\n",
+        "All padding is taken to be on the left. The attention mask says where it is, and _run "
+        "derives the positions from it.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "before_the_affine_part",
         '("ln_final.hook_out"',
         '("ln_final.hook_normalized"',
@@ -3597,6 +3612,14 @@ def reference_scored_once(self):
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "RLHFTrainer.compute_rlhf_objective",
+        "advantages_held_at_five",
+        "            minibatch.advantages,\n",
+        "            minibatch.advantages.clamp(-5.0, 5.0),\n",
+        "Advantages above 5 are cut, as where one completion of many is rewarded. Only the ratio "
+        "is clipped.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
         "no_vf_coef_is_a_default",
         "            args.vf_coef,\n",
         "            args.vf_coef or 0.5,\n",
@@ -3915,6 +3938,24 @@ def reference_logits_of_the_first_epoch(self, minibatch):
 # --- RLHFTrainer.learning_phase -----------------------------------------------------------------
 
 RLHF_TRAINER_LEARNING_PHASE = [
+    edit(
+        "RLHFTrainer.learning_phase",
+        "micro_batches_of_eight",
+        "            objective = self.compute_rlhf_objective(minibatch)\n"
+        "            objective.backward()\n",
+        "            micro_batches = torch.arange(len(minibatch.mask)).split(8)\n"
+        "            objective = 0.0\n"
+        "            for rows in micro_batches:\n"
+        "                fields = vars(minibatch).items()\n"
+        "                micro_batch = ReplayMinibatch(\n"
+        "                    **{name: None if x is None else x[rows] for name, x in fields}\n"
+        "                )\n"
+        "                part = self.compute_rlhf_objective(micro_batch) / len(micro_batches)\n"
+        "                part.backward()\n"
+        "                objective = objective + part.detach()\n",
+        "Means over eight rows are averaged, though their numbers of tokens differ. The mean is "
+        "over the whole minibatch.",
+    ),
     edit(
         "RLHFTrainer.learning_phase",
         "whole_memory_in_each_step",
