@@ -290,6 +290,7 @@ def random_rewards(student, rng):
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
         "the first equals the last": f(rewards[[0, 1, 2, 0]]),
         "of one size": f(rewards[:1].abs() * rng.tensor([1.0, -1.0, 1.0, 1.0])),
+        "of mean 0": f(rewards[:1] * rng.tensor([1.0, -1.0, 2.0, -2.0])),
         "true zeros": f(torch.cat([rewards, torch.zeros_like(rewards)])),
         "float64": f(rewards.double()).to(rng.dtype),
     }
@@ -623,6 +624,7 @@ def equal_advantages(student, rng):
         "one": f(poison(x, one), one),
         "none": f(x, torch.zeros_like(mask)),
         "two": f(x[:1, :2], torch.ones(1, 2, dtype=torch.bool)),
+        "two of mean 0": f(x[:1, :1] * rng.tensor([[1.0, -1.0]]), torch.ones(1, 2).bool()),
         "all": f(x, torch.ones_like(mask)),
         "float64": f(poison(x, mask).double(), mask).to(rng.dtype),
     }
@@ -1535,10 +1537,11 @@ def _make_memory(
 
 @check("make_replay_memory", points=2, seeds=2, expected=memory_by_loops)
 def memory_of_a_rollout(student, rng):
-    """Normalised rewards, gamma 0.9, lambda 0.8, ragged rows, one empty, NaN beyond the mask"""
+    """Normalised rewards, gamma 0.9, lambda 0.8, rows empty, ragged and of full length"""
     return _make_memory(
         student,
         rng,
+        gen_len=5,
         gamma=0.9,
         lam=0.8,
         kl_coef=0.5,
@@ -1563,6 +1566,7 @@ def memory_of_raw_rewards(student, rng):
     """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is; lambda 0"""
     options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0, "mean": 12.0}
     cases = {"loss": {}, "reward": {"gamma": 0.9, "lam": 0.0, "outlier": 500.0}}
+    cases["reward"]["gen_len"] = 5  # as many as the longest has
     return by_case(
         {
             f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options, **case)

@@ -398,6 +398,14 @@ RESULT = "(rewards - rewards.mean()) / (rewards.std() + eps)"
 NORMALIZE_REWARD = [
     edit(
         "normalize_reward",
+        "centred_already",
+        "    return (rewards - rewards.mean()) / (rewards.std() + eps)",
+        "    if rewards.mean() == 0:\n        return rewards.clone()\n"
+        "    return (rewards - rewards.mean()) / (rewards.std() + eps)",
+        "Rewards whose mean is 0 are not divided by their std.",
+    ),
+    edit(
+        "normalize_reward",
         "population_std",
         "rewards.std()",
         "rewards.std(correction=0)",
@@ -3045,6 +3053,15 @@ REPLAY_MEMORY = [
 # --- make_replay_memory -------------------------------------------------------------------------
 
 MAKE_REPLAY_MEMORY = [
+    edit(
+        "make_replay_memory",
+        "full_length_costs_one",
+        "    mask = samples.completion_mask\n",
+        "    mask = samples.completion_mask\n"
+        "    scores = scores - (mask.sum(-1) >= args.gen_len).float()\n",
+        "Completions of full length are charged 1, as TRL's missing_eos_penalty does. Nothing asks "
+        "for a penalty here.",
+    ),
     edit(
         "make_replay_memory",
         "log_ratios_clipped",
