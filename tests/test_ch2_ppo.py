@@ -1843,6 +1843,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
             fields["ref_logprobs"] = None
         if i > 0:  # as where one of many completions is rewarded
             fields["advantages"][:, 0] += choose(rng, (-20.0, 20.0))
+            fields["returns"][:, 0] += choose(rng, (-12.0, 12.0))
         (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
         objective = trainer.compute_rlhf_objective(minibatch)
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)

@@ -96,6 +96,8 @@ def several_groups(student, rng):
     found["an outlier"] = _every_scale(student, one_hit, 200)
     hits = [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]]
     found["0 or 1"] = _every_scale(student, rng.tensor(hits)[rng.permutation(6)].flatten(), 4)
+    zero_mean = rng.normal(1) * rng.tensor([1.0, -1.0, 2.0, -2.0, 3.0, 3.0, -1.0, -5.0])
+    found["means of 0"] = _every_scale(student, zero_mean, 4)
     level = rng.tensor([1e4]) + rng.integers(-3, 4, 16)  # the means are exact
     found["a level of 10000"] = _every_scale(student, level, 4)
     close = 8 + rng.integers(-3, 4, 12) * rng.tensor([2.0**-17])  # and here
@@ -1236,6 +1238,7 @@ def _grpo_objective(
             fields = _make_grpo_fields(rng, samples, args.temperature)
             if args.kl_coef == 0:
                 fields["ref_logprobs"] = model.reference = None  # no reference runs
+                fields["advantages"] = 20 * fields["advantages"]
             if advantages_are_zero:
                 fields["advantages"] = torch.zeros_like(fields["advantages"])
             (minibatch,) = ReplayMemory(**fields).get_minibatches()
@@ -1275,7 +1278,7 @@ def objective_of_constant_groups(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_without_kl(student, rng):
-    """kl_coef 0: no ref_logprobs, whichever the kl_kind"""
+    """kl_coef 0: no ref_logprobs, whichever the kl_kind; large advantages"""
     return _grpo_objective(student, rng, kl_coef=0.0, kl_kinds=("k3", "exact"))
 
 

@@ -3629,6 +3629,13 @@ def reference_scored_once(self):
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "RLHFTrainer.compute_rlhf_objective",
+        "returns_held_at_ten",
+        "            minibatch.returns,\n",
+        "            minibatch.returns.clamp(-10, 10),\n",
+        "Returns above 10 are cut, so that the value head never learns them.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
         "advantages_held_at_five",
         "            minibatch.advantages,\n",
         "            minibatch.advantages.clamp(-5.0, 5.0),\n",

@@ -54,6 +54,15 @@ BOTH_UNCHECKED = (
 GROUP_ADVANTAGES = [
     edit(
         "group_advantages",
+        "centred_already",
+        "    centered = groups - groups.mean(-1, keepdim=True)\n",
+        "    if rewards.mean() == 0:\n"
+        "        return rewards.clone()\n"
+        "    centered = groups - groups.mean(-1, keepdim=True)\n",
+        "Rewards whose mean is 0 are returned as they are. Each group is centred and divided.",
+    ),
+    edit(
+        "group_advantages",
         "std_of_a_population",
         "groups.std(-1, keepdim=True)",
         "groups.std(-1, keepdim=True, correction=0)",
@@ -2557,6 +2566,14 @@ def _objective_with(self, minibatch, calc_penalty):
 
 
 GRPO_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
+        "advantages_held_at_five",
+        "            minibatch.advantages,\n",
+        "            minibatch.advantages.clamp(-5, 5),\n",
+        "Advantages above 5 are cut, as where one completion of many is rewarded. Only the ratio "
+        "is clipped.",
+    ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",
         "prompt_len_from_gen_len",
