@@ -1120,9 +1120,11 @@ def key_value_cache(student, rng):
     right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
     model.train()  # which changes nothing
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
-    _, cache = model.eval()(ids[1:, :4], **CACHED)
-    found["without a mask"] = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
-    found |= measure_gradients(model, found["without a mask"].square().mean())
+    for in_training in (True, False):
+        _, cache = model.train(in_training)(ids[1:, :4], **CACHED)
+        logits = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
+        parts = measure_gradients(model, logits.square().mean()) | {"logits": logits}
+        found |= {f"{name}, without a mask, {in_training=}": x for name, x in parts.items()}
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     with torch.no_grad():
         found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
@@ -1162,6 +1164,8 @@ def every_way_of_calling(student, rng):
     special = ids.clone()
     special[0, 1:4] = rng.permutation(3)
     found["tokens 0, 1 and 2 without a mask"] = model(special)
+    both = torch.cat([mask, mask.roll(-1, 1)])
+    found["the same ids padded left and on both sides"] = score(model, ids.repeat(2, 1), both)
     column = ids[:, 2:].T
     found["rows of one token, with a mask"] = model(column, torch.ones_like(column))
     with torch.no_grad():

@@ -1364,6 +1364,29 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
         "TransformerWithLora.forward",
+        "checkpointed_in_training_mode",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        if self.training and torch.is_grad_enabled():\n"
+        "            return torch.utils.checkpoint.checkpoint(\n"
+        "                self._run, [], input_ids, attention_mask, use_reentrant=False, **kwargs\n"
+        "            )\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Checkpointing runs the forward again in the backward, and so lengthens the cache twice.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "equal_rows_run_once",
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "        unique, places = torch.unique(input_ids, dim=0, return_inverse=True)\n"
+        "        if not kwargs and len(unique) < len(input_ids):  # a group's prompts\n"
+        "            firsts = [places.tolist().index(i) for i in range(len(unique))]\n"
+        "            mask = None if attention_mask is None else attention_mask[firsts]\n"
+        "            return self._run([], unique, mask)[places]\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)",
+        "Rows with the same ids are taken for equal, though their masks differ.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
         "gradient_by_the_mode",
         "        return self._run([], input_ids, attention_mask, **kwargs)",
         '        with torch.set_grad_enabled(self._mode == "hooked"):\n'
