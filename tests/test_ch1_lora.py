@@ -78,7 +78,7 @@ def random_layer(student, rng, *args: int, **kwargs):
 def compute_change(layer) -> Tensor:
     """What is added to the weight, by the layer's own `compute_delta` if it has one."""
     if hasattr(layer, "compute_delta"):
-        return layer.compute_delta()
+        return layer.compute_delta().to(layer.lora_A.dtype)
     return layer(torch.eye(*layer.lora_A.shape[:1], dtype=layer.lora_A.dtype))
 
 

@@ -1720,7 +1720,7 @@ def first_ratio_is_one(student, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites, model_class; it learns; one completion a time"""
+    """The trainer's own model: rank, alpha, sites, model_class; it learns; one completion"""
     rewarded = []
 
     def reward_fn(samples, scale=1.0):
@@ -1836,7 +1836,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
     model.train()
     found = {}
     for i, n_rows in enumerate(rows):
-        trainer.phase = i * args.total_phases // 2  # the first, or one with its coefficients
+        trainer.phase = i * args.total_phases // 2  # no coefficient depends on it
         samples = make_samples(rng, n_rows, prompt_len=4 + i)  # the next prompts are longer
         fields = _make_fields(rng, samples, args.temperature)
         if not with_reference:

@@ -359,7 +359,8 @@ def get_mask_by_loops(completion_ids: Tensor) -> Tensor:
 
 
 def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None:
-    """Whether the surprise of all tokens together is within 8 standard deviations of its mean."""
+    """What is wrong with tokens drawn from `logits`, if anything is: their support, their mean
+    surprise (beyond 8 standard deviations), how many of them are rare."""
     logits = logits.double()
     if top_k is not None:
         kth = logits.topk(top_k).values[:, -1:]
@@ -372,7 +373,7 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
     variance = (policy.probs * logprobs.square()).sum(-1) - policy.entropy().square()
     if (surprise - policy.entropy()).sum().abs() > 8 * variance.sum().sqrt():
         return "the tokens do not have the probabilities of the adapted policy at its temperature"
-    # The least likely tokens that have 5% together, with independent draws: p < 1e-9.
+    # Too few draws from each distribution's tail of 5%, as from a nucleus: p < 1e-9.
     ordered, order = policy.probs.sort(descending=True)
     is_rare = (ordered.cumsum(-1) - ordered >= 0.95).gather(-1, order.argsort(-1))
     expected = (policy.probs * is_rare).sum(-1)

@@ -650,7 +650,7 @@ MAKE_LORA_HOOKS = [
         ".to(out.dtype)",
         ".to(out.dtype if torch.is_grad_enabled() else layer.lora_A.dtype)",
         "Under no_grad what is added is not cast: a bfloat16 output becomes float32 when the "
-        "policy is sampled.",
+        "policy is sampled. Cast it always.",
     ),
 ]
 
@@ -1444,8 +1444,8 @@ TRANSFORMER_WITH_LORA_FORWARD = [
         '        keeps = torch.is_grad_enabled() and "return_type" not in kwargs\n'
         "        with torch.set_grad_enabled(keeps):\n"
         "            return self._run([], input_ids, attention_mask, **kwargs)",
-        "Where a cache is asked for there is no gradient, so that of what follows a cached prompt "
-        "lacks the prompt's part. Who samples says no_grad himself.",
+        "Where a cache is asked for there is no gradient: what is scored after a cached prompt "
+        "sends none through the prompt. Who samples says no_grad himself.",
     ),
     edit(
         CALL,
@@ -2294,7 +2294,8 @@ TRANSFORMER_WITH_LORA_REFERENCE = [
         "            items = [*self.adapters.items()][len(self._layers) // self.cfg.n_layers :]\n"
         "            hooks = [h for item in items for h in make_lora_hooks(*item)] + hooks\n"
         "        with self.base.hooks(fwd_hooks=hooks):\n",
-        "Inside, the adapters of the first block are off and those of the others stay on.",
+        "Inside, the adapters of the first block are off and those of the others stay on. Turn off "
+        "those of every block.",
         within="TransformerWithLora._run",
     ),
 ]

@@ -2632,7 +2632,7 @@ TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
         "        if attention_mask is None:\n"
         "            attention_mask = (input_ids != self.tokenizer.eos_token_id).long()\n"
         "        hidden: list",
-        "Without a mask every token is attended to, eos as well, though some models pad with it.",
+        "Without a mask you leave out eos, which some models pad with. Attend to every token.",
     ),
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
@@ -3291,9 +3291,9 @@ MAKE_REPLAY_MEMORY = [
     ),
     edit(
         "make_replay_memory",
-        "no_gamma_is_the_default",
+        "no_lambda_is_the_default",
         "args.gamma, args.lam)",
-        "args.gamma or 1.0, args.lam or 0.95)",
+        "args.gamma, args.lam or 0.95)",
         "`lam or 0.95` takes a lambda of 0 for none. With 0 an advantage is the error of one step.",
     ),
     edit(
@@ -3647,14 +3647,14 @@ RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
         "no_vf_coef_is_a_default",
         "            args.vf_coef,\n",
         "            args.vf_coef or 0.5,\n",
-        "A vf_coef of 0 leaves the value loss out, but 0 or 0.5 is 0.5.",
+        "A vf_coef of 0 leaves the value loss out, but 0 or 0.5 is 0.5. Pass it on as it is.",
     ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "no_clip_coef_is_the_default",
         "            args.clip_coef,\n",
         "            args.clip_coef or 0.2,\n",
-        "A clip_coef of 0 is an interval without width, but 0 or 0.2 is 0.2.",
+        "A clip_coef of 0 is an interval without width, but 0 or 0.2 is 0.2. Pass it on as it is.",
     ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
