@@ -251,12 +251,12 @@ def worked_hooks(student, rng):
     )
 
 
-HEAD_AXES = {
-    "mlp.in": ((6,), (8,)),
-    "attn.q": ((6,), (4, 2)),
-    "attn.o": ((3, 2), (8,)),
-    "some.site, heads on both sides": ((2, 3), (2, 4)),
-    "some.site, heads in groups": ((3, 1, 2), (2, 2, 2)),
+HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
+    "none": ("mlp.in", (6,), (8,)),
+    "at hook_out": ("attn.q", (6,), (4, 2)),
+    "at hook_in": ("attn.o", (3, 2), (8,)),
+    "on both sides": ("some.site", (2, 3), (2, 4)),
+    "in groups": ("some.site", (3, 1, 2), (2, 2, 2)),
 }
 
 
@@ -278,13 +278,12 @@ def head_axes(student, rng):
     x = leaf(x)
     result = call_both(hooks, "blocks.1.some.site", x * 1, out * 1)["the output"]
     found["A and B frozen"] = gradients(result * weights.reshape(out.shape), x=x)
-    for name, (x_axes, out_axes) in HEAD_AXES.items():
+    for name, (site, x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
-        site = f"blocks.1.{name.split(',')[0]}"
-        hooks = student.make_lora_hooks(site, layer)
+        hooks = student.make_lora_hooks(f"blocks.1.{site}", layer)
         x, out = leaf(rng.normal(2, 5, *x_axes)), leaf(rng.normal(2, 5, *out_axes))
-        result = call_both(hooks, site, x * 1, out * 1)
-        found[name] = result | gradients(
+        result = call_both(hooks, f"blocks.1.{site}", x * 1, out * 1)
+        found[f"{site}, head axes: {name}"] = result | gradients(
             result["the output"] * rng.normal(2, 5, *out_axes),
             x=x,
             out=out,
@@ -511,15 +510,19 @@ def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
 def score_by_hugging_face(
     kind: str, deltas: dict[str, Tensor], input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Logits with changed weights, each row's real tokens alone; 0 where there is padding."""
+    """Logits with changed weights, each row's real tokens alone; 0 where there is padding.
+
+    Rows with as many real tokens run in one batch, so that none has padding.
+    """
     weights, model = change_weights(kind, deltas), models.load_hf(kind, torch.float64)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    real = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
     logits = torch.zeros(*input_ids.shape, model.config.vocab_size, dtype=torch.float64)
-    rows = []
-    for ids, real, row in zip(input_ids, mask.bool(), logits, strict=True):
-        output = functional_call(model, weights, (ids[real][None],))
-        rows.append(row.index_put((real.nonzero()[:, 0],), output.logits[0]))
-    return torch.stack(rows)
+    n_real = real.sum(-1, keepdim=True)  # [batch 1]
+    for n in n_real.unique().tolist():
+        chosen = real & (n_real == n)
+        output = functional_call(model, weights, (input_ids[chosen].view(-1, n),))
+        logits = logits.masked_scatter(chosen[..., None], output.logits)
+    return logits
 
 
 class ByHuggingFace(nn.Module):
@@ -1037,11 +1040,6 @@ def padded_qwen(student, rng):
     return _padded_logits_and_gradients(student, rng, "qwen")
 
 
-CONTEXTS = {
-    "with the adapters on": contextlib.nullcontext,
-    "inside merged()": lambda model: model.merged(),
-    "inside reference()": lambda model: model.reference(),
-}
 CACHED = {"use_cache": True, "return_type": "logits_and_cache"}
 
 
@@ -1105,13 +1103,12 @@ def key_value_cache(student, rng):
     mask[0, :2] = mask[1, 0] = 0
     model = set_alike(boot(student, "shallow"), rng)
     found = {}
-    steps = (
-        (2, (5, 6, 9), torch.enable_grad),
-        (2, (5, 6), torch.no_grad),
-        (1, (5, 9), torch.no_grad),
-    )
-    for (name, context), (rows, ends, mode) in zip(CONTEXTS.items(), steps, strict=True):
-        with context(model), mode():
+    for name, (context, mode, rows, ends) in {
+        "with the adapters on": (contextlib.nullcontext, torch.enable_grad, 2, (5, 6, 9)),
+        "inside merged()": (model.merged, torch.no_grad, 2, (5, 6)),
+        "inside reference()": (model.reference, torch.no_grad, 1, (5, 9)),
+    }.items():
+        with context(), mode():
             found |= _score_in_steps(model, ids[:rows, : ends[-1]], mask[:rows], name, ends)
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
@@ -1333,7 +1330,8 @@ def reference_does_not_nest(student, rng):
 
 
 def _takes_no_second_copy(observed, reference):
-    close = functools.partial(torch.allclose, rtol=0, atol=0.3)  # in bfloat16
+    # bfloat16 rounds by up to 0.35 here; scaling the weights moves a logit by 3 and more.
+    close = functools.partial(torch.allclose, rtol=0, atol=1.0)
     if not close(observed["inside"], reference["inside"]):
         return "the logits inside are not the pretrained model's"
     for when in ("bytes before", "bytes inside"):

@@ -1249,7 +1249,7 @@ def learning_rates(student, rng):
 def steps_of_adam(student, rng):
     """Three steps uphill by AdamW: eps 1e-5 beside tiny gradients, no weight decay, both parts"""
     model = make_model(student.TransformerWithValueHeadLora, rng)
-    args = _make_args(student, warmup_steps=0, base_lr=2.0, head_lr=5.0)  # large beside rounding
+    args = _make_args(student, warmup_steps=0, base_lr=1.0, head_lr=0.5)  # large beside rounding
     optimizer, _ = student.get_optimizer_and_scheduler(args, model)
     parameters = list(model.trainable_parameters())
     for _ in range(3):
@@ -1388,19 +1388,16 @@ def _rows_that_do_not_divide(observed, reference):
     if not torch.equal(rows, torch.arange(9).expand(2, 9)):
         return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
     for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
-        minibatches = [rows[rows >= 0].tolist() for rows in observed[name]]
-        for epoch in (minibatches[:2], minibatches[2:]):
-            if sorted(itertools.chain(*epoch)) != list(range(4 * n_groups)):
-                return "with groups too, every row should come once an epoch"
-        values = torch.cat([rows[rows >= 0] for rows in observed[name]])
-        if not torch.equal(observed[f"x of {name}"], reference["x"][values]):
+        minibatches = [rows[rows >= 0] for rows in observed[name]]
+        rows = torch.cat(minibatches)
+        epochs = rows.reshape(2, -1)
+        if not torch.equal(epochs.sort().values, torch.arange(4 * n_groups).expand(2, -1)):
+            return "with groups too, every row should come once an epoch"
+        if not torch.equal(observed[f"x of {name}"], reference["x"][rows]):
             return "with groups too, all fields should be shuffled alike"
-        for rows in minibatches:
-            groups = {row // 4 for row in rows}
-            if len(rows) != 4 * len(groups):
-                return "group_size rows that follow one another should be in one minibatch"
-        order = list(dict.fromkeys(row // 4 for rows in minibatches[:2] for row in rows))
-        if n_groups == 24 and order == list(range(24)):
+        if any(len(rows) != 4 * len((rows // 4).unique()) for rows in minibatches):
+            return "group_size rows that follow one another should be in one minibatch"
+        if n_groups == 24 and (epochs[0] // 4).diff().ge(0).all():
             return "groups should come in a random order"
     return None
 
@@ -1565,13 +1562,11 @@ def memory_with_kl_in_the_reward(student, rng):
 def memory_of_raw_rewards(student, rng):
     """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is; lambda 0"""
     options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0, "mean": 12.0}
-    cases = {"loss": {}, "reward": {"gamma": 0.9, "lam": 0.0, "outlier": 500.0}}
-    cases["reward"]["gen_len"] = 5  # as many as the longest has
+    # gen_len 5: as many tokens as the longest has.
+    other = {"kl_in": "reward", "gamma": 0.9, "lam": 0.0, "outlier": 500.0, "gen_len": 5}
+    cases = {'kl_in "loss"': {"kl_in": "loss"}, 'kl_in "reward", lambda 0, an outlier': other}
     return by_case(
-        {
-            f'kl_in "{kl_in}"': _make_memory(student, rng, kl_in=kl_in, **options, **case)
-            for kl_in, case in cases.items()
-        }
+        {name: _make_memory(student, rng, **options, **case) for name, case in cases.items()}
     )
 
 
@@ -1829,7 +1824,10 @@ def objective_by_definition(self, minibatch):
 
 
 def _objective(student, rng, with_reference=True, rows=(6,), model=None, **options):
-    """The objective and its gradient, for one minibatch after the other, of so many rows each."""
+    """The objective and its gradient, for one minibatch after the other, of so many rows each.
+
+    A second one is that of a later phase, with large advantages and returns.
+    """
     args = _make_args(student, **(OBJECTIVE | options))
     model = model or make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
@@ -1876,14 +1874,15 @@ def objective_and_gradient(student, rng):
 def objective_with_kl_in_the_reward(student, rng):
     """kl_in "reward": no KL in the objective; no entropy bonus; vf_coef 0, clip_coef 0"""
     counts = {"batch_size": 12, "num_minibatches": 2, "batches_per_learning_phase": 1}
-    cases = {"reward": counts, "loss": {"vf_coef": 0.0, "clip_coef": 0.0}}
+    cases = {
+        'kl_in "reward"': {"kl_in": "reward"} | counts,
+        "vf_coef 0, clip_coef 0": {"vf_coef": 0.0, "clip_coef": 0.0},
+    }
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     return by_case(
         {
-            f'kl_in "{kl_in}"': _objective(
-                student, rng, model=model, kl_in=kl_in, ent_coef=0.0, **case
-            )
-            for kl_in, case in cases.items()
+            name: _objective(student, rng, model=model, ent_coef=0.0, **case)
+            for name, case in cases.items()
         }
     )
 
@@ -1930,6 +1929,16 @@ LEARNING = {
 }
 
 
+def _make_memory_of_all(student, counts, fields):
+    return student.ReplayMemory(**counts, **fields)
+
+
+def _make_memory_of_one_row(student, counts, fields):
+    """The longest row six times, so that it does not matter how rows are shuffled."""
+    longest = int(fields["mask"].sum(-1).argmax())
+    return student.ReplayMemory(**counts, **{name: x[[longest] * 6] for name, x in fields.items()})
+
+
 def _make_memory_in_order(student, counts, fields):
     """A memory whose minibatches are its rows in order."""
     chunks = {name: x.chunk(counts["num_minibatches"]) for name, x in fields.items()}
@@ -1945,7 +1954,16 @@ def _make_memory_in_order(student, counts, fields):
     return InOrder(**counts, **fields)
 
 
-def _learn(student, rng, scales, epochs=1, minibatches=1, rows=6, in_order=False, **options):
+def _learn(
+    student,
+    rng,
+    scales,
+    epochs=1,
+    minibatches=1,
+    rows=6,
+    make_memory=_make_memory_of_all,
+    **options,
+):
     """Learning phases on memories whose advantages have the given scales, one after the other."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
@@ -1955,15 +1973,7 @@ def _learn(student, rng, scales, epochs=1, minibatches=1, rows=6, in_order=False
     for phase, scale in enumerate(scales, start=1):
         fields = _make_fields(rng, make_samples(rng, rows), args.temperature)
         fields["advantages"] = fields["advantages"] * scale
-        if minibatches > 1 and not in_order:
-            # One row only, so that it does not matter how rows are shuffled.
-            longest = int(fields["mask"].sum(-1).argmax())
-            fields = {name: x[[longest] * 6] for name, x in fields.items()}
-        if in_order:
-            memory = _make_memory_in_order(student, counts, fields)
-        else:
-            memory = student.ReplayMemory(**counts, **fields)
-        trainer.learning_phase(memory)
+        trainer.learning_phase(make_memory(student, counts, fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
         found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
     return found | {"the list of the arguments that changed": trainers.list_changed(args, before)}
@@ -1995,7 +2005,14 @@ def epochs_and_minibatches(student, rng):
     """Two epochs of three minibatches, twice: a step for each, clipped at first; the rates fall"""
     rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
     return _learn(
-        student, rng, scales=(0.1, 0.001), epochs=2, minibatches=3, max_grad_norm=0.02, **rates
+        student,
+        rng,
+        scales=(0.1, 0.001),
+        epochs=2,
+        minibatches=3,
+        make_memory=_make_memory_of_one_row,
+        max_grad_norm=0.02,
+        **rates,
     )
 
 
@@ -2008,8 +2025,16 @@ def epochs_and_minibatches(student, rng):
 )
 def minibatches_count_alike(student, rng):
     """Three minibatches of 18 rows of other lengths: a step for each, by its tokens' mean"""
-    options = {"minibatches": 3, "in_order": True, "max_grad_norm": 1e3}  # nothing is clipped
-    return _learn(student, rng, scales=(1.0,), rows=54, batch_size=54, **options)
+    return _learn(
+        student,
+        rng,
+        scales=(1.0,),
+        minibatches=3,
+        rows=54,
+        make_memory=_make_memory_in_order,
+        batch_size=54,
+        max_grad_norm=1e3,  # nothing is clipped
+    )
 
 
 # --- RLHFTrainer: all of it ---------------------------------------------------------------------
