@@ -563,6 +563,8 @@ class RLHFTrainer:
         rollout_phase    sample completions, score them, compute advantages -> ReplayMemory
         learning_phase   for each minibatch: compute_rlhf_objective, backward, optimizer step
 
+    Every rollout samples anew, whether or not the last one was learned from; `args.seed` decides
+    what the rollouts are, prompts included.
     `history` has one row of metrics a phase, as `metrics.jsonl` in the run's folder has.
     `model_class` is what is built when no model is given.
     """
