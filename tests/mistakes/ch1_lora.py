@@ -641,8 +641,8 @@ MAKE_LORA_HOOKS = [
         "        if change.dtype != out.dtype:\n"
         "            return (out.data.to(change.dtype) + change).to(out.dtype)\n"
         "        return out + change\n",
-        "On a base of 16 bits the layer's own output is taken by `.data`, which cuts the graph: "
-        "adapters of earlier blocks learn from a wrong gradient.",
+        "On a base of 16 bits the layer's own output is taken by `.data`, which cuts the graph to "
+        "the adapters of earlier blocks: add to `out` itself.",
     ),
     edit(
         "make_lora_hooks",
@@ -3125,8 +3125,8 @@ TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
         "            state[f'{site}.lora_A'] = layer.lora_A.data.contiguous()\n"
         "            state[f'{site}.lora_B'] = layer.lora_B.data.contiguous()\n"
         "        save_file(state, partial",
-        "The names go site by site and the adapters block by block, so that most of them are saved "
-        "under the name of another.",
+        "The names go site by site and the adapters block by block, so that most are saved under "
+        "the name of another: take name and adapter from one place.",
     ),
     edit(
         SAVE,
