@@ -72,7 +72,8 @@ def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "
 def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
     """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
 
-    (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs.
+    (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
+    is a run of letters, whatever is around it: "great", *fine* and [dull] are three of the lists.
     """
     rewards = []
     for text in samples:
@@ -440,8 +441,8 @@ def get_optimizer_and_scheduler(
     model has one, "value_head", at `head_lr`.
 
     At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
-    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases. Adam's eps is
-    1e-5, and there is no weight decay.
+    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases, in one step at
+    least, and stay there. Adam's eps is 1e-5, and there is no weight decay.
     """
     lrs = {"adapters": args.base_lr, "value_head": args.head_lr}
     groups = [{"params": part, "lr": lrs[name]} for name, part in model.trainable_parts().items()]
@@ -496,7 +497,10 @@ class ReplayMemory:
         self.__dict__.update(fields)
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
-        """Every row exactly once an epoch, in a new random order each, all fields alike."""
+        """Every row exactly once an epoch, in a new random order each, all fields alike.
+
+        `num_minibatches` an epoch, as even as whole groups allow.
+        """
         device = generator.device if generator else None
         groups = torch.arange(self.n_rows, device=device).view(-1, self.group_size)
         require(
@@ -672,7 +676,7 @@ class RLHFTrainer:
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Sample with the merged model, score with the hooked one.
+        """Sample with the merged model, score with the hooked one, at the sampling temperature.
 
         `sample_and_score` merges. Rounding makes the two differ slightly. The old log-probs come
         from the model whose ratio is taken later, so the first ratio is exactly 1.
@@ -692,7 +696,8 @@ class RLHFTrainer:
     # Learning
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Surrogate - value loss + entropy bonus - KL penalty (maximised).
+        """Surrogate - value loss + entropy bonus - KL penalty (maximised), all of them of the
+        policy at the sampling temperature.
 
         `calc_value_function_loss` has its coefficient in it already; `measure_entropy` and
         `measure_kl` give means, and record them. Records clip_frac and approx_kl by
@@ -774,7 +779,8 @@ class RLHFTrainer:
     def learning_phase(self, memory: ReplayMemory) -> None:
         """One optimizer step for each minibatch, then one step of the schedule.
 
-        Gradients are clipped to a norm of `max_grad_norm`. Records "objective" and "grad_norm".
+        Gradients are clipped to a norm of `max_grad_norm`. `self.generator` shuffles, so that a run
+        can go on. Records "objective" and "grad_norm" of each minibatch, "lr" of the phase.
         """
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()

@@ -1131,6 +1131,27 @@ def head_and_model(student, rng):
     return found | {"trainable": sizes}
 
 
+def _are_values_of_float32(observed, reference):
+    if not torch.allclose(observed["in bfloat16"], observed["in float32"], rtol=0, atol=0.15):
+        return "on a base in bfloat16 the values are not those of one in float32, rounded"
+    return None
+
+
+@check(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    float64=False,
+    holds=_are_values_of_float32,
+)
+def values_of_a_bfloat16_base(student, rng):
+    """On a base in bfloat16: the values of one in float32, but for rounding"""
+    ids, found = rng.integers(3, 512, 2, 6), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(student.TransformerWithValueHeadLora, rng, "llama", dtype=dtype)
+        values = model.forward_with_value_head(ids)[1]
+        found[f"in {str(dtype).removeprefix('torch.')}"] = values.float()  # they differ by 0.02
+    return found
+
+
 # --- get_optimizer_and_scheduler ----------------------------------------------------------------
 
 
@@ -2109,6 +2130,8 @@ def an_error_ends_the_run(student, rng):
         try:
             trainer.train()
         except Exception:
+            if len(rewarded) <= 4:  # of its own
+                raise
             is_raised = True
     return {
         "whether it is raised": is_raised,

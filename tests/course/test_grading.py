@@ -333,6 +333,34 @@ def test_the_notebook_names_the_exercise_that_fails_another(
     assert (dict(names), dict(vars(names[other.partition(".")[0]]))) == before
 
 
+def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
+    source = get_chapter("ch2_ppo").source
+    for right, mistaken in (
+        ("            self.optimizer.zero_grad()\n", ""),
+        ("return logits, rearrange(values, ", "return logits, 2 * rearrange(values, "),
+    ):
+        assert source.count(right) == 1
+        source = source.replace(right, mistaken)
+    names = vars(build_module("ch2_ppo", source))
+    run_and_print(names["RLHFTrainer"].learning_phase, names)
+    said = capsys.readouterr().out
+    assert "the solutions of the other exercises: with yours it fails otherwise." in said
+    assert "zero_grad is missing" in said
+
+
+def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch):
+    source = get_chapter("ch2_ppo").source
+    right = "state = self.get_state()\n        try:"
+    assert source.count(right) == 1
+    mistaken = "state = self.state()\n        try:"
+    names = vars(build_module("ch2_ppo", source.replace(right, mistaken)))
+    monkeypatch.setattr(engine, "_same_as_mistake", None)
+    run_and_print(names["RLHFTrainer"].train, names, slow=True)
+    said = capsys.readouterr().out
+    assert "'RLHFTrainer' object has no attribute 'state'" in said
+    assert "→" not in said
+
+
 def test_the_notebook_names_all_that_is_not_written_and_is_needed(capsys):
     """As when RLHFTrainer.rollout_phase is checked, and the later methods have no cell yet."""
     later = [

@@ -14,7 +14,7 @@ from solutions.ch2_ppo import (
     make_replay_memory,
     reward_fn_sentiment,
 )
-from utils.grading.answers import edit, wrong
+from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 
 ALIKE = (
@@ -291,11 +291,11 @@ REWARD_FN_SENTIMENT = [
     ),
     edit(
         "reward_fn_sentiment",
-        "words_stripped",
+        "apostrophes_are_letters",
         WORDS,
-        "[word.strip('.,!?;:\\'\"()') for word in text.lower().split()]",
-        "strip() takes punctuation off the ends of what stands between spaces, so `bad/boring` "
-        "stays one word. Take the runs of letters.",
+        're.findall("[a-z\']+", text.lower())',
+        "An apostrophe is a letter of your words, so that a word in single quotes is none of the "
+        "lists. Take the runs of letters.",
     ),
     edit(
         "reward_fn_sentiment",
@@ -2503,6 +2503,14 @@ def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
 TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "output_not_cast",
+        "hidden[0].to(self.value_head.weight.dtype)",
+        "hidden[0]",
+        "On a base in bfloat16 the final layer norm's output is no float32, as the head is: cast "
+        "it to the head's dtype.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "positions_by_the_number_of_pads",
         '        logits = self._run([("ln_final.hook_out", read_hidden)], '
         "input_ids, attention_mask)\n",
@@ -4543,7 +4551,7 @@ SENTENCE_BY_CONDITION = {
 
 def _normalized(put, detached, condition):
     """The formula, with a way to put the mask in and one to tell equal advantages."""
-    attached = ", and torch.where does not stop its nan" if put == "where" else ""
+    attached = ", and to choose at the end does not stop its nan" if put == "where" else ""
     faults = (
         MULTIPLIED if put == "times" else "",
         "" if detached else f"The advantages get a gradient{attached}: detach them.",
@@ -4934,5 +4942,181 @@ KL_PENALTIES_OF_TWO_MISTAKES = [
         "The KL of the true positions is selected too late, so that nan beyond the mask reaches "
         "the gradient. Select logits before the softmax. And where no token is, the mean of none "
         "is nan, not 0.",
+    ),
+]
+
+
+@wrong(
+    "compute_token_rewards",
+    "The score goes into the last column and is masked out where a row ends sooner. Put it on the "
+    "row's last true position.",
+)
+def in_the_last_column_before_the_mask(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
+    rewards = torch.zeros(mask.shape, dtype=scores.dtype)
+    rewards[:, -1] = scores
+    if kl_coef:
+        rewards = rewards - kl_coef * (logprobs - ref_logprobs).detach()
+    return rewards.masked_fill(~mask, 0.0)
+
+
+@wrong(
+    "normalize_reward",
+    "A std of exactly 0 does not tell equal rewards, as their mean may be rounded: ask whether max "
+    "equals min.",
+)
+def std_of_exactly_0(rewards, eps=1e-5):
+    if rewards.numel() < 2 or rewards.std() == 0:
+        return torch.zeros_like(rewards)
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
+
+
+@wrong(
+    "normalize_advantages",
+    "max() of no advantage is an error: where no position is true, all are zeros. Ask for the "
+    "number of true positions first.",
+)
+def max_of_none(advantages, mask, eps=1e-8):
+    kept = advantages[mask]
+    if kept.max() == kept.min():
+        return torch.zeros_like(advantages)
+    return ((advantages - kept.mean()) / (kept.std() + eps)).masked_fill(~mask, 0.0).detach()
+
+
+@wrong(
+    "calc_clipped_surrogate_objective",
+    "This is the smaller of the two ratios, times the advantage. Take the smaller of the two "
+    "products: with a negative advantage that is the larger ratio.",
+)
+def smaller_of_the_ratios(
+    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
+):
+    ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).exp()
+    high = clip_coef if clip_coef_high is None else clip_coef_high
+    smaller = torch.min(ratio, ratio.clamp(1 - clip_coef, 1 + high))
+    return masked_mean(smaller * advantages.detach().masked_fill(~mask, 0.0), mask)
+
+
+def _mean_of_row_means(x, mask):
+    return (_filled(x, mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "A mean over each row, and then over rows, gives the tokens of short rows more weight. Take "
+    "one mean over all tokens.",
+)
+def mean_of_row_means_filled_first(logits, mask, ent_coef):
+    entropy = calc_entropy(logits.masked_fill(~mask[..., None], 0.0))
+    return ent_coef * _mean_of_row_means(entropy, mask)
+
+
+@wrong(
+    "calc_entropy_bonus",
+    "Categorical cannot take an empty batch: where no position is true, the bonus is 0.",
+)
+def categorical_of_none(logits, mask, ent_coef):
+    policy = torch.distributions.Categorical(logits=logits[mask])
+    return ent_coef * policy.entropy().sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "calc_kl_penalty",
+    'This averages over the vocabulary too, as F.kl_div with "mean" does. Sum over it, then take '
+    "the mean over tokens; and a mean of none is nan, not 0.",
+)
+def mean_over_the_vocabulary_and_of_none(logits, ref_logits, mask, kl_coef):
+    logprobs, ref_logprobs = (x[mask].log_softmax(-1) for x in (logits, ref_logits.detach()))
+    return kl_coef * F.kl_div(ref_logprobs, logprobs, reduction="mean", log_target=True)
+
+
+LOG_OF_SOFTMAX = (
+    "log(softmax) is -inf where a probability is rounded to 0, and 0 * inf is nan: use log_softmax"
+)
+
+
+def _kept_mean(x, mask):
+    return x.mean()
+
+
+def _sum_by_at_least_1(x, mask):
+    return x.sum() / mask.sum().clamp(min=1)
+
+
+# How the mean is taken, whether of the true positions alone, and what else is wrong with it.
+BY_SOFTMAX = {
+    "selected": (_sum_by_at_least_1, True, "."),
+    "selected_and_mean": (_kept_mean, True, ". And a mean of none is nan, not 0."),
+    "all": (masked_mean, False, ". And mask the logits before it: nan reaches the gradient."),
+}
+
+
+def _by_softmax(exercise, name, average, is_selected, rest):
+    """The entropy, or the KL, with the logarithm of a softmax."""
+
+    def calc_entropy_of(logits, mask, ent_coef):
+        p = (logits[mask] if is_selected else logits).softmax(-1)
+        return ent_coef * average(-(p * p.log()).sum(-1), mask)
+
+    def calc_kl(logits, ref_logits, mask, kl_coef):
+        logits = (logits[mask], ref_logits[mask]) if is_selected else (logits, ref_logits)
+        p, q = (x.softmax(-1) for x in logits)
+        return kl_coef * average((p * (p.log() - q.detach().log())).sum(-1), mask)
+
+    answer = calc_entropy_of if exercise == "calc_entropy_bonus" else calc_kl
+    answer.__name__ = f"log_of_softmax_{name}"
+    return wrong(exercise, f"{LOG_OF_SOFTMAX}{rest}")(answer)
+
+
+LOGS_OF_SOFTMAX = [
+    _by_softmax(exercise, name, *how)
+    for exercise in ("calc_entropy_bonus", "calc_kl_penalty")
+    for name, how in BY_SOFTMAX.items()
+]
+
+
+def _two(exercise, name, sentence, *pairs):
+    """Two mistakes at once, each an edit."""
+    edits = tuple(Edit(exercise, *pair) for pair in pairs)
+    return Answer(IN_ITS_MODULE, exercise, name, f"Two things: {sentence}", edits=edits)
+
+
+TWO_AT_ONCE = [
+    _two(
+        "get_optimizer_and_scheduler",
+        "defaults_of_adamw",
+        "Adam's eps should be 1e-5, not the default 1e-8; and weight_decay 0, where AdamW's "
+        "default is 0.01.",
+        ("eps=1e-5, weight_decay=0.0, ", ""),
+    ),
+    _two(
+        "make_replay_memory",
+        "default_gamma_and_always_normalised",
+        "args.gamma and args.lam are not given to compute_advantages; and the scores are "
+        "normalised whatever args.normalize_reward says.",
+        (", args.gamma, args.lam)", ")"),
+        (
+            "normalize_reward(scores) if args.normalize_reward else scores",
+            "normalize_reward(scores)",
+        ),
+    ),
+    _two(
+        "RLHFTrainer.compute_rlhf_objective",
+        "temperature_1_and_kl_charged_twice",
+        "the log-probs are taken at temperature 1, the old ones at args.temperature; and with "
+        'kl_in "reward" the KL is in the rewards already.',
+        ("prompt_len, args.temperature)", "prompt_len)"),
+        ('args.kl_in == "loss" and args.kl_coef > 0', "args.kl_coef > 0"),
+    ),
+    _two(
+        "RLHFTrainer.learning_phase",
+        "adds_up_and_schedules_each_step",
+        "gradients add up, since zero_grad is missing; and the schedule takes a step for each "
+        "minibatch, where it is one a phase.",
+        ("            self.optimizer.zero_grad()\n", ""),
+        (
+            "            self.optimizer.step()\n",
+            "            self.optimizer.step()\n            self.scheduler.step()\n",
+        ),
+        (".get_last_lr()[0])\n        self.scheduler.step()", ".get_last_lr()[0])"),
     ),
 ]

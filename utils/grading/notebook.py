@@ -63,6 +63,11 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
             mended = [now.check for before, now in pairs if now.passed and not before.passed]
             note = "Graded with the solutions of the other exercises, "
             note += _find_culprit(stem, exercise, mended, student, caller)
+        elif sentence is None and again[1] is not None:
+            note = (
+                "Graded with the solutions of the other exercises: with yours it fails otherwise."
+            )
+        if note is not None:
             verdicts, sentence = again
     print(format_verdicts(exercise, verdicts, sentence, note))
     return stem, exercise, verdicts
