@@ -434,7 +434,7 @@ def forward_twice(self, input_ids, attention_mask=None):
     with self.base.hooks(fwd_hooks=[("ln_final.hook_out", catch)]):
         logits = self.forward(input_ids, attention_mask=attention_mask)
     weight, bias = self.value_head.weight, self.value_head.bias
-    return logits, torch.einsum("bsd,d->bs", caught["hidden"], weight[0]) + bias
+    return logits, torch.einsum("bsd,d->bs", caught["hidden"].to(weight.dtype), weight[0]) + bias
 
 
 @right("get_optimizer_and_scheduler")

@@ -5029,6 +5029,33 @@ def mean_over_the_vocabulary_and_of_none(logits, ref_logits, mask, kl_coef):
     return kl_coef * F.kl_div(ref_logprobs, logprobs, reduction="mean", log_target=True)
 
 
+@wrong(
+    "calc_kl_penalty",
+    "Categorical cannot take an empty batch: where no position is true, the penalty is 0.",
+)
+def categoricals_of_none(logits, ref_logits, mask, kl_coef):
+    policy, reference = (
+        torch.distributions.Categorical(logits=x[mask]) for x in (logits, ref_logits.detach())
+    )
+    kl = torch.distributions.kl_divergence(policy, reference)
+    return kl_coef * kl.sum() / mask.sum().clamp(min=1)
+
+
+@wrong(
+    "TransformerWithValueHeadLora.forward_with_value_head",
+    "The base runs without the adapters' hooks, so that logits and values are those of the "
+    "pretrained model. `_run` adds them to yours.",
+)
+def without_the_adapters(self, input_ids, attention_mask=None):
+    hidden = []
+    logits = self.base.run_with_hooks(
+        input_ids,
+        attention_mask=attention_mask,
+        fwd_hooks=[("ln_final.hook_out", lambda x, hook: hidden.append(x))],
+    )
+    return logits, self.value_head(hidden[0].to(self.value_head.weight.dtype))[..., 0]
+
+
 LOG_OF_SOFTMAX = (
     "log(softmax) is -inf where a probability is rounded to 0, and 0 * inf is nan: use log_softmax"
 )
@@ -5097,6 +5124,17 @@ TWO_AT_ONCE = [
         (
             "normalize_reward(scores) if args.normalize_reward else scores",
             "normalize_reward(scores)",
+        ),
+    ),
+    _two(
+        "make_replay_memory",
+        "returns_of_whitened_advantages_and_kl_charged_twice",
+        'returns are advantages + values before whitening; and with kl_in "loss" no KL belongs in '
+        "the rewards, as the objective charges it.",
+        ('args.kl_coef if args.kl_in == "reward" else 0.0', "args.kl_coef"),
+        (
+            "    return ReplayMemory(",
+            "    advantages = normalize_advantages(advantages, mask)\n    return ReplayMemory(",
         ),
     ),
     _two(

@@ -5,6 +5,7 @@ The same verdicts in a notebook (`utils.grading.notebook`) and in pytest (`tests
 
 import functools
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from utils.grading.comparison import Mismatch, find_mismatch, is_finite_as, meas
 from utils.grading.observation import Answers, Raised, is_sound, run_check
 
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
+MAX_SOURCE_LINES = 15  # of a public check that is shown: a longer one says little to a student
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Verdict:
     observations: tuple[Any, ...]
     mismatch: Mismatch | None
     printed: str = ""
+    seconds: float = 0.0  # that it took, where it was run here
 
     @property
     def passed(self) -> bool:
@@ -52,7 +55,9 @@ class Verdict:
         lines = [self.mismatch.message]
         if self.check.public and self.observations and not self.is_stub:
             lines += self.mismatch.values.splitlines()
-            lines += ["of:", *(f"    {line}" for line in self.check.source.splitlines())]
+            source = self.check.source.splitlines()
+            if len(source) <= MAX_SOURCE_LINES:
+                lines += ["of:", *(f"    {line}" for line in source)]
             if self.printed.strip():
                 lines += [
                     "printed:",
@@ -63,14 +68,14 @@ class Verdict:
 
 def grade(check: Check, student: Answers, secret: str = "") -> Verdict:
     """Run one check on a student's code, up to the first seed that fails."""
-    observations = []
+    observations, start = [], time.perf_counter()
     for index in range(check.seeds):
         observed, printed = run_check(check, student, index, secret)
         observations.append(observed)
         mismatch = judge(check, observed, index, secret)
         if mismatch is not None:
             break
-    return Verdict(check, tuple(observations), mismatch, printed)
+    return Verdict(check, tuple(observations), mismatch, printed, time.perf_counter() - start)
 
 
 def grade_answer(check: Check, answer: "answers.Answer", secret: str = "") -> Verdict:
@@ -174,7 +179,8 @@ def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
     None if no known mistake does, or more than one; and for an error in slow checks alone: to run
     every known mistake takes longer than to read it.
     """
-    verdicts = sorted(verdicts, key=lambda verdict: verdict.passed)  # the telling ones first
+    # The telling ones first, and the quick ones of them: each mistake is run until one differs.
+    verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
     if not all(verdict.observations and not verdict.is_stub for verdict in verdicts):
         return None
     if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in verdicts):
