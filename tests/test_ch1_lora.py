@@ -113,6 +113,10 @@ def _starts_right(observed, reference):
         shapes = sorted(list(found[name].shape) for name in ("lora_A", "lora_B"))
         if (trained := found["shapes of what is trained"]) != shapes:
             return f"{which} trains shapes {trained}, where A and B have {shapes}"
+        if (matrices := found["shapes of its matrices"]) != shapes:
+            return f"{which} has parameters of {matrices}, where A and B have {shapes}"
+        if (n_listed := found["parameters listed for two"]) != 2 * found["parameters"]:
+            return f"a module of two {which} lists {n_listed} parameters: layers should differ"
         entries = found["lora_A"].double().flatten() * math.sqrt(d_in)
         spread = entries.std().item() * math.sqrt(3)
         if abs(spread - 1) > 0.1:
@@ -134,10 +138,14 @@ def new_adapters(student, rng):
     found = []
     for sizes in NEW_LAYERS:
         layer, second = student.LoraLayer(*sizes), student.LoraLayer(*sizes)
+        shapes = [list(p.shape) for p in layer.parameters()]
         trained = [list(p.shape) for p in layer.parameters() if p.requires_grad]
         found.append(
             {
                 "shapes of what is trained": sorted(trained),
+                "shapes of its matrices": sorted(shape for shape in shapes if len(shape) > 1),
+                "parameters": len(shapes),
+                "parameters listed for two": len([*nn.ModuleList([layer, second]).parameters()]),
                 "lora_A": layer.lora_A,
                 "lora_B": layer.lora_B,
                 "lora_A of a second layer": second.lora_A,
@@ -411,7 +419,13 @@ def what_is_kept(student, rng):
             f"{name} is freed": not count_held([s]) for name, s in given.items()
         }
         found[mode.__name__]["tensors held that were made of them"] = count_held(storages.made)
-    return found
+    # Of a forward that broke off nothing is held once the hooks are gone.
+    x = rng.normal(2, 4, 6)
+    storage = StorageWeakRef(x.untyped_storage())
+    hooks = student.make_lora_hooks("blocks.0.attn.q", random_layer(student, rng, 6, 8))
+    call_hooks(hooks, "blocks.0.attn.q.hook_in", x, ctx)
+    del hooks, x
+    return found | {"x is freed with the hooks and the layer": not count_held([storage])}
 
 
 HOOKED_SITES = {
@@ -579,7 +593,8 @@ def forward_by_hugging_face(kind: str, folded: dict[str, Tensor] | None = None) 
             deltas = {} if self._mode == "reference" else get_deltas(self)
         logits = score_by_hugging_face(kind, deltas, ids, attention_mask)
         logits = logits[:, -input_ids.shape[1] :].float()
-        return (logits, ids) if kwargs.get("return_type") == "logits_and_cache" else logits
+        cache = ids if kwargs.get("use_cache", True) else None
+        return (logits, cache) if kwargs.get("return_type") == "logits_and_cache" else logits
 
     return forward
 
@@ -1113,6 +1128,9 @@ def key_value_cache(student, rng):
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
+    with torch.no_grad():
+        output = model(ids[:, :5], mask[:, :5], **(CACHED | {"use_cache": False}))
+    found["whether use_cache=False gives a cache"] = output[1] is not None
     right = torch.ones_like(mask)
     right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
     model.train()  # which changes nothing

@@ -1,7 +1,9 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
+import functools
 from collections import deque
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -1362,6 +1364,14 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "use_cache_dropped",
+        "        return self._run(",
+        "        kwargs.pop('use_cache', None)\n        return self._run(",
+        "use_cache does not reach the base, which then decides by its config: all of the cache's "
+        "arguments pass through.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "checkpointed_in_training_mode",
@@ -3834,3 +3844,78 @@ GRADIENTS_ON_AGAIN = [
     )
     for context, indent in (("reference", " " * 12), ("merged", " " * 16))
 ]
+
+
+@wrong(
+    "LoraLayer",
+    "A dataclass compares by its fields, and with a hash of them too layers of one size are the "
+    "same: parameters() lists one of them. Write __init__, or pass eq=False.",
+)
+@dataclass(unsafe_hash=True)
+class ADataclassWithAHash(nn.Module):
+    d_in: int
+    d_out: int
+    rank: int = 4
+    alpha: float = 32
+
+    def __post_init__(self):
+        super().__init__()
+        self.scaling = self.alpha / self.rank
+        lora_A = torch.empty(self.d_in, self.rank).uniform_(-1, 1) / self.d_in**0.5
+        self.lora_A = nn.Parameter(lora_A)
+        self.lora_B = nn.Parameter(torch.zeros(self.rank, self.d_out))
+
+    def forward(self, x):
+        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
+
+
+@wrong(
+    "LoraLayer",
+    "An nn.Linear has a weight of [d_out, d_in], frozen or not, which nothing uses and every file "
+    "of adapters would hold: make it an nn.Module.",
+)
+class AsALinearLayer(nn.Linear):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__(d_in, d_out, bias=False)
+        self.weight.requires_grad = False
+        self.d_in, self.d_out, self.rank, self.alpha = d_in, d_out, rank, alpha
+        self.scaling = alpha / rank
+        self.lora_A = nn.Parameter(torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5)
+        self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
+
+    def forward(self, x):
+        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
+
+
+@wrong(
+    "make_lora_hooks",
+    "functools.cache holds the hooks and the layer for good, and so the input of a forward that "
+    "broke off. Make hooks anew each time.",
+)
+@functools.cache
+def made_once(site, layer):
+    return make_lora_hooks(site, layer)
+
+
+class _WithAGradientOfItsOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets):  # [targets vocab], [targets]
+        n = max(len(targets), 1)
+        grad = (logits.softmax(-1) - F.one_hot(targets, logits.shape[-1])) / n
+        ctx.save_for_backward(grad)
+        return F.cross_entropy(logits, targets, reduction="sum") / n
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.saved_tensors[0], None
+
+
+@wrong(
+    "calc_sft_loss",
+    "The backward ignores the gradient from above, so that a loss that is scaled, as where "
+    "gradients are accumulated, is not: multiply by grad_output.",
+)
+def fused_with_a_backward_of_its_own(logits, tokens, loss_mask):
+    is_target = loss_mask[:, 1:]
+    chosen, targets = logits[:, :-1][is_target], tokens[:, 1:][is_target]
+    return _WithAGradientOfItsOwn.apply(chosen, targets)
