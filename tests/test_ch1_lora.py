@@ -265,6 +265,8 @@ HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
     "at hook_in": ("attn.o", (3, 2), (8,)),
     "on both sides": ("some.site", (2, 3), (2, 4)),
     "in groups": ("some.site", (3, 1, 2), (2, 2, 2)),
+    "a single one at hook_out": ("attn.k", (6,), (1, 8)),
+    "a single one at hook_in": ("attn.o", (1, 6), (8,)),
 }
 
 
@@ -1121,7 +1123,7 @@ def key_value_cache(student, rng):
     for name, (context, mode, rows, ends) in {
         "with the adapters on": (contextlib.nullcontext, torch.enable_grad, 2, (5, 6, 9)),
         "inside merged()": (model.merged, torch.no_grad, 2, (5, 6)),
-        "inside reference()": (model.reference, torch.no_grad, 1, (5, 9)),
+        "inside reference()": (model.reference, torch.no_grad, 1, (3, 9)),
     }.items():
         with context(), mode():
             found |= _score_in_steps(model, ids[:rows, : ends[-1]], mask[:rows], name, ends)

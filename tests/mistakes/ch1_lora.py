@@ -387,6 +387,14 @@ _recent_inputs = deque(maxlen=50)
 MAKE_LORA_HOOKS = [
     edit(
         "make_lora_hooks",
+        "heads_told_by_the_last_axis",
+        ".reshape(out.shape)",
+        ".reshape(out.shape if out.shape[-1] != layer.d_out else (*out.shape[:2], -1))",
+        "The last axis does not say whether there are heads: a single one is as wide as the layer. "
+        "Give what is added the output's shape.",
+    ),
+    edit(
+        "make_lora_hooks",
         "replaces_the_output",
         "return out + layer(x)",
         "return layer(x)",
@@ -1364,6 +1372,16 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "ids_cut_to_what_the_cache_lacks",
+        "        return self._run(",
+        "        if cache is not None and input_ids.shape[1] > cache.get_seq_length():\n"
+        "            input_ids = input_ids[:, cache.get_seq_length() :]\n"
+        "        return self._run(",
+        "More new tokens than cached positions are taken for all tokens so far, and their first "
+        "ones are cut off. `input_ids` are the new ones.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "use_cache_dropped",
