@@ -658,7 +658,8 @@ def add_head(model, rng, d_out: int = 1) -> list[nn.Parameter]:
     """Give a model a part more, as chapter 2 does; none if it lacks the helpers for that."""
     if not (hasattr(model, "trainable_parts") and hasattr(model, "trainable_state")):
         return []
-    head, parts, state = nn.Linear(3, d_out), model.trainable_parts, model.trainable_state
+    head = nn.Linear(models.D_MODEL, d_out)
+    parts, state = model.trainable_parts, model.trainable_state
     named = dict(head.named_parameters(prefix="value_head"))
     for parameter in named.values():
         parameter.data.copy_(rng.normal(*parameter.shape))
@@ -912,7 +913,7 @@ class OfTheClassAsked:
         self.__name__ = self.__qualname__ = type(self).__name__  # as functions and classes have
 
     def __get__(self, _, owner: type) -> type:
-        return type(owner.__name__, (ByHuggingFace,), {})
+        return type(owner.__name__, (ByHuggingFace,), {"value_head": nn.Identity()})
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         return ByHuggingFace(*args, **kwargs)
@@ -928,9 +929,11 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
 
     Descendant.__name__ = f"Descendant{rng.integer(0, 10**6)}"
     model = boot(SimpleNamespace(TransformerWithLora=Descendant), kind, rank=rank, sites=sites)
-    head = list(model.value_head.parameters()) if hasattr(model, "value_head") else []
+    has_head = hasattr(model, "value_head")
+    head = list(model.value_head.parameters()) if has_head else []
     trained = [p for p in model.trainable_parameters() if all(p is not other for other in head)]
     found = {
+        "whether a subclass's own __init__ runs": has_head,
         "parameters of a subclass's head that are frozen": sum(not p.requires_grad for p in head),
         "the class of what a subclass builds": type(model).__name__,
         "shapes of what is trained": list_shapes(trained),
@@ -1133,6 +1136,13 @@ def key_value_cache(student, rng):
     with torch.no_grad():
         output = model(ids[:, :5], mask[:, :5], **(CACHED | {"use_cache": False}))
     found["whether use_cache=False gives a cache"] = output[1] is not None
+    _, cache = model(ids[:1, :5], **CACHED)
+    model(ids[:, :3])  # in between, another forward
+    older, covered = "from a cache older than the last forward", torch.ones_like(mask[:1, :7])
+    try:
+        found[older] = model(ids[:1, 5:7], covered, past_key_values=cache, use_cache=True)
+    except Exception as error:  # an observation: whatever it is
+        found[older] = error
     right = torch.ones_like(mask)
     right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
     model.train()  # which changes nothing
@@ -1888,7 +1898,8 @@ LOADED_WRONGLY = {
     "an A of one row": ("k and in", "k and in, one row"),
     "one B of one column": ("k and in", "k and in, one column"),
     "a B that is not there": ("k and in", "k and in, no B of mlp.in"),
-    "a head of one output into one of two": ("k, with a head of two", "k, with a head"),
+    "a head of one output into one of two": ("o, with a head of two", "o, with a head"),
+    "a B of one row, as a head has": ("o, with a head", "o, with a head, one row of B"),
     "a file that is not there": ("k", "never saved"),
     "a file that is cut off": ("k", "cut off"),
 }
@@ -1908,6 +1919,11 @@ def _resize(rank: int) -> Callable[[Tensor], Tensor]:
 def _cut_to_a_row(matrix: Tensor) -> Tensor:
     """One row of every A, which could be broadcast."""
     return matrix[:1] if matrix.shape[-1] == RANK else matrix
+
+
+def _cut_b_to_a_row(matrix: Tensor) -> Tensor:
+    """One row of every B, which could be broadcast."""
+    return matrix[:1] if matrix.shape[0] == RANK else matrix
 
 
 def _cut_to_a_column(matrix: Tensor) -> Tensor:
@@ -1945,22 +1961,27 @@ def adapters_that_do_not_fit(student, rng):
     }
     built["q of two blocks"] = boot(student, "gpt2", sites=("attn.q",))
     built["q of one block"] = boot(student, "shallow", sites=("attn.q",))
-    for name, n in (("k, with a head", 1), ("k, with a head of two", 2)):
-        built[name] = boot(student, "llama", sites=("attn.k",), dtype=dtype)
+    for name, n in (("o, with a head", 1), ("o, with a head of two", 2)):
+        built[name] = boot(student, "llama", sites=("attn.o",), dtype=dtype)
         has_head = len(add_head(built[name], rng, n)) > 0
-    changes = {"rank 1": _resize(1), "rank 6": _resize(6), "transposed": torch.t}
-    changes |= {"one row": _cut_to_a_row, "one column": _cut_to_a_column}
-    changes |= {"no B of mlp.in": _leave_out_a_b}
+    changes = {
+        "k and in, rank 1": _resize(1),
+        "k and in, rank 6": _resize(6),
+        "k and in, transposed": torch.t,
+        "k and in, one row": _cut_to_a_row,
+        "k and in, one column": _cut_to_a_column,
+        "k and in, no B of mlp.in": _leave_out_a_b,
+        "o, with a head, one row of B": _cut_b_to_a_row,
+    }
     found = {"logits saved": {}, "logits loaded": {}}
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name}.safetensors" for name in built}
         for name, model in built.items():
             set_apart(model, rng).save_adapter(paths[name])
             found["logits saved"][name] = float_logits(model, ids, mask)
-        for change, function in changes.items():
-            name = f"k and in, {change}"
+        for name, function in changes.items():
             new_path = Path(folder) / f"{name}.safetensors"
-            paths[name] = rewrite_file(paths["k and in"], function, new_path)
+            paths[name] = rewrite_file(paths[name.rpartition(", ")[0]], function, new_path)
         paths["never saved"] = Path(folder) / "never saved.safetensors"
         paths["cut off"] = Path(folder) / "cut off.safetensors"
         paths["cut off"].write_bytes(paths["k"].read_bytes()[:-7])
@@ -2044,6 +2065,9 @@ def small_and_large_batches(student, rng):
     *large, large_mask = sft_batch(rng, rows=200, seq=20)
     order = large_mask[:, 1:].flatten().cumsum(0).reshape(200, 19)
     large_mask[:, 1:] &= order <= 1025  # one more than chunks of 64, of 512 or of 1024
+    *long, long_mask = sft_batch(rng, rows=1, seq=1100)
+    long_mask &= rng.uniform(1, 1100) < 0.02
+    every_64th = torch.arange(1100)[None] % 64 == 0  # where chunks of positions may begin
     two = torch.tensor([[False, True]])
     return {
         "two tokens": student.calc_sft_loss(logits[:1, :2], tokens[:1, :2], two),
@@ -2058,4 +2082,5 @@ def small_and_large_batches(student, rng):
             student.calc_sft_loss, sliced(logits), sliced(tokens), sliced(loss_mask)
         ),
         "1025 targets": student.calc_sft_loss(*large, large_mask),
+        "a row of 1100 tokens": student.calc_sft_loss(*long, every_64th | long_mask),
     }

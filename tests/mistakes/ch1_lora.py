@@ -854,6 +854,19 @@ def recent_inputs_in_a_deque(site, layer):
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
         BUILD,
+        "class_set_afterwards",
+        "        return cls(",
+        "        model = TransformerWithLora(\n"
+        "            load_base_model(name, device, dtype), rank, alpha, sites\n"
+        "        )\n"
+        "        model.__class__ = cls\n"
+        "        return model\n"
+        "        return cls(",
+        "The class is set when all is made, so that a subclass's own __init__ never runs and its "
+        "head is not there: call cls(...).",
+    ),
+    edit(
+        BUILD,
         "names_of_peft_accepted",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         '        pefts = {"q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v"}\n'
@@ -1372,6 +1385,15 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "counts_the_positions_itself",
+        "        seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())\n",
+        "        self._seen = input_ids.shape[1] + (0 if cache is None else self._seen)\n"
+        "        seq = self._seen\n",
+        "The model counts the positions of its last forward, which need not be those of the cache "
+        "that it is given: ask the cache.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "ids_cut_to_what_the_cache_lacks",
@@ -3346,6 +3368,15 @@ def not_again_if_nothing_changed(self, path):
 TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
     edit(
         LOAD,
+        "shapes_as_a_set",
+        "                tensor.shape == state[name].shape,",
+        "                state[name].shape in {x.shape for x in own.values()},",
+        "A shape that some other tensor has is let through, and is broadcast or refused without a "
+        "name: compare each tensor with the parameter of its name.",
+        within="TransformerWithLora.load_trainable_state",
+    ),
+    edit(
+        LOAD,
         "a_head_that_does_not_fit_is_kept",
         "        self.load_trainable_state(state)",
         "        for name, own in self.trainable_state().items():\n"
@@ -3642,6 +3673,14 @@ def half_an_adapter_passes(self, path):
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
 CALC_SFT_LOSS = [
+    edit(
+        "calc_sft_loss",
+        "shifted_inside_each_chunk",
+        "    is_target = loss_mask[:, 1:]\n",
+        "    is_target = loss_mask[:, 1:] & (torch.arange(1, tokens.shape[1]) % 256 != 0)\n",
+        "Where chunks of positions are shifted on their own, the first token of each is never a "
+        "target: shift the whole row, then take chunks.",
+    ),
     edit(
         "calc_sft_loss",
         "nonzero_losses_counted",
