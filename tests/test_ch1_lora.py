@@ -913,7 +913,7 @@ class OfTheClassAsked:
         self.__name__ = self.__qualname__ = type(self).__name__  # as functions and classes have
 
     def __get__(self, _, owner: type) -> type:
-        return type(owner.__name__, (ByHuggingFace,), {"value_head": nn.Identity()})
+        return type(owner.__name__, (ByHuggingFace,), {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
         return ByHuggingFace(*args, **kwargs)
@@ -929,11 +929,9 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
 
     Descendant.__name__ = f"Descendant{rng.integer(0, 10**6)}"
     model = boot(SimpleNamespace(TransformerWithLora=Descendant), kind, rank=rank, sites=sites)
-    has_head = hasattr(model, "value_head")
-    head = list(model.value_head.parameters()) if has_head else []
+    head = list(model.value_head.parameters()) if hasattr(model, "value_head") else []
     trained = [p for p in model.trainable_parameters() if all(p is not other for other in head)]
     found = {
-        "whether a subclass's own __init__ runs": has_head,
         "parameters of a subclass's head that are frozen": sum(not p.requires_grad for p in head),
         "the class of what a subclass builds": type(model).__name__,
         "shapes of what is trained": list_shapes(trained),

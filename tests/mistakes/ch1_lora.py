@@ -854,19 +854,6 @@ def recent_inputs_in_a_deque(site, layer):
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
         BUILD,
-        "class_set_afterwards",
-        "        return cls(",
-        "        model = TransformerWithLora(\n"
-        "            load_base_model(name, device, dtype), rank, alpha, sites\n"
-        "        )\n"
-        "        model.__class__ = cls\n"
-        "        return model\n"
-        "        return cls(",
-        "The class is set when all is made, so that a subclass's own __init__ never runs and its "
-        "head is not there: call cls(...).",
-    ),
-    edit(
-        BUILD,
         "names_of_peft_accepted",
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         '        pefts = {"q_proj": "attn.q", "k_proj": "attn.k", "v_proj": "attn.v"}\n'
