@@ -73,7 +73,7 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
     """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
 
     (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
-    is a run of letters, whatever is around it: "great", *fine* and [dull] are three of the lists.
+    is a run of letters, whatever is around it: "great", *lovely* and [dull] are three of the lists.
     """
     rewards = []
     for text in samples:
