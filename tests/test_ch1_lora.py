@@ -1011,7 +1011,10 @@ def sites_that_do_not_fire(student, rng):
         site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
-            *((site, (), ()) for site in ("attn.qkv", "q", "q_proj", "attn", "ln1", unknown)),
+            *(
+                (site, (), ())
+                for site in ("attn.qkv", "q", "q_proj", "attn", "attn.*", "ln1", unknown)
+            ),
         )
     }
 
@@ -1146,10 +1149,11 @@ def key_value_cache(student, rng):
     model.train()  # which changes nothing
     found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     for in_training in (True, False):
-        _, cache = model.train(in_training)(ids[1:, :4], **CACHED)
-        logits = model(ids[1:, 4:6], past_key_values=cache, use_cache=True)
+        _, cache = model.train(in_training)(ids[1:, :2], **CACHED)
+        logits = model(ids[1:, 2:6], past_key_values=cache, use_cache=True)
         parts = measure_gradients(model, logits.square().mean()) | {"logits": logits}
         found |= {f"{name}, without a mask, {in_training=}": x for name, x in parts.items()}
+    found["as many tokens as the context has"] = model(rng.integers(3, 512, 1, models.N_CTX))
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     with torch.no_grad():
         found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
@@ -2067,8 +2071,10 @@ def small_and_large_batches(student, rng):
     long_mask &= rng.uniform(1, 1100) < 0.02
     every_64th = torch.arange(1100)[None] % 64 == 0  # where chunks of positions may begin
     two = torch.tensor([[False, True]])
+    some = torch.tensor([[False, True], [False, False], [False, True], [False, True]])
     return {
         "two tokens": student.calc_sft_loss(logits[:1, :2], tokens[:1, :2], two),
+        "two tokens of four rows": student.calc_sft_loss(logits[:, :2], tokens[:, :2], some),
         "one row": with_inputs_after(
             student.calc_sft_loss,
             logits[:1],

@@ -200,7 +200,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of any kind and case, with line breaks, as "great", *lovely* or [dull]; a long review"""
+    """Words of any kind and case, with line breaks, as "great", *lovely* or [dull]; a long one"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     kinds = (NEGATIVE_WORDS, POSITIVE_WORDS)[:: choose(rng, (1, -1))]  # what it ends with
     long = "".join(random_review(rng, kind, rng.integer(300, 600)) for kind in kinds)

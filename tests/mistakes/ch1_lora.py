@@ -1374,6 +1374,25 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
         "TransformerWithLora.forward",
+        "full_context_refused",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        "        require(input_ids.shape[1] < self.cfg.n_ctx, 'input_ids should be shorter')\n",
+        "A text as long as the context is refused, though the model can read it: compare with <=.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "ids_cut_where_no_mask_is_given",
+        "        return self._run(",
+        "        if attention_mask is None and cache is not None:\n"
+        "            if input_ids.shape[1] > cache.get_seq_length():\n"
+        "                input_ids = input_ids[:, cache.get_seq_length() :]\n"
+        "        return self._run(",
+        "Without a mask, more new tokens than cached positions are taken for all tokens so far and "
+        "their first ones are cut off. `input_ids` are the new ones.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
         "counts_the_positions_itself",
         "        seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())\n",
         "        self._seen = input_ids.shape[1] + (0 if cache is None else self._seen)\n"
@@ -3963,3 +3982,15 @@ def fused_with_a_backward_of_its_own(logits, tokens, loss_mask):
     is_target = loss_mask[:, 1:]
     chosen, targets = logits[:, :-1][is_target], tokens[:, 1:][is_target]
     return _WithAGradientOfItsOwn.apply(chosen, targets)
+
+
+@wrong(
+    "calc_sft_loss",
+    "squeeze() takes every axis of 1 away: of two tokens, losses [batch] times a mask [batch 1] "
+    "are [batch batch]. Name the axis: squeeze(-1).",
+)
+def every_axis_squeezed(logits, tokens, loss_mask):
+    is_target = loss_mask[:, 1:]
+    logits = logits[:, :-1].masked_fill(~is_target[..., None], 0.0)
+    losses = -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze()
+    return (losses * is_target).sum() / is_target.sum().clamp(min=1)
