@@ -31,7 +31,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from utils.models.loading import EMBEDDED_MODEL, keep_booted
+from utils.models.loading import EMBEDDED_MODEL, keep_booted, load_base_model
 
 SPECIAL = {"vocab_size": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 N_LAYERS = {"gpt2": 2, "shallow": 1, "deep": 11, "ending": 1, "llama": 1, "qwen": 1}
@@ -56,6 +56,13 @@ def get_checkpoint(kind: str) -> Path:
     save_checkpoint(kind, folder)
     keep_booted(folder)
     return folder
+
+
+def boot_small_ones() -> None:
+    """Make and boot every checkpoint but the deep one, half a second: the first check of an
+    exercise need not wait for it."""
+    for kind in N_LAYERS.keys() - {"deep"}:
+        load_base_model(get_checkpoint(kind), device="cpu")
 
 
 def save_checkpoint(kind: str, folder: Path) -> None:

@@ -26,7 +26,7 @@ from IPython.display import Image, display  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
 from utils import unrun  # noqa: E402
-from utils.grading.checks import get_checks, get_reference, get_stems  # noqa: E402
+from utils.grading.checks import boot_models, get_checks, get_reference, get_stems  # noqa: E402
 from utils.grading.engine import count_points  # noqa: E402
 from utils.grading.notebook import (  # noqa: E402
     YELLOW,
@@ -50,6 +50,7 @@ def start(stem: str) -> None:
     unrun.watch()
     done = _load_progress()
     exercises = [name for name in get_checks(stem)]
+    boot_models()
     solved = sum(done.get(f"{stem}::{name}", 0) == 1 for name in exercises)
     print(f"{stem}: {solved} of {len(exercises)} exercises solved. progress() shows all chapters.")
 

@@ -31,13 +31,15 @@ def _time_checks(stem: str, rounds: int) -> dict:
 
     torch.set_num_threads(1)
     from solutions.ch1_lora import TransformerWithLora
-    from utils.grading.checks import get_checks, get_reference
+    from utils.grading.checks import boot_models, get_checks, get_reference
     from utils.grading.engine import grade_exercise
     from utils.grading.observation import Answers
 
     TransformerWithLora.from_pretrained("embedded")  # as the notebook's first cells do
+    checks = get_checks(stem)
+    boot_models()
     submission, results = Answers(vars(get_reference(stem))), {}
-    for exercise in get_checks(stem):
+    for exercise in checks:
         seconds = []
         for _ in range(1 + rounds):
             start = time.perf_counter()

@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,6 +176,13 @@ def get_checks(stem: str) -> dict[str, tuple[Check, ...]]:
     for found in iterate_checks(module):
         by_exercise.setdefault(found.exercise, []).append(found)
     return {exercise: tuple(checks) for exercise, checks in by_exercise.items()}
+
+
+def boot_models() -> None:
+    """Boot the small models of the checks that are imported, in half a second: otherwise the first
+    check that uses one waits for it. Not in a bundle, whose public checks use few of them."""
+    if boot := getattr(sys.modules.get("tests.models"), "boot_small_ones", None):
+        boot()
 
 
 def iterate_checks(module: ModuleType) -> Iterator[Check]:
