@@ -70,8 +70,9 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
     """The two hooks that put `layer` on the linear layer at `site`, e.g. "blocks.0.attn.q".
 
     One reads the input at `site.hook_in`, the other adds to the output at `site.hook_out`, in the
-    output's dtype. Either may carry separate head axes (q, k, v on the way out, o on the way in).
-    The input is held between the two hooks only.
+    output's dtype. Either may carry head axes, one or several, after batch and seq (q, k, v on the
+    way out, o on the way in). The input is held between the two hooks only: where a forward breaks
+    off, until the next one.
     """
     inputs: list[Tensor] = []
 
@@ -192,8 +193,9 @@ class TransformerWithLora(nn.Module):
         The bridge derives position ids from the mask, which matters under left padding. `kwargs` go
         to the bridge: with `return_type="logits_and_cache"` the result is (logits, cache).
 
-        Raises ValueError for a mask of another shape, which the bridge would broadcast: it should
-        cover the cached positions too, `past_key_values.get_seq_length()` of them.
+        Raises ValueError, which names attention_mask, for one of another shape, which the bridge
+        would broadcast: it should cover the cached positions too,
+        `past_key_values.get_seq_length()` of them.
         """
         cache = kwargs.get("past_key_values")
         seq = input_ids.shape[1] + (0 if cache is None else cache.get_seq_length())
@@ -245,7 +247,8 @@ class TransformerWithLora(nn.Module):
         hooked model. On leaving, the saved weights are put back bit for bit (subtracting what was
         added would not). The weights are written through `.data`, which autograd does not see: a
         forward before `with merged()` and its backward after it are safe, a backward inside is not.
-        Entering it inside `reference()` or `merged()` is an error.
+        They are put back after an error too, also one amid the merging. Entering it inside
+        `reference()` or `merged()` is an error.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]
@@ -297,7 +300,8 @@ class TransformerWithLora(nn.Module):
     def save_adapter(self, path: str | Path) -> None:
         """Write everything that is trained to a safetensors file, named as in `trainable_state`.
 
-        Its metadata notes "scaling", alpha / rank, as a string: `load_adapter` compares it.
+        Its metadata notes "scaling", alpha / rank, as `str(float(...))`:
+        `load_adapter` compares it as a number.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

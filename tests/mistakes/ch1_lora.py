@@ -387,6 +387,14 @@ _recent_inputs = deque(maxlen=50)
 MAKE_LORA_HOOKS = [
     edit(
         "make_lora_hooks",
+        "no_nonlocal",
+        "        inputs[:] = [x]",
+        "        inputs = [x]",
+        "The inner function assigns to a name of its own: the other hook never sees it. Say "
+        "`nonlocal`, or put it into a list.",
+    ),
+    edit(
+        "make_lora_hooks",
         "heads_told_by_the_last_axis",
         ".reshape(out.shape)",
         ".reshape(out.shape if out.shape[-1] != layer.d_out else (*out.shape[:2], -1))",
@@ -852,6 +860,20 @@ def recent_inputs_in_a_deque(site, layer):
 # --- TransformerWithLora.from_pretrained --------------------------------------------------------
 
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
+    edit(
+        BUILD,
+        "no_return",
+        "        return cls(",
+        "        cls(",
+        "The model is built, but not returned.",
+    ),
+    edit(
+        BUILD,
+        "moved_to_the_dtype_afterwards",
+        "return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "return cls(load_base_model(name, device), rank, alpha, sites).to(device, dtype)",
+        "`.to(dtype)` on the whole model rounds the adapters too: give dtype to load_base_model.",
+    ),
     edit(
         BUILD,
         "names_of_peft_accepted",
@@ -1372,6 +1394,21 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "cache_taken_out_of_the_arguments",
+        'kwargs.get("past_key_values")',
+        'kwargs.pop("past_key_values", None)',
+        "`pop` takes the cache out of kwargs, so the model never gets it: use `get`.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "hooks_given_that_run_adds",
+        "return self._run([], ",
+        "hooks = [h for s, x in self.adapters.items() for h in make_lora_hooks(s, x)]\n"
+        "        return self._run(hooks, ",
+        "The adapters are on twice: `_run` adds their hooks itself. Give it an empty list.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "full_context_refused",
@@ -2125,6 +2162,14 @@ def _refuse_cached_positions(self, input_ids, attention_mask=None, **kwargs):
 TRANSFORMER_WITH_LORA_REFERENCE = [
     edit(
         REFERENCE,
+        "returned_instead_of_entered",
+        '        with self._in_mode("reference"):\n            yield self',
+        '        return self._in_mode("reference")',
+        "Under @contextmanager the function has to yield: enter `_in_mode` by `with`, and yield "
+        "inside.",
+    ),
+    edit(
+        REFERENCE,
         "weights_saved_as_in_merged",
         "            yield self",
         "            weights = [linear.weight.data for linear in self._linears.values()]\n"
@@ -2531,7 +2576,9 @@ def _merged(self, restore="always", nests=False, subtract=False, delta_of=None):
     def put_back():
         self._mode = mode
         for (linear, _), weight, delta in zip(pairs, saved, deltas, strict=True):
-            if subtract:
+            if subtract == "rounded":
+                linear.weight.data -= delta.to(weight.dtype)
+            elif subtract:
                 linear.weight.data.copy_(linear.weight.data.float() - delta)
             else:
                 linear.weight.data.copy_(weight)
@@ -2875,6 +2922,15 @@ def subtracted_on_leaving(self):
 
 @wrong(
     MERGED,
+    "Subtracting a rounded A B alpha / rank from the rounded sum does not give the weights back. "
+    "Put a saved copy back.",
+)
+def subtracted_on_leaving_in_the_dtype_of_the_weights(self):
+    return _merged(self, subtract="rounded")
+
+
+@wrong(
+    MERGED,
     "After an error inside merged() the weights stay merged and the hooks off. Restore in a "
     "`finally`.",
 )
@@ -3173,6 +3229,22 @@ def _save(self, path, state):
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
     edit(
         SAVE,
+        "alpha_noted_as_the_scaling",
+        "self._layers[0].scaling",
+        "self._layers[0].scaling * self._layers[0].lora_A.shape[1]",
+        'The metadata\'s "scaling" is alpha: it should be alpha / rank, which load_adapter '
+        "compares.",
+    ),
+    edit(
+        SAVE,
+        "scaling_noted_with_two_digits",
+        "str(float(self._layers[0].scaling))",
+        'f"{self._layers[0].scaling:.2f}"',
+        'The metadata\'s "scaling" is rounded, so that load_adapter finds another one: write all '
+        "its digits, str(scaling).",
+    ),
+    edit(
+        SAVE,
         "named_site_by_site",
         "        save_file(state, partial",
         "        names = dict.fromkeys(site.split('.', 2)[2] for site in self._linears)\n"
@@ -3372,6 +3444,32 @@ def not_again_if_nothing_changed(self, path):
 # --- TransformerWithLora.load_adapter -----------------------------------------------------------
 
 TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
+    edit(
+        LOAD,
+        "scaling_compared_as_text",
+        'float(metadata.get("scaling", self._layers[0].scaling))',
+        'metadata["scaling"]',
+        "The file's metadata are strings, and a string never equals a number: compare "
+        'float(metadata["scaling"]).',
+    ),
+    edit(
+        LOAD,
+        "load_state_dict_not_strict",
+        "        self.load_trainable_state(state)",
+        "        self.load_state_dict(state, strict=False)",
+        "load_state_dict knows the parameters by other names than the file has, and strict=False "
+        "says nothing of it: no tensor is loaded.",
+    ),
+    edit(
+        LOAD,
+        "copied_by_name_alone",
+        "        self.load_trainable_state(state)",
+        "        own = self.trainable_state()\n"
+        "        for name, tensor in state.items():\n"
+        "            own[name].copy_(tensor)",
+        "Tensors that the file lacks stay as they were, and a shape that can be broadcast is. "
+        "Compare all names and shapes first.",
+    ),
     edit(
         LOAD,
         "shapes_as_a_set",

@@ -162,7 +162,7 @@ def _compare_tensors(
     if not math.isfinite(y_first) and math.isfinite(e_first):
         what = f"{where} is {y_first}{at}"
     elif where.startswith("the gradient") and not expected.any():
-        what = f"{where} is not 0: it should be held constant (detached)"
+        what = f"{where} is not 0: it should be held constant (detached), or times 0"
     elif where.startswith("the gradient") and not yours.any():
         what = f"{where} is 0: none of it gets through"
     values = f"yours     {_format(yours, position)}\nexpected  {_format(expected, position)}"
