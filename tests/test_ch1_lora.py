@@ -1175,9 +1175,31 @@ def key_value_cache(student, rng):
     return found | _refuse_masks(model, ids, mask)
 
 
+class Interruption(BaseException):
+    """What is no `Exception`, as KeyboardInterrupt."""
+
+
+def interrupt(model, ids: Tensor, mask: Tensor) -> str:
+    """What comes of a forward that is interrupted at its second linear layer."""
+    at = itertools.count(1)
+
+    def stop(module, args):
+        if isinstance(module, nn.Linear) and next(at) == 2:
+            raise Interruption
+
+    hook = nn.modules.module.register_module_forward_pre_hook(stop)
+    try:
+        model(ids, mask)
+    except Interruption:
+        return "passed on"
+    finally:
+        hook.remove()
+    return "swallowed"
+
+
 @check("TransformerWithLora.forward", expected=forward_by_hugging_face("llama"), **CLOSE)
 def again_and_again(student, rng):
-    """A second forward, one after an error, one with other values: no hook stacks; B = 0"""
+    """A second forward, after an error, an interrupt, with other values: no hook stacks; B = 0"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.o", "mlp.in")), rng)
     found = {"first": score(model, ids, mask)}
@@ -1187,6 +1209,9 @@ def again_and_again(student, rng):
     found["ids beyond the vocabulary"] = is_error(model, ids + 10**6, mask)
     found["after the error"] = score(model, ids, mask)
     found["hooks that are left behind"] = count_hooks(model) - hooks
+    found["an interrupt"] = interrupt(model, ids, mask)
+    found["after the interrupt"] = score(model, ids, mask)
+    found["hooks that the interrupt left behind"] = count_hooks(model) - hooks
     set_alike(model, rng)
     with torch.no_grad():
         found["other values"] = score(model, ids, mask)
@@ -1254,10 +1279,6 @@ def bfloat16_base(student, rng):
 # --- TransformerWithLora.reference --------------------------------------------------------------
 
 NEVER_ADAPTED = {kind: context_by_hugging_face(kind, adapted=False) for kind in ("gpt2", "llama")}
-
-
-class Interruption(BaseException):
-    """What is no `Exception`, as KeyboardInterrupt."""
 
 
 class SeveralErrors(ValueError, RuntimeError, LookupError, AssertionError):

@@ -1029,6 +1029,9 @@ def _logits_and_values(student, rng, kind):
     for name, rows in {"without a mask": first, "of one token": first[:1, :1]}.items():
         logits, values = model.forward_with_value_head(rows)
         found |= {f"logits {name}": logits, f"values {name}": values}
+    row = attention[1:2].bool()
+    logits, values = model.forward_with_value_head(ids[1:2], attention[1:2])
+    found |= {"logits of a padded row": logits[row], "values of a padded row": values[row]}
     with_none = model.forward_with_value_head(first[:2], attention_mask=None)
     return found | gradient | {"values with None": with_none[1]}
 
@@ -1893,10 +1896,10 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL in the objective; no entropy bonus; vf_coef 0, clip_coef 0"""
+    """kl_in "reward": no KL in the objective; no entropy; vf_coef 0, clip_coef 0; a top_k"""
     counts = {"batch_size": 12, "num_minibatches": 2, "batches_per_learning_phase": 1}
     cases = {
-        'kl_in "reward"': {"kl_in": "reward"} | counts,
+        'kl_in "reward"': {"kl_in": "reward", "top_k": 5} | counts,
         "vf_coef 0, clip_coef 0": {"vf_coef": 0.0, "clip_coef": 0.0},
     }
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)

@@ -2113,6 +2113,31 @@ def hooks_left_by_an_error(self, input_ids, attention_mask=None, **kwargs):
 
 @wrong(
     "TransformerWithLora.forward",
+    "After a forward that was interrupted, as by Ctrl-C, the hooks are still there: `except "
+    "Exception` does not see KeyboardInterrupt. Remove them in a `finally`.",
+)
+def hooks_left_by_an_interrupt(self, input_ids, attention_mask=None, **kwargs):
+    _refuse_mask(input_ids, attention_mask, kwargs)
+    hooks = [hook for pair in self.adapters.items() for hook in make_lora_hooks(*pair)]
+    hooks = hooks if self._mode == "hooked" else []
+    mode, self._mode = self._mode, "plain"
+    for name, function in hooks:
+        self.base.add_hook(name, function)
+    try:
+        output = self._run([], input_ids, attention_mask, **kwargs)
+    except Exception:
+        for name, _ in hooks:
+            self.base.hook_dict[name].remove_hooks("fwd")
+        raise
+    finally:
+        self._mode = mode
+    for name, _ in hooks:
+        self.base.hook_dict[name].remove_hooks("fwd")
+    return output
+
+
+@wrong(
+    "TransformerWithLora.forward",
     "The wrapped Hugging Face model is called past the bridge, which derives the positions from "
     "the mask: left-padded rows get the wrong ones.",
 )

@@ -2548,6 +2548,13 @@ TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     ),
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "no_mask_for_a_single_row",
+        "        hidden: list",
+        "        if len(input_ids) == 1:\n            attention_mask = None\n        hidden: list",
+        "A single row may have padding too: its mask is dropped.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "mask_made_of_pad_ids",
         "        hidden: list",
         "        if attention_mask is None:\n"
@@ -3635,6 +3642,17 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "scored_among_the_top_k",
+        "        logprobs = get_logprobs(logits, ",
+        "        if args.top_k is not None:\n"
+        "            least = logits.topk(args.top_k).values[..., -1:]\n"
+        "            logits = logits.masked_fill(logits < least, -1e4)\n"
+        "        logprobs = get_logprobs(logits, ",
+        "With a top_k you score among those tokens alone. The old log-probs are those of all "
+        "tokens, so the first ratio would not be 1.",
+    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "returns_held_at_ten",
