@@ -354,6 +354,25 @@ class TransposedLayer(nn.Module):
 
 @wrong(
     "LoraLayer",
+    "A and B are nn.Linear layers, whose weights are transposed and lie one level deeper. Keep two "
+    "parameters: lora_A [d_in rank] and lora_B [rank d_out].",
+)
+class TwoLinearLayers(nn.Module):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__()
+        self.d_in, self.d_out, self.rank, self.alpha = d_in, d_out, rank, alpha
+        self.scaling = alpha / rank
+        self.lora_A = nn.Linear(d_in, rank, bias=False)
+        self.lora_B = nn.Linear(rank, d_out, bias=False)
+        nn.init.uniform_(self.lora_A.weight, -(d_in**-0.5), d_in**-0.5)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x):
+        return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype))) * self.scaling
+
+
+@wrong(
+    "LoraLayer",
     "A starts at zero and B at random. It is the other way round: A is random, B is zero.",
 )
 class SwappedStart(nn.Module):
@@ -1046,6 +1065,23 @@ TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
         "linears[f'blocks.0.{site}']",
         "A site that does not fire is a KeyError. Raise a ValueError that names the site.",
         within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "an_assertion",
+        'require(site in available, f"sites should be among {available}, but one is {site!r}")',
+        "assert site in available, f'no site {site!r}'",
+        "A site that does not fire is an AssertionError, which `python -O` leaves out. Raise a "
+        "ValueError that names the site.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
+        "no_class_method",
+        "    @classmethod\n",
+        "",
+        "from_pretrained is a plain method, so that the name is taken for cls. Put @classmethod "
+        "above it.",
     ),
     edit(
         BUILD,
