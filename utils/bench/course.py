@@ -16,17 +16,27 @@ BATCH, CLASS = 12, 60
 
 
 def measure_checks(folder: Path, rounds: int) -> dict:
-    """Seconds of `check()` on the reference, by exercise: the first time and, the median, later."""
+    """Seconds of `check()` on the reference, by exercise: the first time in a process, and once
+    more. Medians of as many processes as `rounds`."""
     from utils.grading.checks import get_stems
 
     del folder
     results = {}
-    for stem in tqdm(get_stems(), desc="check()", leave=False):
-        results |= run_apart(_time_checks, stem, rounds)
+    with tqdm(total=len(get_stems()) * rounds, desc="check()", leave=False) as bar:
+        for stem in get_stems():
+            measured = []
+            for _ in range(rounds):
+                measured.append(run_apart(_time_checks, stem))
+                bar.update()
+            for name in measured[0]:
+                results[f"{stem}::{name}"] = {
+                    when: get_median([seconds[name][when] for seconds in measured])
+                    for when in ("first", "later")
+                }
     return results
 
 
-def _time_checks(stem: str, rounds: int) -> dict:
+def _time_checks(stem: str) -> dict[str, dict[str, float]]:
     import torch
 
     torch.set_num_threads(1)
@@ -40,12 +50,12 @@ def _time_checks(stem: str, rounds: int) -> dict:
     boot_models()
     submission, results = Answers(vars(get_reference(stem))), {}
     for exercise in checks:
-        seconds = []
-        for _ in range(1 + rounds):
+        seconds = {}
+        for when in ("first", "later"):
             start = time.perf_counter()
             grade_exercise(stem, exercise, submission)
-            seconds.append(time.perf_counter() - start)
-        results[f"{stem}::{exercise}"] = {"first": seconds[0], "later": get_median(seconds[1:])}
+            seconds[when] = time.perf_counter() - start
+        results[exercise] = seconds
     return results
 
 

@@ -180,7 +180,7 @@ def _format_scaling(result: dict) -> str:
 
 def _format_checks(result: dict) -> str:
     rows = []
-    for when, label in (("first", "the first time"), ("later", "later")):
+    for when, label in (("first", "the first time"), ("later", "the second time")):
         seconds = {name: row[when] for name, row in result.items()}
         worst = max(seconds, key=seconds.get)
         rows.append(
