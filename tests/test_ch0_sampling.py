@@ -784,9 +784,9 @@ def greedy_llama(student, rng):
 def greedy_until_the_end(student, rng):
     """Rows end at different steps, one at once, none by its prompt's eos or a bos; one prompt"""
     # Greedy: 8 tokens, and 10 with a bos among them, the most.
-    prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and"]
+    prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and", ""]
     model = _boot(student, "ending")
-    six = _greedy(student, model, prompts, rng, max_new_tokens=12)
+    seven = _greedy(student, model, prompts, rng, max_new_tokens=12)
     tokenizer, usual = model.tokenizer, models.load_tokenizer()
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
@@ -794,7 +794,7 @@ def greedy_until_the_end(student, rng):
     tokenizer.eos_token = usual.bos_token
     another_eos = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
-        "six prompts": six,
+        "seven prompts, one of them the bos alone": seven,
         "one prompt, the bos has id 0": one,
         "one prompt, the tokenizer has another eos": another_eos,
     }

@@ -1156,6 +1156,14 @@ DECODED = (
 GET_SAMPLES = [
     edit(
         "get_samples",
+        "empty_prompts_refused",
+        "require(len(sequence) > 0,",
+        "require(len(prompt) > 0,",
+        "An empty prompt is refused, though the bos before it is a token to go on from.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
         "mask_of_the_last_step_only",
         "attention_mask=attention_mask,\n            past_key_values",
         "attention_mask=attention_mask if cache is None else attention_mask[:, -1:],\n"
