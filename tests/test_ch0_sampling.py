@@ -58,12 +58,18 @@ def worked_by_hand(student, rng):
     }
 
 
+def logprobs_and_gradient(student, logits, tokens, *options):
+    return value_and_gradients(
+        lambda logits: student.get_logprobs(logits, tokens, *options), logits=logits
+    )
+
+
 @check("get_logprobs", points=2, seeds=2, expected=logprobs_by_categorical)
 def every_prefix_and_temperature(student, rng):
-    """Random logits, prefixes of several lengths, temperatures from 0.05 to 5"""
+    """Random logits, prefixes of several lengths, temperatures from 0.05 to 5; gradients"""
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
     return {
-        f"prefix_len {p}, temperature {t}": student.get_logprobs(logits, tokens, p, t)
+        f"prefix_len {p}, temperature {t}": logprobs_and_gradient(student, logits, tokens, p, t)
         for p, t in itertools.product((1, 2, 5), (1.0, 0.7, 0.05, 2.0, 5.0))
     } | {"defaults": student.get_logprobs(logits, tokens)}
 
@@ -104,6 +110,7 @@ def one_row_and_edges(student, rng):
         "every second logit of a larger tensor": f(rng.normal(2, 7, 9)[:, ::2, ::2], ids[:, :4]),
         "one token": with_inputs_after(f, logits, tokens, 3, 0.7),
         "none": f(logits, tokens, prefix_len=4),
+        "one row": logprobs_and_gradient(student, logits, tokens, 2),
     }
 
 
@@ -957,6 +964,12 @@ def reinforce_and_its_gradient(student, rng):
 def reinforce_edges(student, rng):
     """1 and 150 rows, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
     f = student.calc_reinforce_objective
+
+    def with_gradients(logprobs, advantages, mask):
+        return value_and_gradients(
+            lambda **x: f(mask=mask, **x), logprobs=logprobs, advantages=advantages
+        )
+
     logprobs = -rng.uniform(1, 3)
     advantages = rng.normal(1, 3) + rng.tensor([[0.0, 1000.0, -1000.0]])
     mask = torch.tensor([[True, False, False]])
@@ -966,14 +979,16 @@ def reinforce_edges(student, rng):
     return {
         "slices of larger tensors": f(*map(sliced, rows), sliced(ragged)),
         "one token": with_inputs_after(f, *beyond, mask),
-        "numbers beyond": f(logprobs, advantages, mask),
-        "150 rows": f(-rng.uniform(150, 3), rng.normal(150, 3), ragged_mask(rng, 150, 3)),
-        "none": value_and_gradients(
-            lambda **x: f(mask=torch.zeros_like(mask), **x),
-            logprobs=torch.full_like(logprobs, NAN),
-            advantages=torch.full_like(advantages, NAN),
+        "numbers beyond": with_gradients(logprobs, advantages, mask),
+        "150 rows": with_gradients(
+            -rng.uniform(150, 3), rng.normal(150, 3), ragged_mask(rng, 150, 3)
         ),
-        "all": f(logprobs, advantages, torch.ones_like(mask)),
+        "none": with_gradients(
+            torch.full_like(logprobs, NAN),
+            torch.full_like(advantages, NAN),
+            torch.zeros_like(mask),
+        ),
+        "all": with_gradients(logprobs, advantages, torch.ones_like(mask)),
     }
 
 

@@ -2117,18 +2117,20 @@ def small_and_large_batches(student, rng):
     two = torch.tensor([[False, True]])
     some = torch.tensor([[False, True], [False, False], [False, True], [False, True]])
     return {
-        "two tokens": student.calc_sft_loss(logits[:1, :2], tokens[:1, :2], two),
-        "two tokens of four rows": student.calc_sft_loss(logits[:, :2], tokens[:, :2], some),
+        "two tokens": sft_loss_and_gradient(student, logits[:1, :2], tokens[:1, :2], two),
+        "two tokens of four rows": sft_loss_and_gradient(
+            student, logits[:, :2], tokens[:, :2], some
+        ),
         "one row": with_inputs_after(
             student.calc_sft_loss,
             logits[:1],
             tokens[:1].clone(),
             torch.tensor([[False, False, True, False, True]]),
         ),
-        "all": student.calc_sft_loss(logits, tokens, torch.ones_like(loss_mask)),
+        "all": sft_loss_and_gradient(student, logits, tokens, torch.ones_like(loss_mask)),
         "ragged": with_inputs_after(
             student.calc_sft_loss, sliced(logits), sliced(tokens), sliced(loss_mask)
         ),
-        "1025 targets": student.calc_sft_loss(*large, large_mask),
-        "a row of 1100 tokens": student.calc_sft_loss(*long, every_64th | long_mask),
+        "1025 targets": sft_loss_and_gradient(student, *large, large_mask),
+        "a row of 1100 tokens": sft_loss_and_gradient(student, *long, every_64th | long_mask),
     }
