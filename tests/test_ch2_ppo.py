@@ -1773,6 +1773,14 @@ def the_model_that_is_built(student, rng):
     with torch.no_grad():
         logits, values = model.forward_with_value_head(ids)
     memory, another = trainer.rollout_phase(), trainer.rollout_phase()
+    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
+    with torch.no_grad():
+        of_memory = model.forward_with_value_head(memory.input_ids, memory.attention_mask)
+    logprobs = trainers.score_rows(of_memory[0].float(), memory.input_ids, n_prompt)
+    stored = {
+        "the old log-probs": memory.logprobs - logprobs,
+        "the stored values": memory.values - of_memory[1][:, n_prompt - 1 : -1],
+    }
     trainer.learning_phase(another)
     learned = trainers.canonical(list(model.trainable_parameters()))
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
@@ -1781,9 +1789,11 @@ def the_model_that_is_built(student, rng):
     return {
         "logits": logits.float(),
         "values": values.float(),
-        "prompts of a rollout, which are args.prefix,": memory.input_ids[
-            :, : -memory.mask.shape[1]
-        ],
+        **{
+            f"how far {name} are from the model's": off[memory.mask].abs().max()
+            for name, off in stored.items()
+        },
+        "prompts of a rollout, which are args.prefix,": memory.input_ids[:, :n_prompt],
         "whether a rollout with the same weights is the same": memory.input_ids.tolist()
         == another.input_ids.tolist(),
         "whether all that is trained has changed": all(

@@ -1115,6 +1115,12 @@ def _counts(observed, reference):
         return "without a value head there is nothing to train but the adapters"
     if observed["prompts"] != ["This movie is"] * 12:  # six for each of two rollouts
         return "without prompts, every prompt should be the prefix"
+    if observed["log-probs off by"] > 1e-3:
+        return "the old log-probs should be those of the model"
+    pairs = list(zip(observed["texts"], observed["prompts"], strict=True))[:6]
+    scores = torch.tensor([trainers.score_text(*pair) for pair in pairs])
+    if not torch.allclose(observed["advantages"], advantages_by_loops(scores, 3), atol=2e-3):
+        return 'by default, the advantages should be those of the scale "group"'
     return None
 
 
@@ -1141,6 +1147,10 @@ def no_value_head_and_no_reference(student, rng):
     type(model).reference = counted
     try:
         memory = trainer.rollout_phase()
+        ids, n_prompt = memory.input_ids, memory.input_ids.shape[1] - memory.mask.shape[1]
+        with torch.no_grad():
+            logprobs = trainers.score_rows(model(ids, memory.attention_mask), ids, n_prompt)
+        off = (memory.logprobs - logprobs)[memory.mask]
         trainer.learning_phase(memory)
         trainers.make_end_likely(model)
         trainer.learning_phase(trainer.rollout_phase())
@@ -1150,6 +1160,8 @@ def no_value_head_and_no_reference(student, rng):
         "forwards without adapters": len(entered),
         "sizes of what is trained": sorted(p.numel() for p in model.trainable_parameters()),
         "prompts": reward_fn.prompts,
+        "texts": reward_fn.samples,
+        "log-probs off by": off.abs().max().float(),
         "advantages": memory.advantages,
     }
 
