@@ -90,6 +90,15 @@ def error_of(name: str, function: Callable, *args: Any, **kwargs: Any) -> str:
     return "no error"
 
 
+def is_error(function: Callable, *args: Any, clear: bool = False) -> str:
+    """Whether a call raises an error, and one that says something if it should be clear."""
+    try:
+        function(*args)
+    except Exception as error:  # an observation: whatever it is
+        return "an error" if str(error) or not clear else "an error without a message"
+    return "no error"
+
+
 def misfit(draws: Tensor, probs: Tensor) -> str | None:
     """What is wrong with draws from `probs`: support, or frequencies with p < 1e-9."""
     if draws.numel() and not bool(((draws >= 0) & (draws < len(probs))).all()):

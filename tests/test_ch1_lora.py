@@ -28,7 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import models
-from tests.inputs import error_of, gradients, leaf, ragged_mask, sliced, with_inputs_after
+from tests.inputs import (
+    error_of,
+    gradients,
+    is_error,
+    leaf,
+    ragged_mask,
+    sliced,
+    with_inputs_after,
+)
 from utils.grading.checks import check
 from utils.models.loading import load_base_model
 
@@ -795,15 +803,6 @@ def count_bytes(model) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def is_error(function: Callable, *args: Any, clear: bool = False) -> str:
-    """Whether a call raises an error, and one that says something if it should be clear."""
-    try:
-        function(*args)
-    except Exception as error:  # an observation: whatever it is
-        return "an error" if str(error) or not clear else "an error without a message"
-    return "no error"
 
 
 # --- TransformerWithLora.from_pretrained --------------------------------------------------------

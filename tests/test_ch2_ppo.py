@@ -22,6 +22,7 @@ from tests.inputs import (
     NAN,
     error_of,
     gradients,
+    is_error,
     leaf,
     poison,
     ragged_mask,
@@ -379,13 +380,14 @@ def ragged_token_rewards(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def scores_alone(student, rng):
-    """No KL: kl_coef 0 with and without log-probs, NaN among them"""
+    """No KL: kl_coef 0 with and without log-probs, NaN among them; above 0 without: an error"""
     mask, scores, f = ragged_mask(rng), rng.normal(6, mean=1), student.compute_token_rewards
     logprobs, ref_logprobs = poison_all(mask, NAN, **token_logprobs(rng, mask)).values()
     return {
         "without": with_inputs_after(f, scores, mask),
         "None": f(scores, mask, None, None, 0.0),
         "with": f(scores, mask, logprobs, ref_logprobs),
+        "kl_coef 0.3 without a reference": is_error(f, scores, mask, logprobs, None, 0.3),
         "with, and 0": f(scores, mask, logprobs=logprobs, ref_logprobs=ref_logprobs, kl_coef=0.0),
     }
 
@@ -737,19 +739,22 @@ def the_first_update(student, rng):
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
 def huge_log_ratios(student, rng):
-    """Log-ratios of 20 and -20, and of 1000 and -1000 beyond the mask: 0 where clipped or masked"""
-    logratios = rng.tensor([[20.0, 12.0, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
-    old_logprobs = -rng.uniform(1, 7, low=1, high=3)
+    """Log-ratios of 20, -20 and 30, and of 1000 and -1000 beyond the mask: 0 where clipped"""
     signs = rng.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
-    return call_with_gradients(
-        student.calc_clipped_surrogate_objective,
-        torch.tensor([[True, True, True, True, True, False, False]]),
-        0.2,
-        0.3,
-        logprobs=old_logprobs + logratios,
-        old_logprobs=old_logprobs,
-        advantages=signs * rng.uniform(1, 7, low=0.5, high=2),
-    )
+    found = {}
+    for largest in (12.0, 30.0):  # among those that are not clipped: it drowns the others
+        logratios = rng.tensor([[20.0, largest, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
+        old_logprobs = -rng.uniform(1, 7, low=1, high=3)
+        found[f"a log-ratio of {largest:g}"] = call_with_gradients(
+            student.calc_clipped_surrogate_objective,
+            torch.tensor([[True, True, True, True, True, False, False]]),
+            0.2,
+            0.3,
+            logprobs=old_logprobs + logratios,
+            old_logprobs=old_logprobs,
+            advantages=signs * rng.uniform(1, 7, low=0.5, high=2),
+        )
+    return by_case(found)
 
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
@@ -1355,6 +1360,9 @@ def _every_row_once_an_epoch(observed, reference):
     )
     if together > 80:  # of 6 * 23, where 30 are expected and 5 is the standard deviation
         return "rows that follow one another mostly land in the same minibatch: mix them"
+    lengths = torch.tensor([[row.bit_count() for row in rows] for rows in by_mask.tolist()]).float()
+    if lengths.var(1).mean() < 0.25 * lengths.var():  # by chance: near 1, and 0.13 off
+        return "rows of like length mostly land in the same minibatch: mix them"
     return None
 
 
@@ -2121,6 +2129,37 @@ def a_short_run_that_learns(student, rng):
                 trainer.train()
     mean_rate = sum(rates) / max(len(rates), 1)  # 0.0 where none was seen
     return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}
+
+
+@check("RLHFTrainer.train", slow=True)
+def every_phase_is_run(student, rng):
+    """Thirteen phases of equal rewards: all are run, and the last one's weights are kept"""
+    rewarded, ends = [], []
+
+    def reward_fn(samples):
+        rewarded.extend(samples)
+        return torch.ones(len(samples))
+
+    counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 13}
+    args = _make_args(student, reward_fn=reward_fn, **counts)
+    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+    learn = trainer.learning_phase
+
+    def learn_and_look(memory):
+        learn(memory)
+        ends.append([p.detach().clone() for p in trainer.model.trainable_parameters()])
+
+    trainer.learning_phase = learn_and_look
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        trainer.train()
+    kept = list(trainer.model.trainable_parameters())
+    return {
+        "completions": len(rewarded),
+        "learning phases": len(ends),
+        "whether the weights are the last phase's": all(map(torch.equal, kept, ends[-1])),
+        "whether they have changed": not all(map(torch.equal, kept, ends[0])),
+        "what is trained, in numbers": sum(p.numel() for p in kept),
+    }
 
 
 @check("RLHFTrainer.train", slow=True)

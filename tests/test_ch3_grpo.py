@@ -515,8 +515,17 @@ def _every_case(student, rng, **options):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def every_case_of_the_minimum(student, rng):
-    """Ratios from 0.05 to 20, likely and unlikely tokens, with both signs of A: the gradient"""
+    """Ratios from 0.05 to 20, and of exp(30), with both signs of A: the gradient"""
+    old = -rng.uniform(1, 3, low=35.0, high=40.0)
+    unclipped = value_and_gradients(
+        _objective(student, torch.ones(1, 3, dtype=torch.bool), beta=0.0),
+        logprobs=old + rng.tensor([[30.0, -30.0, 0.1]]),
+        old_logprobs=old,
+        ref_logprobs=old,
+        advantages=-rng.uniform(1, low=0.5, high=2.0),
+    )
     return {
+        "a ratio of exp(30), A below 0": unclipped,
         "defaults": _every_case(student, rng),
         "0.3 below, 0.05 above": _every_case(student, rng, clip_coef=0.3, clip_coef_high=0.05),
     }

@@ -605,6 +605,13 @@ CHARGE = "rewards - kl_coef * k1.masked_fill(~mask, 0.0)"
 COMPUTE_TOKEN_REWARDS = [
     edit(
         "compute_token_rewards",
+        "no_reference_no_kl",
+        "    if kl_coef == 0:\n",
+        "    if kl_coef == 0 or logprobs is None or ref_logprobs is None:\n",
+        "With a kl_coef and no reference the KL is left out in silence. Raise a ValueError.",
+    ),
+    edit(
+        "compute_token_rewards",
         "certain_tokens_cost_nothing",
         "    k1 = (logprobs - ref_logprobs).detach()\n",
         "    k1 = (logprobs - ref_logprobs).detach() * (logprobs != 0)\n",
@@ -1329,6 +1336,15 @@ OBJECTIVE = f"return masked_mean({TERMS}, mask)"
 RATIO = "return logratio.clamp(max=80.0).exp()"
 
 CALC_CLIPPED_SURROGATE_OBJECTIVE = [
+    edit(
+        "calc_clipped_surrogate_objective",
+        "log_ratios_held_at_twenty",
+        RATIO,
+        "return logratio.clamp(-20.0, 20.0).exp()",
+        "A log-ratio beyond 20 is cut: a token of negative advantage has no gradient there. "
+        "Nothing but the clip of the ratio bounds it.",
+        within="calc_ratio",
+    ),
     edit(
         "calc_clipped_surrogate_objective",
         "certain_tokens_left_out",
@@ -2921,6 +2937,17 @@ GET_OPTIMIZER_AND_SCHEDULER = [
 REPLAY_MEMORY = [
     edit(
         "ReplayMemory",
+        "rows_of_like_length_together",
+        "            order = torch.randperm(len(groups), generator=generator, device=device)\n",
+        "            order = torch.randperm(len(groups), generator=generator, device=device)\n"
+        '            if "mask" in self.names and self.mask.ndim == 2 and self.group_size == 1:\n'
+        "                order = order[self.mask.sum(-1)[order].argsort()]\n",
+        "Rows of like length share a minibatch, so that short completions always learn together. A "
+        "minibatch is a random choice.",
+        within="ReplayMemory.get_minibatches",
+    ),
+    edit(
+        "ReplayMemory",
         "groups_for_one_epoch",
         "for _ in range(self.batches_per_learning_phase):",
         "for _ in range(self.batches_per_learning_phase if self.group_size == 1 else 1):",
@@ -3345,6 +3372,17 @@ def _score(self, samples):
 
 
 RLHF_TRAINER_ROLLOUT_PHASE = [
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "columns_by_name_alone",
+        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
+        "args.reward_fn(samples.texts, **{name: column for name, column in "
+        '({"prompts": prompts} | columns).items() if name in '
+        "__import__('inspect').signature(args.reward_fn).parameters})",
+        "A reward function with **kwargs, as TRL's have, gets no prompts: `call_reward_fn` gives "
+        "it every column.",
+        within="RLHFTrainer.sample_and_score",
+    ),
     edit(
         "RLHFTrainer.rollout_phase",
         "values_squeezed",
@@ -4221,6 +4259,31 @@ RLHF_TRAINER_TRAIN = [
         "                    continue\n",
         "A phase that fails is left out, whatever the error: a reward function that does not fit "
         "leaves a run that has learned nothing. Let errors out.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "stopped_early",
+        "                self._run_phase(log, bar)\n",
+        "                self._run_phase(log, bar)\n"
+        '                rewards = [row["reward"] for row in self.history]\n'
+        "                if len(rewards) > 10 and max(rewards[-10:]) <= max(rewards[:-10]):\n"
+        "                    break\n",
+        "The run ends when ten phases bring no better reward. Run total_phases of them: the "
+        "learning rates are planned for these.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "best_weights_put_back",
+        "        self.history.append(row)\n",
+        '        if row["reward"] > max((r["reward"] for r in self.history), default=-math.inf):\n'
+        "            self.best = self.model.trainable_state()\n"
+        "            self.best = {name: x.clone() for name, x in self.best.items()}\n"
+        "        if self.phase + 1 == self.args.total_phases:\n"
+        "            self.model.load_trainable_state(self.best)\n"
+        "        self.history.append(row)\n",
+        "In the end the model goes back to the phase of the best reward, which is a noisy number. "
+        "What train() leaves is the last phase's model.",
+        within="RLHFTrainer._run_phase",
     ),
     edit(
         "RLHFTrainer.train",

@@ -964,6 +964,14 @@ def _k3(logprobs, ref_logprobs):
 CALC_GRPO_OBJECTIVE = [
     edit(
         "calc_grpo_objective",
+        "log_ratios_held_at_ten",
+        "ratio = calc_ratio(logprobs, old_logprobs, mask)",
+        "ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).clamp(-10, 10).exp()",
+        "A log-ratio beyond 10 is cut: a token of negative advantage has no gradient there. "
+        "Nothing but the clip of the ratio bounds it.",
+    ),
+    edit(
+        "calc_grpo_objective",
         "maximum",
         "torch.minimum(",
         "torch.maximum(",
