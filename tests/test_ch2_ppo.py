@@ -182,13 +182,13 @@ def choose(rng, items):
 
 
 def random_review(rng, words, n):
-    """`n` of these words in any case, with punctuation, spaces or line breaks between them."""
+    """`n` of these words in any case, with punctuation, spaces, line breaks or hyphens between."""
     text = ""
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
         after = choose(rng, ("", "", *".,!?;:\"')*]", "..."))
-        text += choose(rng, ("", "", "", *"\"'(*[")) + word + after + choose(rng, "  \n\n")
+        text += choose(rng, ("", "", "", *"\"'(*[")) + word + after + choose(rng, "  \n\n-")
     return text
 
 
@@ -201,7 +201,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of any kind and case, with line breaks, as "great", *lovely* or [dull]; a long one"""
+    """Words of any kind and case, as "great", *lovely* or dull-[bad], on many lines; a long one"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     kinds = (NEGATIVE_WORDS, POSITIVE_WORDS)[:: choose(rng, (1, -1))]  # what it ends with
     long = "".join(random_review(rng, kind, rng.integer(300, 600)) for kind in kinds)
@@ -1397,12 +1397,18 @@ def fields_and_dtypes(student, rng):
 
 @check("ReplayMemory")
 def rows_that_do_not_fit(student, rng):
-    """A field with a row less, or more, than the others; a group_size that does not divide them"""
+    """A field with a row less, or more, than the others; a wrong group_size; empty minibatches"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
     fields = {"input_ids": rng.normal(rows, 3), "mask": rng.normal(rows, 2)}
 
     def use(**arguments):
-        student.ReplayMemory(**arguments).get_minibatches()
+        return student.ReplayMemory(**arguments).get_minibatches()
+
+    def has_empty_minibatches(n):
+        try:
+            return any(len(m.input_ids) == 0 for m in use(num_minibatches=n, **fields))
+        except Exception:  # an error will do as well
+            return False
 
     (whole,) = student.ReplayMemory(**fields).get_minibatches()
     return {
@@ -1411,6 +1417,7 @@ def rows_that_do_not_fit(student, rng):
         "a group_size that does not divide": error_of(
             "group_size", use, group_size=rows - 1, **fields
         ),
+        "whether there are empty minibatches": has_empty_minibatches(rows + 1),
         "the sum of what fits": whole.input_ids.sum(),
     }
 

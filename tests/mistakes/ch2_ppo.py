@@ -161,6 +161,14 @@ WORDS = 're.findall("[a-z]+", text.lower())'
 REWARD_FN_SENTIMENT = [
     edit(
         "reward_fn_sentiment",
+        "compounds_are_words",
+        're.findall("[a-z]+", text.lower())',
+        're.findall("[a-z]+(?:-[a-z]+)*", text.lower())',
+        "Words with a hyphen between them are taken for one, as in dull-looking. A word is a run "
+        "of letters.",
+    ),
+    edit(
+        "reward_fn_sentiment",
         "case_matters",
         WORDS,
         're.findall("[A-Za-z]+", text)',
@@ -2935,6 +2943,14 @@ GET_OPTIMIZER_AND_SCHEDULER = [
 # --- ReplayMemory -------------------------------------------------------------------------------
 
 REPLAY_MEMORY = [
+    edit(
+        "ReplayMemory",
+        "empty_minibatches",
+        "1 <= self.num_minibatches <= len(groups),",
+        "1 <= self.num_minibatches,",
+        "More minibatches than rows leave some empty, in silence. Raise a ValueError.",
+        within="ReplayMemory.get_minibatches",
+    ),
     edit(
         "ReplayMemory",
         "rows_of_like_length_together",
