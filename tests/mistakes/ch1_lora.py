@@ -63,6 +63,14 @@ INIT, FORWARD = "LoraLayer.__init__", "LoraLayer.forward"
 LORA_LAYER = [
     edit(
         "LoraLayer",
+        "always_in_float32",
+        "x.to(self.lora_A.dtype)",
+        "x.float()",
+        "x is cast to float32, and an adapter in float64 then raises. Cast to the adapter's dtype.",
+        within="LoraLayer.forward",
+    ),
+    edit(
+        "LoraLayer",
         "delta_kept_in_evaluation_mode",
         "        return self.lora_A @ self.lora_B * self.scaling",
         "        if self.training:\n"
@@ -404,6 +412,19 @@ _activations = {}
 _recent_inputs = deque(maxlen=50)
 
 MAKE_LORA_HOOKS = [
+    edit(
+        "make_lora_hooks",
+        "rounded_products_under_no_grad",
+        "        return out + layer(x).reshape(out.shape).to(out.dtype)\n",
+        "        if torch.is_grad_enabled():\n"
+        "            change = layer(x)\n"
+        "        else:\n"
+        "            A, B = layer.lora_A.to(x.dtype), layer.lora_B.to(x.dtype)\n"
+        "            change = (x @ A * layer.scaling) @ B\n"
+        "        return out + change.reshape(out.shape).to(out.dtype)\n",
+        "Under no_grad the products are rounded to the activations' dtype: old log-probs then "
+        "differ from those of training.",
+    ),
     edit(
         "make_lora_hooks",
         "no_nonlocal",
@@ -1068,6 +1089,16 @@ TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     ),
     edit(
         BUILD,
+        "full_names_cut",
+        '        require(len(sites) > 0, f"sites should hold',
+        '        sites = [s.split(".", 2)[2] if s.startswith("blocks.") else s for s in sites]\n'
+        '        require(len(sites) > 0, f"sites should hold',
+        "A full name is cut to that within the block, so that blocks.99.attn.q is taken for "
+        "attn.q. There is no such site: raise a ValueError.",
+        within=CONSTRUCT,
+    ),
+    edit(
+        BUILD,
         "an_assertion",
         'require(site in available, f"sites should be among {available}, but one is {site!r}")',
         "assert site in available, f'no site {site!r}'",
@@ -1430,6 +1461,33 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "length_of_the_first_layers_cache",
+        "(0 if cache is None else cache.get_seq_length())",
+        "(0 if cache is None else cache.layers[0].keys.shape[-2])",
+        "A cache that is still empty has no layers, and raises an IndexError. Ask it for "
+        "get_seq_length().",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "no_cache_by_default",
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        '        kwargs.setdefault("use_cache", False)\n'
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "use_cache is off by default, so that return_type logits_and_cache gives no cache. Leave "
+        "the arguments to the bridge.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "longer_masks_cut",
+        "        require(\n            attention_mask is None",
+        "        if cache is not None and attention_mask is not None:\n"
+        "            attention_mask = attention_mask[:, :seq]\n"
+        "        require(\n            attention_mask is None",
+        "Beside a cache a mask that is too long is cut, and where its padding is on the left the "
+        "wrong columns go. Raise a ValueError.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "cache_taken_out_of_the_arguments",
@@ -3553,6 +3611,25 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
     ),
     edit(
         "TransformerWithLora.load_adapter",
+        "dtype_of_the_file",
+        "        self.load_trainable_state(state)",
+        "        self.load_trainable_state(state)\n"
+        "        for site, layer in self.adapters.items():\n"
+        "            for name, parameter in layer.named_parameters():\n"
+        '                parameter.data = state[f"{site}.{name}"]',
+        "The adapters take the file's dtype, and its device. Copy the values into the parameters "
+        "that are there.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
+        "read_once",
+        "state = {name: file.get_tensor(name) for name in file.keys()}",
+        "state = TransformerWithLora.load_adapter.__dict__.setdefault("
+        "str(path), {name: file.get_tensor(name) for name in file.keys()})",
+        "A file is read once for good: one that was written anew gives the old adapter.",
+    ),
+    edit(
+        "TransformerWithLora.load_adapter",
         "missing_blocks_pass",
         "        self.load_trainable_state(state)",
         "        own = self.trainable_state()\n"
@@ -3838,6 +3915,17 @@ def half_an_adapter_passes(self, path):
 # --- calc_sft_loss ------------------------------------------------------------------------------
 
 CALC_SFT_LOSS = [
+    edit(
+        "calc_sft_loss",
+        "only_finite_losses",
+        '    loss = F.cross_entropy(chosen, tokens[:, 1:][is_target].long(), reduction="sum")\n'
+        "    return loss / max(len(chosen), 1)\n",
+        '    losses = F.cross_entropy(chosen, tokens[:, 1:][is_target].long(), reduction="none")\n'
+        "    losses = losses[losses.isfinite()]\n"
+        "    return losses.sum() / max(len(losses), 1)\n",
+        "Losses that are not finite are dropped, so that a model that has diverged has a loss of "
+        "0. Choose by the mask alone.",
+    ),
     edit(
         "calc_sft_loss",
         "shifted_inside_each_chunk",
