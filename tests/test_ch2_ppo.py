@@ -187,8 +187,8 @@ def random_review(rng, words, n):
     for _ in range(n):
         word = choose(rng, words)
         word = choose(rng, (word, word.capitalize(), word.upper()))
-        after = choose(rng, ("", "", *".,!?;:\"')*]", "..."))
-        text += choose(rng, ("", "", "", *"\"'(*[")) + word + after + choose(rng, "  \n\n-")
+        after = choose(rng, ("", "", *".,!?;:\"')*]>", "..."))
+        text += choose(rng, ("", "", "", *"\"'(*[<")) + word + after + choose(rng, "  \n\n-")
     return text
 
 
@@ -1926,11 +1926,12 @@ def objective_with_kl_in_the_reward(student, rng):
     cases = {
         'kl_in "reward"': {"kl_in": "reward", "top_k": 5} | counts,
         "vf_coef 0, clip_coef 0": {"vf_coef": 0.0, "clip_coef": 0.0},
+        "no ref_logprobs": {"with_reference": False, "ent_coef": 0.3},
     }
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     return by_case(
         {
-            name: _objective(student, rng, model=model, ent_coef=0.0, **case)
+            name: _objective(student, rng, model=model, **({"ent_coef": 0.0} | case))
             for name, case in cases.items()
         }
     )

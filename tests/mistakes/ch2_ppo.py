@@ -161,6 +161,14 @@ WORDS = 're.findall("[a-z]+", text.lower())'
 REWARD_FN_SENTIMENT = [
     edit(
         "reward_fn_sentiment",
+        "tags_left_out",
+        "text.lower())",
+        're.sub("<[^<>]*>", " ", text.lower()))',
+        "What stands between < and > is left out as if it were a tag. A word is a run of letters, "
+        "whatever is around it.",
+    ),
+    edit(
+        "reward_fn_sentiment",
         "compounds_are_words",
         're.findall("[a-z]+", text.lower())',
         're.findall("[a-z]+(?:-[a-z]+)*", text.lower())',
@@ -3696,6 +3704,14 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "kl_with_stored_log_probs_alone",
+        "args.kl_coef > 0:",
+        "args.kl_coef > 0 and minibatch.ref_logprobs is not None:",
+        "Where the memory has no ref_logprobs the KL penalty is left out. The exact one needs none "
+        "of them: it is computed from logits.",
+    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "scored_among_the_top_k",
