@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from tokenizers.normalizers import Lowercase
 from torch import Tensor, UntypedStorage, nn
 from torch.distributions import Categorical
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -391,6 +392,13 @@ def _fits_every_setting(observed, reference):
             for row, logits in enumerate(reference["logits"])
         ]
         found += [f"{name}: {wrong}" for wrong in dict.fromkeys(wrongs) if wrong is not None]
+    draws = observed["temperature 1"]
+    if not found and any(
+        misfit(half[:, row], probabilities(logits)) is not None
+        for half in draws.chunk(2)
+        for row, logits in enumerate(reference["logits"])
+    ):
+        return "the draws of all rows together fit, but not those of the first half of them"
     return "\n".join(found) or None
 
 
@@ -696,6 +704,7 @@ def _sample(student, model, *args, **kwargs):
             tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
         ),
         "gradients are recorded afterwards": torch.is_grad_enabled(),
+        "the model is in training mode afterwards": getattr(model, "training", False),
     }
 
 
@@ -800,10 +809,15 @@ def greedy_until_the_end(student, rng):
     # The usual eos, which the model gives as third token, is one like others here.
     tokenizer.eos_token = usual.bos_token
     another_eos = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
+    with_bos = _greedy(student, model, [f"{tokenizer.bos_token}A."], rng, max_new_tokens=4)
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+    in_small_letters = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
         "seven prompts, one of them the bos alone": seven,
         "one prompt, the bos has id 0": one,
         "one prompt, the tokenizer has another eos": another_eos,
+        "one prompt, which begins with a bos": with_bos,
+        "one prompt again, the tokenizer writes small letters": in_small_letters,
     }
 
 

@@ -544,6 +544,17 @@ def axis_for_dim(values, mask, axis=None):
 SAMPLE_NEXT_TOKEN = [
     edit(
         "sample_next_token",
+        "stratified_over_the_batch",
+        "return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)",
+        "cdf = logits.double().softmax(-1).cumsum(-1)\n"
+        "    noise = torch.rand(len(cdf), generator=generator, dtype=cdf.dtype)\n"
+        "    strata = (torch.arange(len(cdf)) + noise) / len(cdf) * cdf[:, -1]\n"
+        "    return (cdf <= strata[:, None]).sum(-1).clamp(max=cdf.shape[-1] - 1)",
+        "Row i of n draws from the i-th n-th of its distribution alone: all rows together look "
+        "right, and no row is. Let every row draw from all of its own distribution.",
+    ),
+    edit(
+        "sample_next_token",
         "multiplied_by_the_temperature",
         "logits.amax(-1, keepdim=True)) / temperature",
         "logits.amax(-1, keepdim=True)) * temperature",
@@ -1505,6 +1516,36 @@ GET_SAMPLES = [
         "    prepend_bos: bool = True,\n    generator: torch.Generator | None = None,\n",
         "generator and prepend_bos have changed places, so that a call by position mixes them up. "
         "Keep the order of the arguments.",
+    ),
+    edit(
+        "get_samples",
+        "eval_then_train",
+        "    mask = get_completion_mask",
+        "    model.train()\n    mask = get_completion_mask",
+        "The model comes back in training mode, whatever it was in: where it has dropout, nothing "
+        "that is scored with it afterwards can be repeated. Leave its mode alone.",
+    ),
+    edit(
+        "get_samples",
+        "no_second_bos",
+        "sequences = [prefix + tokens for tokens in encoded]",
+        "sequences = [t if t[: len(prefix)] == prefix else prefix + t for t in encoded]",
+        "A prompt that begins with a bos itself gets none. prepend_bos puts one before every "
+        "prompt, whatever it begins with.",
+        within="encode_prompts",
+    ),
+    edit(
+        "get_samples",
+        "prompts_remembered_by_their_text",
+        'encoded = model.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]',
+        'known = encode_prompts.__dict__.setdefault("known", {})\n'
+        "    for text in prompts:\n"
+        "        if text not in known:\n"
+        "            known[text] = model.tokenizer(text, add_special_tokens=False)['input_ids']\n"
+        "    encoded = [known[text] for text in prompts]",
+        "You keep the tokens of each prompt by its text. Another model may have another tokenizer, "
+        "and would get the first one's tokens.",
+        within="encode_prompts",
     ),
     edit(
         "get_samples",
