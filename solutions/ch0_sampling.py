@@ -198,8 +198,9 @@ def get_samples(
     the attention mask of everything so far: it says which cached positions are padding. The tensors
     may stand in a later backward pass, as those made under `no_grad` may (not `inference_mode`).
 
-    Raises ValueError for an empty list of prompts, a prompt without tokens, `max_new_tokens` < 1,
-    and a prompt that leaves too little of the model's context.
+    Raises ValueError for an empty list of prompts, a prompt without tokens (an empty one, where no
+    bos is prepended), `max_new_tokens` < 1, and a prompt that leaves too little of the model's
+    context.
     """
     require(
         isinstance(max_new_tokens, int) and max_new_tokens >= 1,

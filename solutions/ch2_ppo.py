@@ -73,7 +73,7 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
     """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
 
     (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
-    is a run of letters, whatever is around it: "great", *lovely* and [dull] are three of the lists.
+    is a run of letters, whatever is around it: "great", *lovely* and [dull] are in the lists.
     """
     rewards = []
     for text in samples:
@@ -441,8 +441,9 @@ def get_optimizer_and_scheduler(
     model has one, "value_head", at `head_lr`.
 
     At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
-    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases, in one step at
-    least, and stay there. Adam's eps is 1e-5, and there is no weight decay.
+    k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases (or one step
+    after the warm-up, if that is later), and then stay there. Adam's eps is 1e-5, and there is no
+    weight decay.
     """
     lrs = {"adapters": args.base_lr, "value_head": args.head_lr}
     groups = [{"params": part, "lr": lrs[name]} for name, part in model.trainable_parts().items()]
@@ -696,8 +697,8 @@ class RLHFTrainer:
     # Learning
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Surrogate - value loss + entropy bonus - KL penalty (maximised), all of them of the
-        policy at the sampling temperature.
+        """Surrogate - value loss + entropy bonus - KL penalty (maximised), of the logits divided by
+        the sampling temperature.
 
         `calc_value_function_loss` has its coefficient in it already; `measure_entropy` and
         `measure_kl` give means, and record them. Records clip_frac and approx_kl by
@@ -796,7 +797,8 @@ class RLHFTrainer:
         self.scheduler.step()
 
     def train(self) -> list[dict[str, float]]:
-        """Run the phases that are left and return the history.
+        """Run the phases that are left, all of them, and return the history: the model is then that
+        of the last phase.
 
         Stopped by Ctrl-C or an error, it goes back to the start of the phase, saves that, and says
         how to go on. Raises ValueError if `args.name` is the name of an earlier run.

@@ -51,7 +51,7 @@ def gradients(output: Tensor, **inputs: Tensor) -> dict[str, Tensor]:
     if not (isinstance(output, Tensor) and output.requires_grad):
         found = [None] * len(inputs)
     else:
-        # Of a half, which is doubled: a backward of one's own has to use what comes from above.
+        # The gradient from above is 1/2, so that a backward which ignores it is seen.
         half = output.sum() / 2
         found = torch.autograd.grad(half, list(inputs.values()), allow_unused=True)
     return {

@@ -744,7 +744,7 @@ def huge_log_ratios(student, rng):
     found = {}
     for largest in (12.0, 30.0):  # among those that are not clipped: it drowns the others
         logratios = rng.tensor([[20.0, largest, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
-        old_logprobs = -rng.uniform(1, 7, low=1, high=3)
+        old_logprobs = -rng.uniform(1, 7, low=35, high=40)
         found[f"a log-ratio of {largest:g}"] = call_with_gradients(
             student.calc_clipped_surrogate_objective,
             torch.tensor([[True, True, True, True, True, False, False]]),
@@ -1926,12 +1926,11 @@ def objective_with_kl_in_the_reward(student, rng):
     cases = {
         'kl_in "reward"': {"kl_in": "reward", "top_k": 5} | counts,
         "vf_coef 0, clip_coef 0": {"vf_coef": 0.0, "clip_coef": 0.0},
-        "no ref_logprobs": {"with_reference": False, "ent_coef": 0.3},
     }
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     return by_case(
         {
-            name: _objective(student, rng, model=model, **({"ent_coef": 0.0} | case))
+            name: _objective(student, rng, model=model, ent_coef=0.0, **case)
             for name, case in cases.items()
         }
     )
@@ -2142,10 +2141,9 @@ def a_short_run_that_learns(student, rng):
 @check("RLHFTrainer.train", slow=True)
 def every_phase_is_run(student, rng):
     """Thirteen phases of equal rewards: all are run, and the last one's weights are kept"""
-    rewarded, ends = [], []
+    ends = []
 
     def reward_fn(samples):
-        rewarded.extend(samples)
         return torch.ones(len(samples))
 
     counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 13}
@@ -2162,7 +2160,6 @@ def every_phase_is_run(student, rng):
         trainer.train()
     kept = list(trainer.model.trainable_parameters())
     return {
-        "completions": len(rewarded),
         "learning phases": len(ends),
         "whether the weights are the last phase's": all(map(torch.equal, kept, ends[-1])),
         "whether they have changed": not all(map(torch.equal, kept, ends[0])),

@@ -232,13 +232,6 @@ class RecordingReward:
         return torch.tensor([score_text(*pair) for pair in zip(samples, prompts, strict=True)])
 
 
-class RecordingRewardOfColumns(RecordingReward):
-    """As TRL's: it names no column, and so gets all."""
-
-    def __call__(self, samples, **columns):
-        return super().__call__(samples, prompts=columns["prompts"])
-
-
 def score_text(text: str, prompt: str) -> float:
     """The prompt's part moves all of a group alike."""
     return text.count("a") + 0.75 * len(prompt)
@@ -248,7 +241,7 @@ def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> 
     """The texts of three trainers, two with the same seed, and the first one's memory."""
     found = {}
     for name, seed in (("texts", 0), ("texts with the same seed", 0), ("texts with another", 6)):
-        reward_fn = RecordingRewardOfColumns()
+        reward_fn = RecordingReward()
         torch.manual_seed(len(found))
         memory = trainer_class(make_args(seed=seed, reward_fn=reward_fn), model).rollout_phase()
         pairs = zip(reward_fn.prompts, reward_fn.samples, strict=True)

@@ -13,7 +13,7 @@ import torch
 from tests import models
 from utils.grading import answers, engine, mutants
 from utils.grading.answers import get_chapter
-from utils.grading.checks import Rng, get_checks, get_reference, get_stems
+from utils.grading.checks import Rng, boot_models, get_checks, get_reference, get_stems
 from utils.grading.comparison import find_mismatch, measure_gap
 from utils.grading.notebook import check as check_in_notebook
 from utils.grading.notebook import run_and_print
@@ -344,7 +344,7 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
     names = vars(build_module("ch2_ppo", source))
     run_and_print(names["RLHFTrainer"].learning_phase, names)
     said = capsys.readouterr().out
-    assert "the solutions of the other exercises: with yours it fails otherwise." in said
+    assert "With your own it fails too, in another way." in said
     assert "zero_grad is missing" in said
 
 
@@ -536,6 +536,13 @@ def test_one_exercise_is_chosen_by_name():
     assert all("calc_reinforce_objective" in line for line in lines)
     assert any("mistake:" in line for line in lines)
     assert any("alternative:" in line for line in lines)
+
+
+def test_start_boots_the_models_of_the_checks(monkeypatch):
+    booted = []
+    monkeypatch.setattr(models, "boot_small_ones", lambda: booted.append(1))
+    boot_models()
+    assert booted == [1]
 
 
 def get_shared(model) -> list[set[str]]:

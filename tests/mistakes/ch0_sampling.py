@@ -30,6 +30,14 @@ class _KeepsALogSoftmax(torch.autograd.Function):
 GET_LOGPROBS = [
     edit(
         "get_logprobs",
+        "divided_in_place_under_no_grad",
+        "logits if temperature == 1 else logits / temperature",
+        "logits.div_(temperature) if not torch.is_grad_enabled() else logits / temperature",
+        "Under no_grad you divide the logits in place: the caller's are divided for good, and what "
+        "is computed from them next is wrong. Make new ones.",
+    ),
+    edit(
+        "get_logprobs",
         "not_shifted",
         "select_completion(logits, prefix_len)",
         "logits[:, prefix_len:]",
@@ -1519,33 +1527,75 @@ GET_SAMPLES = [
     ),
     edit(
         "get_samples",
+        "ended_where_the_prompt_ends_with_eos",
+        "ended = torch.zeros(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)",
+        "ended = prompt_ids[:, -1] == eos_token_id",
+        "A row whose prompt ends with an eos counts as ended from the start, and gets pads alone. "
+        "Only an eos of the completion ends it.",
+        within="_generate",
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "prefill_remembered",
+        "You keep what the model gave for the prompts. After a step of the optimizer it would give "
+        "something else: run the prompts again at each call.",
+        edits=(
+            Edit(
+                "_generate",
+                "        logits, cache = model(\n",
+                "        known = model.__dict__.setdefault('_prefills', {})\n"
+                "        prompt = str((prompt_ids.tolist(), attention_mask.tolist()))\n"
+                "        is_first = cache is None\n"
+                "        logits, cache = (is_first and known.get(prompt)) or model(\n",
+            ),
+            Edit(
+                "_generate",
+                "        tokens = sample(logits[:, -1])",
+                "        if is_first:\n"
+                "            import copy\n"
+                "            known[prompt] = logits, copy.deepcopy(cache)\n"
+                "        tokens = sample(logits[:, -1])",
+            ),
+        ),
+    ),
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "one_number_for_a_whole_completion",
+        "All tokens of a completion come from the same random number, so that one which begins "
+        "with a likely token goes on with likely ones. Draw anew for each token.",
+        edits=(
+            Edit(
+                "get_samples",
+                "        return sample_next_token(logits, temperature, top_k, top_p, generator)",
+                "        if temperature == 0:\n"
+                "            return logits.argmax(-1)\n"
+                "        z = logits.double() / temperature\n"
+                "        if top_k is not None and top_k < z.shape[-1]:\n"
+                "            z = z.scatter(-1, z.argsort(descending=True)[:, top_k:], -torch.inf)\n"
+                "        probs, order = z.softmax(-1).sort(descending=True)\n"
+                "        if top_p is not None:\n"
+                "            probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)\n"
+                "        cdf = probs.cumsum(-1)\n"
+                "        rank = (cdf <= code * cdf[:, -1:]).sum(-1, keepdim=True)\n"
+                "        return order.gather(-1, rank).squeeze(-1)",
+            ),
+            Edit(
+                "get_samples",
+                "    def sample(",
+                "    code = torch.rand(len(prompt_ids), 1, generator=generator).double()\n\n"
+                "    def sample(",
+            ),
+        ),
+    ),
+    edit(
+        "get_samples",
         "eval_then_train",
         "    mask = get_completion_mask",
         "    model.train()\n    mask = get_completion_mask",
         "The model comes back in training mode, whatever it was in: where it has dropout, nothing "
         "that is scored with it afterwards can be repeated. Leave its mode alone.",
-    ),
-    edit(
-        "get_samples",
-        "no_second_bos",
-        "sequences = [prefix + tokens for tokens in encoded]",
-        "sequences = [t if t[: len(prefix)] == prefix else prefix + t for t in encoded]",
-        "A prompt that begins with a bos itself gets none. prepend_bos puts one before every "
-        "prompt, whatever it begins with.",
-        within="encode_prompts",
-    ),
-    edit(
-        "get_samples",
-        "prompts_remembered_by_their_text",
-        'encoded = model.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]',
-        'known = encode_prompts.__dict__.setdefault("known", {})\n'
-        "    for text in prompts:\n"
-        "        if text not in known:\n"
-        "            known[text] = model.tokenizer(text, add_special_tokens=False)['input_ids']\n"
-        "    encoded = [known[text] for text in prompts]",
-        "You keep the tokens of each prompt by its text. Another model may have another tokenizer, "
-        "and would get the first one's tokens.",
-        within="encode_prompts",
     ),
     edit(
         "get_samples",
@@ -1776,6 +1826,20 @@ def views_of_the_logprobs(logprobs, advantages, mask):
 # --- calc_expected_policy_gradient --------------------------------------------------------------
 
 CALC_EXPECTED_POLICY_GRADIENT = [
+    edit(
+        "calc_expected_policy_gradient",
+        "cloned_and_no_leaf",
+        "    scores = torch.eye(len(probs), dtype=probs.dtype, device=probs.device) - probs\n",
+        "    z = logits.clone().requires_grad_()\n"
+        "    scores = []\n"
+        "    for a in range(len(z)):\n"
+        "        z.grad = None\n"
+        "        z.log_softmax(-1)[a].backward()\n"
+        "        scores.append(z.grad.clone())\n"
+        "    scores = torch.stack(scores)\n",
+        "Where the logits require a gradient, as a policy's do, their clone is no leaf and has no "
+        ".grad. Detach it first.",
+    ),
     edit(
         "calc_expected_policy_gradient",
         "uniform_over_actions",

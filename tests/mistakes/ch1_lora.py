@@ -1,6 +1,5 @@
 """Wrong answers to chapter 1, each with what a good teacher would say of it."""
 
-import functools
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -412,6 +411,14 @@ _activations = {}
 _recent_inputs = deque(maxlen=50)
 
 MAKE_LORA_HOOKS = [
+    edit(
+        "make_lora_hooks",
+        "nan_to_num_of_the_change",
+        "layer(x).reshape(out.shape)",
+        "torch.nan_to_num(layer(x)).reshape(out.shape)",
+        "An adapter that has become nan changes nothing here, so that a run which has diverged "
+        "looks like the reference. Let the nan through.",
+    ),
     edit(
         "make_lora_hooks",
         "rounded_products_under_no_grad",
@@ -1463,6 +1470,17 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
         "TransformerWithLora.forward",
+        "the_callers_cache_is_spared",
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "        if seq > input_ids.shape[1]:\n"
+        "            import copy\n"
+        "            kwargs['past_key_values'] = copy.deepcopy(cache)\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "The cache that you are given stays as it was, so that the next forward misses what this "
+        "one read. The base lengthens it: pass on that very cache.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
         "length_of_the_first_layers_cache",
         "(0 if cache is None else cache.get_seq_length())",
         "(0 if cache is None else cache.layers[0].keys.shape[-2])",
@@ -1546,8 +1564,8 @@ TRANSFORMER_WITH_LORA_FORWARD = [
         "use_cache_dropped",
         "        return self._run(",
         "        kwargs.pop('use_cache', None)\n        return self._run(",
-        "use_cache does not reach the base, which then decides by its config: all of the cache's "
-        "arguments pass through.",
+        "use_cache does not reach the base, which then decides by its config. Pass all of the "
+        "cache's arguments on.",
     ),
     edit(
         "TransformerWithLora.forward",
@@ -3577,7 +3595,7 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
         "        self.load_trainable_state(state)",
         "        self.load_state_dict(state, strict=False)",
         "load_state_dict knows the parameters by other names than the file has, and strict=False "
-        "says nothing of it: no tensor is loaded.",
+        "says nothing of it: no adapter is loaded.",
     ),
     edit(
         LOAD,
@@ -3586,8 +3604,8 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
         "        own = self.trainable_state()\n"
         "        for name, tensor in state.items():\n"
         "            own[name].copy_(tensor)",
-        "Tensors that the file lacks stay as they were, and a shape that can be broadcast is. "
-        "Compare all names and shapes first.",
+        "Tensors that the file lacks stay as they were, and one of another shape is broadcast "
+        "where it can be. Compare all names and shapes first.",
     ),
     edit(
         LOAD,
@@ -3617,7 +3635,7 @@ TRANSFORMER_WITH_LORA_LOAD_ADAPTER = [
         "        for site, layer in self.adapters.items():\n"
         "            for name, parameter in layer.named_parameters():\n"
         '                parameter.data = state[f"{site}.{name}"]',
-        "The adapters take the file's dtype, and its device. Copy the values into the parameters "
+        "The adapters take the file's dtype, and lie on the CPU. Copy the values into parameters "
         "that are there.",
     ),
     edit(
@@ -4158,8 +4176,8 @@ GRADIENTS_ON_AGAIN = [
 
 @wrong(
     "LoraLayer",
-    "A dataclass compares by its fields, and with a hash of them too layers of one size are the "
-    "same: parameters() lists one of them. Write __init__, or pass eq=False.",
+    "A dataclass with a hash compares and hashes by its fields, so two layers of one size count as "
+    "one module, and parameters() lists one of them. Write __init__, or pass eq=False.",
 )
 @dataclass(unsafe_hash=True)
 class ADataclassWithAHash(nn.Module):
@@ -4195,16 +4213,6 @@ class AsALinearLayer(nn.Linear):
 
     def forward(self, x):
         return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
-
-
-@wrong(
-    "make_lora_hooks",
-    "functools.cache holds the hooks and the layer for good, and so the input of a forward that "
-    "broke off. Make hooks anew each time.",
-)
-@functools.cache
-def made_once(site, layer):
-    return make_lora_hooks(site, layer)
 
 
 class _WithAGradientOfItsOwn(torch.autograd.Function):

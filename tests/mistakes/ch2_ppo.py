@@ -307,6 +307,22 @@ REWARD_FN_SENTIMENT = [
     ),
     edit(
         "reward_fn_sentiment",
+        "words_stripped",
+        WORDS,
+        "[word.strip('.,!?;:\\'\"()') for word in text.lower().split()]",
+        "strip() takes punctuation off the ends of what stands between spaces, so `bad/boring` "
+        "stays one word. Take the runs of letters.",
+    ),
+    edit(
+        "reward_fn_sentiment",
+        "words_stripped_of_all_punctuation",
+        WORDS,
+        "[word.strip(__import__('string').punctuation) for word in text.lower().split()]",
+        "What stands between spaces may be several words: stripped at its ends `bad/boring` stays "
+        "one. Take the runs of letters.",
+    ),
+    edit(
+        "reward_fn_sentiment",
         "apostrophes_are_letters",
         WORDS,
         're.findall("[a-z\']+", text.lower())',
@@ -1357,8 +1373,8 @@ CALC_CLIPPED_SURROGATE_OBJECTIVE = [
         "log_ratios_held_at_twenty",
         RATIO,
         "return logratio.clamp(-20.0, 20.0).exp()",
-        "A log-ratio beyond 20 is cut: a token of negative advantage has no gradient there. "
-        "Nothing but the clip of the ratio bounds it.",
+        "A log-ratio beyond 20 is cut: a token of negative advantage has no gradient there. A "
+        "bound belongs where exp would overflow, near 80.",
         within="calc_ratio",
     ),
     edit(
@@ -3398,17 +3414,6 @@ def _score(self, samples):
 RLHF_TRAINER_ROLLOUT_PHASE = [
     edit(
         "RLHFTrainer.rollout_phase",
-        "columns_by_name_alone",
-        'call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)',
-        "args.reward_fn(samples.texts, **{name: column for name, column in "
-        '({"prompts": prompts} | columns).items() if name in '
-        "__import__('inspect').signature(args.reward_fn).parameters})",
-        "A reward function with **kwargs, as TRL's have, gets no prompts: `call_reward_fn` gives "
-        "it every column.",
-        within="RLHFTrainer.sample_and_score",
-    ),
-    edit(
-        "RLHFTrainer.rollout_phase",
         "values_squeezed",
         "select_completion(all_values, samples.prompt_len)",
         "select_completion(all_values.squeeze(), samples.prompt_len)",
@@ -3704,14 +3709,6 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
-    edit(
-        "RLHFTrainer.compute_rlhf_objective",
-        "kl_with_stored_log_probs_alone",
-        "args.kl_coef > 0:",
-        "args.kl_coef > 0 and minibatch.ref_logprobs is not None:",
-        "Where the memory has no ref_logprobs the KL penalty is left out. The exact one needs none "
-        "of them: it is computed from logits.",
-    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "scored_among_the_top_k",
@@ -4664,7 +4661,7 @@ SENTENCE_BY_CONDITION = {
 
 def _normalized(put, detached, condition):
     """The formula, with a way to put the mask in and one to tell equal advantages."""
-    attached = ", and to choose at the end does not stop its nan" if put == "where" else ""
+    attached = ", and choosing at the end does not stop its nan" if put == "where" else ""
     faults = (
         MULTIPLIED if put == "times" else "",
         "" if detached else f"The advantages get a gradient{attached}: detach them.",
@@ -5074,7 +5071,7 @@ def in_the_last_column_before_the_mask(scores, mask, logprobs=None, ref_logprobs
 
 @wrong(
     "normalize_reward",
-    "A std of exactly 0 does not tell equal rewards, as their mean may be rounded: ask whether max "
+    "Equal rewards need not have a std of exactly 0, as their mean is rounded: ask whether max "
     "equals min.",
 )
 def std_of_exactly_0(rewards, eps=1e-5):

@@ -967,8 +967,8 @@ CALC_GRPO_OBJECTIVE = [
         "log_ratios_held_at_ten",
         "ratio = calc_ratio(logprobs, old_logprobs, mask)",
         "ratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).clamp(-10, 10).exp()",
-        "A log-ratio beyond 10 is cut: a token of negative advantage has no gradient there. "
-        "Nothing but the clip of the ratio bounds it.",
+        "A log-ratio beyond 10 is cut: a token of negative advantage has no gradient there. A "
+        "bound belongs where exp would overflow, near 80.",
     ),
     edit(
         "calc_grpo_objective",

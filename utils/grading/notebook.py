@@ -64,9 +64,8 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
             note = "Graded with the solutions of the other exercises, "
             note += _find_culprit(stem, exercise, mended, student, caller)
         elif sentence is None and again[1] is not None:
-            note = (
-                "Graded with the solutions of the other exercises: with yours it fails otherwise."
-            )
+            note = "Graded with the solutions of the other exercises. "
+            note += "With your own it fails too, in another way."
         if note is not None:
             verdicts, sentence = again
     print(format_verdicts(exercise, verdicts, sentence, note))
