@@ -176,18 +176,17 @@ def _as_tensors_like(worked: Any, reference: Any) -> Any:
 def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
     """The sentence of the mistake whose observations equal the student's over all checks.
 
-    None if no known mistake does, or more than one; and, without a record of the mistakes, for an
-    error in slow checks alone: to run every one takes longer than reading the error.
+    None if no known mistake does, or more than one; and for an error in slow checks alone: to run
+    every known mistake takes longer than reading the error.
     """
     # The telling ones first, and the quick ones of them: each mistake is run until one differs.
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
     if not all(verdict.observations and not verdict.is_stub for verdict in verdicts):
         return None
+    if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in verdicts):
+        return None
     first = verdicts[0].check
     known = recorded.load(first.stem)
-    is_slow_error = all(v.check.slow and isinstance(v.observations[-1], Raised) for v in verdicts)
-    if known is None and is_slow_error:
-        return None
     mistakes = answers.get_mistakes(first.stem) if known is None else known.mistakes
     same = _same_as_mistake if known is None else _same_as_recorded
     mine = [mistake for mistake in mistakes if mistake.exercise == first.exercise]
