@@ -862,8 +862,11 @@ def _fits_the_model(observed, reference):
     if not attention[:, prompt_len : prompt_len + observed["new columns"]].any(0).all():
         return "sampling should stop when all rows have ended"
     by_default = torch.cat([observed["no generator"], observed["no generator again"]])
-    if not torch.equal(observed["with another unembedding"], (observed["greedy"] + 1) % 512):
+    moved = (observed["greedy"] + observed["moved by"]) % 512
+    if not torch.equal(observed["with another unembedding"], moved):
         return "where the weights have changed since the last call, so should what is sampled"
+    if observed["the text of a line break"] != "\n":
+        return "texts should be the completions decoded, with white space at their ends too"
     if not _are_drawn_apart(observed["two tokens at 0.7"]):
         return "a completion's second token should not depend on the draw of its first one"
     return _find_settings(by_default, observed["two tokens at 0.7"][:, :1])
@@ -941,7 +944,7 @@ def samples_of_the_model(student, rng):
     too_long = ["7" * (models.N_CTX - 2), models.ENDING_PROMPTS[1]]
 
     def sample_likeliest():
-        return student.get_samples(model, PROMPTS, 1, temperature=0.0).completion_ids
+        return student.get_samples(model, PROMPTS, 1, temperature=0.0)
 
     found = {
         "seed a": draw(2, generator),
@@ -960,11 +963,18 @@ def samples_of_the_model(student, rng):
         "two tokens at 0.7": two.completion_ids,
         "the number of texts at 0.7": len(two.texts),
         "texts": list(samples.texts),
-        "greedy": sample_likeliest(),
+        "greedy": sample_likeliest().completion_ids,
     }
-    weight = model.unembed.weight
-    weight.data = weight.data.roll(1, 0)  # each logit is that of the next token
-    return found | {"with another unembedding": sample_likeliest()}
+    # The logits are those of other tokens from now on; the first row's likeliest is a line break.
+    (line_break,) = models.load_tokenizer().encode("\n")
+    move = line_break - int(found["greedy"][0, 0])
+    model.unembed.weight.data = model.unembed.weight.data.roll(move, 0)
+    likeliest = sample_likeliest()
+    return found | {
+        "moved by": move,
+        "with another unembedding": likeliest.completion_ids,
+        "the text of a line break": likeliest.texts[0],
+    }
 
 
 # --- calc_reinforce_objective -------------------------------------------------------------------

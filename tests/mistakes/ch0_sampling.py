@@ -1591,6 +1591,14 @@ GET_SAMPLES = [
     ),
     edit(
         "get_samples",
+        "texts_without_white_space_at_the_end",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)",
+        "tokenizer.decode(row[keep].tolist(), skip_special_tokens=True).rstrip()",
+        "The texts end where their last letter does. A space or a line break at the end belongs to "
+        "the completion: decode its tokens, and no more.",
+    ),
+    edit(
+        "get_samples",
         "eval_then_train",
         "    mask = get_completion_mask",
         "    model.train()\n    mask = get_completion_mask",

@@ -2969,14 +2969,6 @@ GET_OPTIMIZER_AND_SCHEDULER = [
 REPLAY_MEMORY = [
     edit(
         "ReplayMemory",
-        "empty_minibatches",
-        "1 <= self.num_minibatches <= len(groups),",
-        "1 <= self.num_minibatches,",
-        "More minibatches than rows leave some empty, in silence. Raise a ValueError.",
-        within="ReplayMemory.get_minibatches",
-    ),
-    edit(
-        "ReplayMemory",
         "rows_of_like_length_together",
         "            order = torch.randperm(len(groups), generator=generator, device=device)\n",
         "            order = torch.randperm(len(groups), generator=generator, device=device)\n"
