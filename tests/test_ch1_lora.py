@@ -1197,6 +1197,13 @@ def key_value_cache(student, rng):
         found |= {f"{name}, without a mask, {in_training=}": x for name, x in parts.items()}
     goes_on = "from a cache that a forward has lengthened"
     found[goes_on] = model(ids[1:, 6:8], past_key_values=cache, use_cache=True)
+    short = torch.ones_like(mask[:, :6])
+    short[:, 4:] = 0
+    padded = model(ids[:, :6], short)
+    found |= {
+        "where the last columns are padding in every row": padded[:, :4],
+        "the number of positions there": padded.shape[1],
+    }
     found["as many tokens as the context has"] = model(rng.integers(3, 512, 1, models.N_CTX))
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     with torch.no_grad():

@@ -1470,6 +1470,17 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 TRANSFORMER_WITH_LORA_FORWARD = [
     edit(
         "TransformerWithLora.forward",
+        "padding_at_the_end_cut",
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "        if attention_mask is not None and not kwargs:\n"
+        "            end = int(attention_mask.any(0).nonzero().max()) + 1\n"
+        "            input_ids, attention_mask = input_ids[:, :end], attention_mask[:, :end]\n"
+        "        return self._run([], input_ids, attention_mask, **kwargs)\n",
+        "Columns at the end that are padding in every row are missing from the logits. They are "
+        "[batch seq vocab], as wide as input_ids.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
         "the_callers_cache_is_spared",
         "        return self._run([], input_ids, attention_mask, **kwargs)\n",
         "        if seq > input_ids.shape[1]:\n"
