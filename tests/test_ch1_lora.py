@@ -1152,9 +1152,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
     return found
 
 
-@check(
-    "TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("shallow"), **CLOSE
-)
+@check("TransformerWithLora.forward", expected=forward_by_hugging_face("shallow"), **CLOSE)
 def key_value_cache(student, rng):
     """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
@@ -1172,6 +1170,21 @@ def key_value_cache(student, rng):
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
+    right = torch.ones_like(mask)
+    right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
+    model.train()  # which changes nothing
+    found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
+    return found | _refuse_masks(model, ids, mask)
+
+
+@check("TransformerWithLora.forward", expected=forward_by_hugging_face("shallow"), **CLOSE)
+def caches_given_and_taken(student, rng):
+    """A cache that is empty, older, lengthened or not asked for; no mask; all of the context"""
+    ids, mask = rng.integers(3, 512, 2, 8), torch.ones(2, 8, dtype=torch.long)
+    ids[:, 5:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
+    mask[0, :2] = mask[1, 0] = 0
+    model = set_alike(boot(student, "shallow"), rng)
+    found = {}
     with torch.no_grad():
         output = model(ids[:, :5], mask[:, :5], **(CACHED | {"use_cache": False}))
         by_default = model(ids[:, :5], mask[:, :5], return_type="logits_and_cache")
@@ -1186,10 +1199,6 @@ def key_value_cache(student, rng):
         found[older] = model(ids[:1, 5:7], covered, past_key_values=cache, use_cache=True)
     except Exception as error:  # an observation: whatever it is
         found[older] = f"{type(error).__name__}: {error}"
-    right = torch.ones_like(mask)
-    right[1, 3:6] = 0  # the first new token too; on the left, and in the other row, is no padding
-    model.train()  # which changes nothing
-    found |= _score_in_steps(model, ids, right, "padded on the right", (5, 7))
     for in_training in (True, False):
         _, cache = model.train(in_training)(ids[1:, :2], **CACHED)
         logits = model(ids[1:, 2:6], past_key_values=cache, use_cache=True)
@@ -1208,7 +1217,7 @@ def key_value_cache(student, rng):
     many, full = rng.integers(3, 512, 130, 3), torch.ones(130, 3, dtype=torch.long)
     with torch.no_grad():
         found |= _score_in_steps(model, many, full, "of many rows", (2, 3))
-    return found | _refuse_masks(model, ids, mask)
+    return found
 
 
 class Interruption(BaseException):

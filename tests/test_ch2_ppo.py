@@ -1745,15 +1745,12 @@ def first_ratio_is_one(student, rng):
     return trainers.describe_first_ratio(sampled, model, gen_len=3)
 
 
-@check("RLHFTrainer.rollout_phase", public=True, float64=False)
-def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites, model_class; it learns; one completion"""
-    rewarded = []
+def _count_letters(samples) -> Tensor:
+    return torch.tensor([float(len(text)) for text in samples])
 
-    def reward_fn(samples, scale=1.0):
-        rewarded.extend(samples)
-        return torch.tensor([scale * len(text) for text in samples])
 
+def _make_trainer_of_one(student, rng, reward_fn):
+    """Arguments, a trainer that builds its own model, and that model, filled with random values."""
     args = _make_args(
         student,
         batch_size=1,
@@ -1766,7 +1763,37 @@ def the_model_that_is_built(student, rng):
         lora_sites=("attn.q", "attn.o"),
     )
     trainer = student.RLHFTrainer(args)
-    model = trainers.fill(trainer.model, rng)
+    return args, trainer, trainers.fill(trainer.model, rng)
+
+
+@check("RLHFTrainer.rollout_phase", public=True, float64=False)
+def the_model_that_is_built(student, rng):
+    """The trainer's own model: rank, alpha, sites; two rollouts of one completion each"""
+    _, trainer, model = _make_trainer_of_one(student, rng, _count_letters)
+    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
+    with torch.no_grad():
+        logits, values = model.forward_with_value_head(ids)
+    first, second = trainer.rollout_phase(), trainer.rollout_phase()
+    n_prompt = first.input_ids.shape[1] - first.mask.shape[1]
+    return {
+        "logits": logits.float(),
+        "values": values.float(),
+        "prompts of a rollout, which are args.prefix,": first.input_ids[:, :n_prompt],
+        "whether a rollout with the same weights is the same": first.input_ids.tolist()
+        == second.input_ids.tolist(),
+    }
+
+
+@check("RLHFTrainer.rollout_phase", float64=False)
+def the_model_that_learns(student, rng):
+    """The trainer's own model: what is stored is its own; it learns; rewards; model_class"""
+    rewarded = []
+
+    def reward_fn(samples, scale=1.0):
+        rewarded.extend(samples)
+        return torch.tensor([scale * len(text) for text in samples])
+
+    args, trainer, model = _make_trainer_of_one(student, rng, reward_fn)
     before = trainers.canonical(list(model.trainable_parameters()))
 
     class OnTheSameBase(TransformerWithLora):
@@ -1777,33 +1804,25 @@ def the_model_that_is_built(student, rng):
     class WithoutHead(student.RLHFTrainer):
         model_class = OnTheSameBase
 
-    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
-    with torch.no_grad():
-        logits, values = model.forward_with_value_head(ids)
-    memory, another = trainer.rollout_phase(), trainer.rollout_phase()
+    memory = trainer.rollout_phase()
     n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
     with torch.no_grad():
-        of_memory = model.forward_with_value_head(memory.input_ids, memory.attention_mask)
-    logprobs = trainers.score_rows(of_memory[0].float(), memory.input_ids, n_prompt)
+        logits, values = model.forward_with_value_head(memory.input_ids, memory.attention_mask)
     stored = {
-        "the old log-probs": memory.logprobs - logprobs,
-        "the stored values": memory.values - of_memory[1][:, n_prompt - 1 : -1],
+        "the old log-probs": memory.logprobs
+        - trainers.score_rows(logits.float(), memory.input_ids, n_prompt),
+        "the stored values": memory.values - values[:, n_prompt - 1 : -1],
     }
-    trainer.learning_phase(another)
+    trainer.learning_phase(memory)
     learned = trainers.canonical(list(model.trainable_parameters()))
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
     trainers.make_end_likely(model)
     trainer.learning_phase(trainer.rollout_phase())
     return {
-        "logits": logits.float(),
-        "values": values.float(),
         **{
             f"whether {name} are the model's": bool((off[memory.mask].abs() < 1e-3).all())
             for name, off in stored.items()
         },
-        "prompts of a rollout, which are args.prefix,": memory.input_ids[:, :n_prompt],
-        "whether a rollout with the same weights is the same": memory.input_ids.tolist()
-        == another.input_ids.tolist(),
         "whether all that is trained has changed": all(
             not torch.equal(x, before[name]) for name, x in learned.items()
         ),
