@@ -1419,6 +1419,10 @@ def _rows_that_do_not_divide(observed, reference):
     rows = observed["rows"].reshape(2, 9).sort().values
     if not torch.equal(rows, torch.arange(9).expand(2, 9)):
         return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
+    if observed["minibatches of 9 rows"] != reference["minibatches of 9 rows"]:
+        return (
+            f"9 rows, num_minibatches 4, 2 epochs: {observed['minibatches of 9 rows']} minibatches"
+        )
     for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
         minibatches = [rows[rows >= 0] for rows in observed[name]]
         rows = torch.cat(minibatches)
@@ -1442,7 +1446,7 @@ def groups_and_odd_numbers(student, rng):
         num_minibatches=4, batches_per_learning_phase=2, row=torch.arange(9), x=x[:9]
     )
     rows = [minibatch.row for minibatch in memory.get_minibatches()]
-    found = {"rows": torch.cat(rows), "x": x}
+    found = {"rows": torch.cat(rows), "x": x, "minibatches of 9 rows": len(rows)}
     for n_groups in (24, 3):
         rows = torch.arange(4 * n_groups)
         grouped = student.ReplayMemory(
@@ -1723,8 +1727,8 @@ OTHER_ROLLOUT = {
 
 @check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
 def rollout_with_other_arguments(student, rng):
-    """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument reaches its place"""
-    return _roll_out(student, rng, **OTHER_ROLLOUT)
+    """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument; a second rollout"""
+    return _roll_out(student, rng, after_another=True, **OTHER_ROLLOUT)
 
 
 FLAT_ROLLOUT = {"batch_size": 400, "temperature": 3.0}
@@ -2023,14 +2027,21 @@ def _learn(
     minibatches=1,
     rows=6,
     make_memory=_make_memory_of_all,
+    left_over=None,
     **options,
 ):
-    """Learning phases on memories whose advantages have the given scales, one after the other."""
+    """Learning phases on memories whose advantages have the given scales, one after the other.
+
+    left_over: the gradient that each parameter has before them, if any.
+    """
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     found, before = {}, trainers.copy_arguments(args)
+    if left_over is not None:
+        for parameter in model.trainable_parameters():
+            parameter.grad = torch.full_like(parameter, left_over)
     for phase, scale in enumerate(scales, start=1):
         fields = _make_fields(rng, make_samples(rng, rows), args.temperature)
         fields["advantages"] = fields["advantages"] * scale
@@ -2063,7 +2074,7 @@ def two_phases(student, rng):
     atol=2e-5,
 )
 def epochs_and_minibatches(student, rng):
-    """Two epochs of three minibatches, twice: a step for each, clipped at first; the rates fall"""
+    """Twice two epochs of three minibatches, after a backward without a step; the rates fall"""
     rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
     return _learn(
         student,
@@ -2072,7 +2083,8 @@ def epochs_and_minibatches(student, rng):
         epochs=2,
         minibatches=3,
         make_memory=_make_memory_of_one_row,
-        max_grad_norm=0.02,
+        max_grad_norm=0.02,  # clipped at first
+        left_over=0.01,
         **rates,
     )
 
@@ -2179,9 +2191,31 @@ def every_phase_is_run(student, rng):
     }
 
 
+def _stop_a_run(student, rng) -> dict[str, bool]:
+    """A run that is stopped in the rollout of its third phase: what is left of two phases."""
+    ends, error = [], choose(rng, (KeyboardInterrupt, ArithmeticError))
+
+    def reward_fn(samples):
+        ends.append([p.detach().clone() for p in trainer.model.trainable_parameters()])
+        if len(ends) == 3:
+            raise error
+        return torch.arange(float(len(samples)))
+
+    counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 30}
+    args = _make_args(student, reward_fn=reward_fn, **counts)
+    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+    with TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.suppress(error):
+        trainer.train()
+    kept = list(trainer.model.trainable_parameters())
+    return {
+        "whether two phases are kept": all(map(torch.equal, kept, ends[2])),
+        "whether they have changed the weights": not all(map(torch.equal, ends[0], ends[2])),
+    }
+
+
 @check("RLHFTrainer.train", slow=True)
 def an_error_ends_the_run(student, rng):
-    """An error of reward_fn in the second phase, which has other texts, is raised by train()"""
+    """An error of reward_fn in the second phase is raised by train(); one costs its phase alone"""
     rewarded = []
 
     def reward_fn(samples):
@@ -2202,7 +2236,7 @@ def an_error_ends_the_run(student, rng):
             if len(rewarded) <= 4:  # of its own
                 raise
             is_raised = True
-    return {
+    return _stop_a_run(student, rng) | {
         "whether it is raised": is_raised,
         "completions": len(rewarded),
         "whether the phases have the same completions": rewarded[:4] == rewarded[4:8],

@@ -3121,6 +3121,14 @@ REPLAY_MEMORY = [
         "A field may have more rows than the first, and the last ones are never learned from. All "
         "should have the same number.",
     ),
+    edit(
+        "ReplayMemory",
+        "chunk_for_tensor_split",
+        "groups[order].tensor_split(self.num_minibatches)",
+        "groups[order].chunk(self.num_minibatches)",
+        "torch.chunk makes fewer parts than it is asked for: three of 9 rows in 4. tensor_split "
+        "makes as many, some of them one row longer.",
+    ),
 ]
 
 
@@ -3616,6 +3624,17 @@ RLHF_TRAINER_ROLLOUT_PHASE = [
         "scores = scores.to(self.device)",
         "scores = scores.to(self.device).clamp(-10, 10)",
         "The rewards are clipped before they are used. Nothing bounds them here.",
+        within="RLHFTrainer.sample_and_score",
+    ),
+    edit(
+        "RLHFTrainer.rollout_phase",
+        "running_mean_of_rewards_off",
+        "        scores = scores.to(self.device)",
+        '        mean = getattr(self, "mean_reward", 0.0)\n'
+        "        self.mean_reward = 0.9 * mean + 0.1 * float(scores.mean())\n"
+        "        scores = scores.to(self.device) - mean",
+        "A running mean of earlier rewards is taken off, as REINFORCE does. The value head is the "
+        "baseline here; with raw rewards the returns are those of the scores as they are.",
         within="RLHFTrainer.sample_and_score",
     ),
     edit(
@@ -4209,6 +4228,30 @@ RLHF_TRAINER_LEARNING_PHASE = [
         "A minibatch's gradient is scaled by its share of the tokens. Each minibatch has a step of "
         "its own, and its objective is a mean already.",
     ),
+    edit(
+        "RLHFTrainer.learning_phase",
+        "zero_grad_after_the_step",
+        """\
+            self.optimizer.zero_grad()
+            objective = self.compute_rlhf_objective(minibatch)
+            objective.backward()
+            grad_norm = nn.utils.clip_grad_norm_(
+                self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
+            )
+            self.optimizer.step()
+""",
+        """\
+            objective = self.compute_rlhf_objective(minibatch)
+            objective.backward()
+            grad_norm = nn.utils.clip_grad_norm_(
+                self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+""",
+        "Gradients are zeroed after the step, so that one left from before, as by a phase that was "
+        "stopped, goes into the first step. Zero them ahead of backward.",
+    ),
 ]
 
 RATES_THAT_STAY = edit(
@@ -4313,6 +4356,22 @@ RLHF_TRAINER_TRAIN = [
         "while self.phase <= args.total_phases",
         "One phase too many is run. self.phase counts those that are done: stop when it has "
         "reached total_phases.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "state_kept_with_checkpoints_only",
+        """\
+                state = self.get_state()
+                if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
+                    save_checkpoint(checkpoint, state)
+""",
+        """\
+                if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
+                    state = self.get_state()
+                    save_checkpoint(checkpoint, state)
+""",
+        "A run that is stopped goes back to its last checkpoint, and the phases after it are lost. "
+        "Keep the state of every phase; only the file is written now and then.",
     ),
     edit(
         "RLHFTrainer.train",
