@@ -797,11 +797,13 @@ def greedy_llama(student, rng):
 
 @check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
-    """Rows end at different steps, one at once, none by its prompt's eos or a bos; one prompt"""
-    # Greedy: 8 tokens, and 10 with a bos among them, the most.
+    """Rows end at different steps, all of them or not, none by its prompt's eos; one prompt"""
+    # Greedy, "A<eos>" goes on; of the others one has 10 tokens, a bos among them, the most.
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and", "A<eos>", ""]
     model = _boot(student, "ending")
     eight = _greedy(student, model, prompts, rng, max_new_tokens=12)
+    seven = _greedy(student, model, [p for p in prompts if p != "A<eos>"], rng, 12)
+    bos_alone = _greedy(student, model, [""], rng, max_new_tokens=2)
     tokenizer, usual = model.tokenizer, models.load_tokenizer()
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
@@ -810,6 +812,8 @@ def greedy_until_the_end(student, rng):
     another_eos = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
         "eight prompts, one of them the bos alone": eight,
+        "seven prompts, and all rows end": seven,
+        "the bos alone": bos_alone,
         "one prompt, the bos has id 0": one,
         "one prompt, the tokenizer has another eos": another_eos,
     }

@@ -1183,6 +1183,27 @@ GET_SAMPLES = [
     ),
     edit(
         "get_samples",
+        "stops_where_all_end_together",
+        "not ended.all()",
+        "not (columns and (columns[-1] == eos_token_id).all())",
+        "You look for an eos in every row of the newest column, but rows that ended before have "
+        "pads there: rows that end at different steps never stop. Ask whether all have ended.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
+        "prefill_without_the_last_token",
+        "    step_ids, cache, columns = prompt_ids, None, []\n",
+        '    asked = {"use_cache": True, "return_type": "logits_and_cache"}\n'
+        '    asked |= {"attention_mask": attention_mask[:, :-1]}\n'
+        "    _, cache = model(prompt_ids[:, :-1], **asked)\n"
+        "    step_ids, columns = prompt_ids[:, -1:], []\n",
+        "All but the last token of the prompts goes in first, which is nothing where each prompt "
+        "is a bos alone. Start with the whole prompts.",
+        within="_generate",
+    ),
+    edit(
+        "get_samples",
         "mask_of_the_last_step_only",
         "attention_mask=attention_mask,\n            past_key_values",
         "attention_mask=attention_mask if cache is None else attention_mask[:, -1:],\n"
