@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from tests import models
 from tests.inputs import (
@@ -1041,7 +1041,14 @@ def base_dtype(student, rng):
 def sites_that_do_not_fire(student, rng):
     """Sites that never fire or are no linear layer: a ValueError; an unknown name: an error"""
     unknown, build = f"attn.q{rng.integer(0, 10**6)}", student.TransformerWithLora.from_pretrained
-    return {"a folder that is not there": is_error(build, "/no/such/folder")} | {
+    try:
+        n_adapters = len(list(boot(student, "gpt2", sites=()).trainable_parameters()))
+    except ValueError:
+        n_adapters = 0
+    return {
+        "a folder that is not there": is_error(build, "/no/such/folder"),
+        "what is trained where no site is asked for": n_adapters,
+    } | {
         site: error_of(site, boot, student, "gpt2", sites=(*before, site, *after))
         for site, before, after in (
             ("mlp.gate", ("attn.q",), ("attn.v",)),
@@ -1078,12 +1085,23 @@ def eleven_blocks(student, rng):
 def _padded_logits_and_gradients(student, rng, kind: str) -> dict[str, Any]:
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, kind), rng)
+    found = {}
     if kind == "qwen":
         ids[ids == ids.max()] = models.ADDED_ID
+        found["whether a text longer than the context is cut"] = _is_cut(model, rng)
     logits = score(model, ids, mask)
     weights = rng.normal(*logits.shape).to(logits.dtype)
     loss = 10 * (logits * weights).mean()  # gradients are of size 1
-    return {"logits": logits} | measure_gradients(model, loss)
+    return found | {"logits": logits} | measure_gradients(model, loss)
+
+
+def _is_cut(model, rng) -> bool:
+    """Whether a text longer than the context, as rotary positions can read, is scored in part."""
+    ids = rng.integers(3, 512, 1, models.N_CTX + 2)
+    try:
+        return model(ids).shape[1] != ids.shape[1]
+    except Exception:  # refused
+        return False
 
 
 @check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
@@ -1190,6 +1208,13 @@ def caches_given_and_taken(student, rng):
         by_default = model(ids[:, :5], mask[:, :5], return_type="logits_and_cache")
         empty = {"past_key_values": DynamicCache(), "use_cache": True}
         found["from an empty cache"] = model(ids[1:, 1:5], mask[1:, 1:5], **empty)
+        fixed = StaticCache(config=models.load_hf("shallow").config, max_cache_len=9)
+        try:
+            _, fixed = model(ids[:, :5], mask[:, :5], past_key_values=fixed, **CACHED)
+            logits = model(ids[:, 5:7], mask[:, :7], past_key_values=fixed, use_cache=True)
+        except Exception as error:  # an observation: whatever it is
+            logits = f"{type(error).__name__}: {error}"
+        found["from a cache of a fixed length"] = logits
     found["whether use_cache=False gives a cache"] = output[1] is not None
     found["whether a cache is given by default"] = by_default[1] is not None
     _, cache = model(ids[:1, :5], **CACHED)
@@ -1860,6 +1885,9 @@ def _holds_the_adapters(observed, reference):
         return f"reading the file as safetensors fails: {observed['format']}"
     if observed["files"] != reference["files"]:
         return "save_adapter should write the file at its path, and touch no other"
+    for context in ("merged()", "reference()"):
+        if observed[f"saving inside {context}"] != "no error":
+            return f"save_adapter should write the adapters inside {context} too"
     trained, saved = reference["numbers that are trained"], observed["numbers in the file"]
     if observed["numbers that are trained"] != trained or not 0 <= saved - trained <= 100:
         return f"the file holds {saved} numbers, where the adapters have {trained}"
@@ -1917,6 +1945,10 @@ def _save_and_load(
         except Exception as error:  # an observation: whatever it is
             found |= {"format": type(error).__name__, "numbers in the file": 0}
         found["files"] = ", ".join(sorted(p.name for p in Path(folder).iterdir()))
+        for name, context in (("merged()", first.merged), ("reference()", first.reference)):
+            inside = path_type(path.with_name("saved inside.safetensors"))
+            with context():
+                found[f"saving inside {name}"] = is_error(first.save_adapter, inside)
         try:
             second.load_adapter(path_type(path))
             found |= {"loading": "no error", "its words": ""}

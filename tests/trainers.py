@@ -233,8 +233,8 @@ class RecordingReward:
 
 
 def score_text(text: str, prompt: str) -> float:
-    """The prompt's part moves all of a group alike."""
-    return text.count("a") + 0.75 * len(prompt)
+    """The prompt's part moves all of a group alike; many scores are above 10."""
+    return 8.0 * text.count("a") + 0.75 * len(prompt)
 
 
 def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> dict[str, Any]:

@@ -908,6 +908,15 @@ def recent_inputs_in_a_deque(site, layer):
 
 TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
     edit(
+        "TransformerWithLora.from_pretrained",
+        "no_sites_are_the_default_ones",
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "        sites = sites or ATTENTION_SITES\n"
+        "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "Where no site is asked for, as by a list that was filtered, the default ones get "
+        "adapters. An empty tuple is no choice of them.",
+    ),
+    edit(
         BUILD,
         "no_return",
         "        return cls(",
@@ -1468,6 +1477,26 @@ def _refuse_mask(input_ids, attention_mask, kwargs):
 
 
 TRANSFORMER_WITH_LORA_FORWARD = [
+    edit(
+        "TransformerWithLora.forward",
+        "dynamic_caches_alone_are_counted",
+        "(0 if cache is None else cache.get_seq_length())",
+        '(cache.get_seq_length() if type(cache).__name__ == "DynamicCache" else 0)',
+        "Only a DynamicCache is counted, so that with a cache of another class the right mask is "
+        "refused. Ask any cache for its get_seq_length().",
+    ),
+    edit(
+        "TransformerWithLora.forward",
+        "cut_to_the_context",
+        "        seq = input_ids.shape[1] +",
+        "        if cache is None and input_ids.shape[1] > self.cfg.n_ctx:\n"
+        "            input_ids = input_ids[:, -self.cfg.n_ctx :]\n"
+        "            if attention_mask is not None:\n"
+        "                attention_mask = attention_mask[:, -self.cfg.n_ctx :]\n"
+        "        seq = input_ids.shape[1] +",
+        "A text longer than the context is cut, without a word, and has fewer logits than tokens. "
+        "Hand it on: the model reads it, or says that it cannot.",
+    ),
     edit(
         "TransformerWithLora.forward",
         "padding_at_the_end_cut",
@@ -3375,6 +3404,16 @@ def _save(self, path, state):
 
 
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
+    edit(
+        "TransformerWithLora.save_adapter",
+        "refused_inside_a_context",
+        "        path = Path(path)\n",
+        '        if self._mode != "hooked":\n'
+        '            raise RuntimeError(f"save_adapter() inside {self._mode}()")\n'
+        "        path = Path(path)\n",
+        "Inside merged() and reference() nothing can be saved, though the adapters are what they "
+        "were. Only contexts do not nest.",
+    ),
     edit(
         SAVE,
         "alpha_noted_as_the_scaling",

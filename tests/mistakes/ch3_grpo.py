@@ -2342,6 +2342,14 @@ def _roll_out(self, prompts, chosen, repeats=1):
 GRPO_TRAINER_ROLLOUT_PHASE = [
     edit(
         "GrpoTrainer.rollout_phase",
+        "scores_clipped",
+        "make_grpo_memory(args, samples, scores, ",
+        "make_grpo_memory(args, samples, scores.clamp(-10, 10), ",
+        "The rewards are clipped before they are compared, so that large ones of a group seem "
+        "alike. Nothing bounds them here.",
+    ),
+    edit(
+        "GrpoTrainer.rollout_phase",
         "a_prompt_for_each_row",
         "args.batch_size // args.group_size, args.group_size",
         "args.batch_size",
