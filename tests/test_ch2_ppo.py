@@ -1037,6 +1037,10 @@ def _logits_and_values(student, rng, kind):
     row = attention[1:2].bool()
     logits, values = model.forward_with_value_head(ids[1:2], attention[1:2])
     found |= {"logits of a padded row": logits[row], "values of a padded row": values[row]}
+    with torch.no_grad():  # the shape and the mask of the first call
+        others = model.forward_with_value_head(rng.integers(3, 512, *ids.shape), attention)
+    for name, x in zip(("logits", "values"), others, strict=True):
+        found[f"{name} of other tokens, under no_grad"] = x[real]
     with_none = model.forward_with_value_head(first[:2], attention_mask=None)
     return found | gradient | {"values with None": with_none[1]}
 

@@ -2551,6 +2551,15 @@ def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
 TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "hidden_states_kept_by_shape",
+        '        hidden: list[Float[Tensor, "batch seq d_model"]] = []\n',
+        '        kept = self.__dict__.setdefault("kept_by_shape", {})\n'
+        "        hidden = kept.setdefault(input_ids.shape, [])\n",
+        "The list of hidden states outlives the call, and its first one is that of the first input "
+        "of this shape: later values are those of other tokens. Make a new list in each call.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "output_not_cast",
         "hidden[0].to(self.value_head.weight.dtype)",
         "hidden[0]",
