@@ -588,6 +588,21 @@ def hard_logits(student, rng):
     return {"logits": given, "draws": draws}
 
 
+def _draws_from_few(observed, reference):
+    if observed["tokens that top_k leaves out"]:
+        return "of a large vocabulary, tokens are drawn that top_k leaves out"
+    return None
+
+
+@check("sample_next_token", slow=True, holds=_draws_from_few)
+def large_vocabulary(student, rng):
+    """Top-k of 50,000 tokens, 300 draws: no token that is left out, however small a probability"""
+    logits = rng.normal(1, 50_000)
+    kept = logits[0].topk(5).indices
+    draws = student.sample_next_token(logits.repeat(300, 1), top_k=5, generator=rng.new_generator())
+    return {"tokens that top_k leaves out": int((~torch.isin(draws, kept)).sum())}
+
+
 # --- get_completion_mask ------------------------------------------------------------------------
 
 
@@ -803,7 +818,8 @@ def greedy_until_the_end(student, rng):
     model = _boot(student, "ending")
     eight = _greedy(student, model, prompts, rng, max_new_tokens=12)
     seven = _greedy(student, model, [p for p in prompts if p != "A<eos>"], rng, 12)
-    bos_alone = _greedy(student, model, [""], rng, max_new_tokens=2)
+    with torch.no_grad():  # which holds on afterwards
+        bos_alone = _greedy(student, model, [""], rng, max_new_tokens=2)
     tokenizer, usual = model.tokenizer, models.load_tokenizer()
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
@@ -813,7 +829,7 @@ def greedy_until_the_end(student, rng):
     return {
         "eight prompts, one of them the bos alone": eight,
         "seven prompts, and all rows end": seven,
-        "the bos alone": bos_alone,
+        "the bos alone, under no_grad": bos_alone,
         "one prompt, the bos has id 0": one,
         "one prompt, the tokenizer has another eos": another_eos,
     }
@@ -836,6 +852,8 @@ def _fits_the_model(observed, reference):
         return "without a generator, two calls should give different completions"
     if observed["a prompt that nearly fills the context"] == "no error":
         return "a prompt that leaves too little of the model's context should be an error"
+    if not observed["gradients after the error"]:
+        return "after an error, gradients are switched off for all that follows"
     if observed["the number of texts at 0.7"] != DEFAULT_DRAWS:
         return f"{DEFAULT_DRAWS} completions of two tokens should give as many texts"
     prompt_len = observed["prompt_len"]
@@ -960,6 +978,7 @@ def samples_of_the_model(student, rng):
         "a prompt that nearly fills the context": error_of(
             "prompts", student.get_samples, model, too_long, 8, temperature=0.0
         ),
+        "gradients after the error": torch.is_grad_enabled(),
         "prompt_len": samples.prompt_len,
         "new columns": samples.completion_mask.shape[1],
         "the ids of real tokens": F.pad(samples.input_ids * mask, width),

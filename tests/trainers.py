@@ -4,6 +4,7 @@ The order of `trainable_parameters()` is free, so parameters of one shape get th
 what is observed of them is sorted.
 """
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -238,8 +239,16 @@ def score_text(text: str, prompt: str) -> float:
 
 
 def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> dict[str, Any]:
-    """The texts of three trainers, two with the same seed, and the first one's memory."""
-    found = {}
+    """The texts of three trainers, two with the same seed, and the first one's memory; whether
+    gradients are recorded after a rollout whose rewards fail."""
+
+    def fail(samples):
+        raise ArithmeticError("no reward")
+
+    with contextlib.suppress(ArithmeticError):
+        trainer_class(make_args(seed=0, reward_fn=fail), model).rollout_phase()
+    found = {"gradients after an error": torch.is_grad_enabled()}
+    torch.set_grad_enabled(True)
     for name, seed in (("texts", 0), ("texts with the same seed", 0), ("texts with another", 6)):
         reward_fn = RecordingReward()
         torch.manual_seed(len(found))
@@ -267,6 +276,8 @@ def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int
 
 
 def find_wrong_ratio(observed: dict, reference: dict) -> str | None:
+    if not observed["gradients after an error"]:
+        return "after a rollout that failed, gradients are switched off for all that follows"
     off = (observed["logprobs"] - observed["hooked"]).abs().max()
     if off > 1e-3:
         return (

@@ -4,7 +4,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from solutions.ch0_sampling import Samples, encode_prompts, get_completion_mask, sample_next_token
+from solutions.ch0_sampling import (
+    Samples,
+    encode_prompts,
+    get_completion_mask,
+    get_samples,
+    sample_next_token,
+)
 from utils.grading.answers import IN_ITS_MODULE, Answer, Edit, edit, wrong
 
 TOP_K_AND_TOP_P = "    top_k: int | None = None,\n    top_p: float | None = None,\n"
@@ -550,6 +556,14 @@ def axis_for_dim(values, mask, axis=None):
 # --- sample_next_token --------------------------------------------------------------------------
 
 SAMPLE_NEXT_TOKEN = [
+    edit(
+        "sample_next_token",
+        "a_little_probability_for_all",
+        "torch.multinomial(logits.softmax(-1), 1,",
+        "torch.multinomial(logits.softmax(-1) + 1e-6, 1,",
+        "Every token gets a little probability, those that top_k and top_p leave out as well: of a "
+        "large vocabulary they are drawn now and then. multinomial needs no such help.",
+    ),
     edit(
         "sample_next_token",
         "stratified_over_the_batch",
@@ -1638,6 +1652,18 @@ GET_SAMPLES = [
         "Decode the completion's tokens alone.",
     ),
 ]
+
+
+@wrong(
+    "get_samples",
+    "Gradients are switched off and on again by hand: after an error they stay off, and inside "
+    "the caller's no_grad they come on. Use no_grad, which puts back what there was.",
+)
+def gradients_switched_off_by_hand(*args, **kwargs):
+    torch.set_grad_enabled(False)
+    samples = get_samples(*args, **kwargs)
+    torch.set_grad_enabled(True)
+    return samples
 
 
 @wrong(

@@ -3714,6 +3714,20 @@ def parameters_left_frozen(self):
 
 @wrong(
     "RLHFTrainer.rollout_phase",
+    "Gradients are switched off by hand: where reward_fn raises an error, they stay off for "
+    "everything. Use no_grad, which puts back what there was.",
+)
+def gradients_switched_off_by_hand(self):
+    torch.set_grad_enabled(False)
+    samples, scores = self.sample_and_score(self.args.batch_size)
+    logprobs, values = _score(self, samples)
+    ref_logprobs = self.get_ref_logprobs(samples)
+    torch.set_grad_enabled(True)
+    return make_replay_memory(self.args, samples, scores, logprobs, ref_logprobs, values)
+
+
+@wrong(
+    "RLHFTrainer.rollout_phase",
     "The reference's log-probs of the first rollout are kept for all later ones. The reference is "
     "the same, but the completions are others.",
 )
@@ -4381,6 +4395,14 @@ RLHF_TRAINER_TRAIN = [
 """,
         "A run that is stopped goes back to its last checkpoint, and the phases after it are lost. "
         "Keep the state of every phase; only the file is written now and then.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "all_phases_once_more",
+        "            while self.phase < args.total_phases:\n",
+        "            for _ in range(args.total_phases):\n",
+        "Each train() runs total_phases, those of an earlier part of the run as well. self.phase "
+        "counts what is done: run the phases that are left.",
     ),
     edit(
         "RLHFTrainer.train",
