@@ -1231,6 +1231,8 @@ def caches_given_and_taken(student, rng):
         found |= {f"{name}, without a mask, {in_training=}": x for name, x in parts.items()}
     goes_on = "from a cache that a forward has lengthened"
     found[goes_on] = model(ids[1:, 6:8], past_key_values=cache, use_cache=True)
+    pads = nn.functional.pad(ids[:1, :4], (2, 0), value=models.SPECIAL["pad_token_id"])
+    found["without a mask, pad ids first"] = model(pads)
     short = torch.ones_like(mask[:, :6])
     short[:, 4:] = 0
     padded = model(ids[:, :6], short)
@@ -1648,6 +1650,7 @@ def merged_between_forward_and_backward(student, rng):
     """A forward, sampling inside merged(), and then the backward through a loss made of both"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "shallow"), rng)
+    adapters = list(model.trainable_parameters())
     logits = score(model, ids, mask)
     with model.merged(), torch.no_grad():
         inside = score(model, ids, mask)
@@ -1662,7 +1665,12 @@ def merged_between_forward_and_backward(student, rng):
     freeze_and_enter(model, "merged")
     with model.merged():
         inside_when_frozen = score(model, ids, mask)
+    for parameter in adapters:
+        parameter.data[0, 0] = NAN
+    with model.merged():
+        is_nan = bool(score(model, ids, mask).isnan().any())
     return {
+        "whether an adapter that holds nan is merged": is_nan,
         "gradients after merged() under no_grad": enabled,
         "inside": inside,
         "inside, with frozen adapters": inside_when_frozen,

@@ -1774,18 +1774,21 @@ def _make_trainer_of_one(student, rng, reward_fn):
     return args, trainer, trainers.fill(trainer.model, rng)
 
 
+def _see_outputs(model, rng):
+    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
+    with torch.no_grad():
+        logits, values = model.forward_with_value_head(ids)
+    return {"logits": logits.float(), "values": values.float()}
+
+
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
     """The trainer's own model: rank, alpha, sites; two rollouts of one completion each"""
     _, trainer, model = _make_trainer_of_one(student, rng, _count_letters)
-    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
-    with torch.no_grad():
-        logits, values = model.forward_with_value_head(ids)
+    outputs = _see_outputs(model, rng)
     first, second = trainer.rollout_phase(), trainer.rollout_phase()
     n_prompt = first.input_ids.shape[1] - first.mask.shape[1]
-    return {
-        "logits": logits.float(),
-        "values": values.float(),
+    return outputs | {
         "prompts of a rollout, which are args.prefix,": first.input_ids[:, :n_prompt],
         "whether a rollout with the same weights is the same": first.input_ids.tolist()
         == second.input_ids.tolist(),
@@ -1802,6 +1805,7 @@ def the_model_that_learns(student, rng):
         return torch.tensor([scale * len(text) for text in samples])
 
     args, trainer, model = _make_trainer_of_one(student, rng, reward_fn)
+    outputs = _see_outputs(model, rng)
     before = trainers.canonical(list(model.trainable_parameters()))
 
     class OnTheSameBase(TransformerWithLora):
@@ -1826,7 +1830,7 @@ def the_model_that_learns(student, rng):
     without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
     trainers.make_end_likely(model)
     trainer.learning_phase(trainer.rollout_phase())
-    return {
+    return outputs | {
         **{
             f"whether {name} are the model's": bool((off[memory.mask].abs() < 1e-3).all())
             for name, off in stored.items()

@@ -1487,6 +1487,17 @@ TRANSFORMER_WITH_LORA_FORWARD = [
     ),
     edit(
         "TransformerWithLora.forward",
+        "leading_pad_ids_are_padding",
+        '        cache = kwargs.get("past_key_values")\n',
+        '        cache = kwargs.get("past_key_values")\n'
+        "        if attention_mask is None and cache is None:\n"
+        "            pad = self.tokenizer.pad_token_id\n"
+        "            attention_mask = ((input_ids != pad).cumsum(1) > 0).long()\n",
+        "Without a mask, pad ids at the start of a row are taken for padding. They are tokens like "
+        "others, as a bos that is the pad token too: without a mask all of them count.",
+    ),
+    edit(
+        "TransformerWithLora.forward",
         "cut_to_the_context",
         "        seq = input_ids.shape[1] +",
         "        if cache is None and input_ids.shape[1] > self.cfg.n_ctx:\n"
@@ -2781,6 +2792,16 @@ def _take_no_cache(self, input_ids, attention_mask=None):
 
 
 TRANSFORMER_WITH_LORA_MERGED = [
+    edit(
+        "TransformerWithLora.merged",
+        "adapters_that_are_nan_left_out",
+        "                    delta = layer.compute_delta().detach()  # [d_in d_out]\n",
+        "                    delta = layer.compute_delta().detach()  # [d_in d_out]\n"
+        "                    if not delta.isfinite().all():\n"
+        "                        continue\n",
+        "An adapter that holds nan is left out, so that a run which has diverged samples as if all "
+        "were well. Merge what there is.",
+    ),
     edit(
         MERGED,
         "hooks_stay_on",
