@@ -190,7 +190,7 @@ def random_adapters(student, rng):
     found["eval()"] = layer_and_gradients(wide, x)
     for values in ("A and B as before", "other A and B"):
         with torch.no_grad():
-            found[f"eval() and no_grad, {values}"] = wide(x)
+            found[f"eval() and no_grad, {values}"] = [wide(x), compute_change(wide)]
         found[f"the change of the weight in eval(), {values}"] = compute_change(wide)
         set_layer(wide, rng.normal(3, 2), rng.normal(2, 6))
     wide.requires_grad_(False)  # what is before it may be trained
@@ -1661,6 +1661,8 @@ def merged_between_forward_and_backward(student, rng):
     with torch.no_grad():
         enter(model.merged)
         enabled = torch.is_grad_enabled()
+        with set_alike(model, rng).merged():
+            inside_later = score(model, ids, mask)
     unfrozen_afterwards = list_unfrozen(model)
     freeze_and_enter(model, "merged")
     with model.merged():
@@ -1673,6 +1675,7 @@ def merged_between_forward_and_backward(student, rng):
         "whether an adapter that holds nan is merged": is_nan,
         "gradients after merged() under no_grad": enabled,
         "inside": inside,
+        "inside the second under no_grad, with other adapters": inside_later,
         "inside, with frozen adapters": inside_when_frozen,
         "nesting": nested,
         "inside, after a refused merged()": still_inside,

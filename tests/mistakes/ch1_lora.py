@@ -85,6 +85,17 @@ LORA_LAYER = [
     ),
     edit(
         "LoraLayer",
+        "delta_kept_under_no_grad",
+        "        return self.lora_A @ self.lora_B * self.scaling",
+        "        if torch.is_grad_enabled():\n"
+        "            return self.lora_A @ self.lora_B * self.scaling\n"
+        '        if not hasattr(self, "_delta"):\n'
+        "            self._delta = self.lora_A @ self.lora_B * self.scaling\n"
+        "        return self._delta",
+        "Under no_grad the first compute_delta is kept, and out of date after a training step.",
+    ),
+    edit(
+        "LoraLayer",
         "not_scaled",
         " * self.scaling",
         "",
@@ -2801,6 +2812,16 @@ TRANSFORMER_WITH_LORA_MERGED = [
         "                        continue\n",
         "An adapter that holds nan is left out, so that a run which has diverged samples as if all "
         "were well. Merge what there is.",
+    ),
+    edit(
+        MERGED,
+        "deltas_kept_under_no_grad",
+        "delta = layer.compute_delta().detach()",
+        "delta = layer.compute_delta().detach()\n"
+        "                    if not torch.is_grad_enabled():  # nothing is trained: keep it\n"
+        '                        delta = layer.__dict__.setdefault("_delta", delta)',
+        "Under no_grad the deltas of the first merged() are kept, and rollouts go on with the "
+        "adapters of the first phase.",
     ),
     edit(
         MERGED,
