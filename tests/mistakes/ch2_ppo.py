@@ -1126,14 +1126,6 @@ NORMALIZE_ADVANTAGES = [
     ),
     edit(
         "normalize_advantages",
-        "a_range_within_eps_is_a_constant",
-        "kept.max() > kept.min()",
-        "kept.max() - kept.min() > eps",
-        "Advantages whose range is below eps are taken for a constant. They are scaled by 1 / "
-        "(std + eps), however small that leaves them.",
-    ),
-    edit(
-        "normalize_advantages",
         "eps_forgotten",
         "kept.std() + eps",
         "kept.std()",
