@@ -1180,9 +1180,9 @@ def no_value_head_and_no_reference(student, rng):
 GRPO_OBJECTIVE = {
     "batch_size": 12,  # twice the rows of a minibatch
     "num_minibatches": 2,
-    "clip_coef": 0.6,
+    "clip_coef": 0.6,  # no number twice: one could stand for another
     "ent_coef": 0.3,
-    "kl_coef": 0.7,
+    "kl_coef": 0.8,
     "temperature": 0.7,
     "top_k": 5,  # concerns sampling alone
     "gen_len": 8,  # no completion became as long

@@ -3745,6 +3745,13 @@ def reference_scored_once(self):
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "RLHFTrainer.compute_rlhf_objective",
+        "kl_weighted_by_the_temperature",
+        "args.kl_coef * self.measure_kl(minibatch, logits)",
+        "args.temperature * self.measure_kl(minibatch, logits)",
+        "The KL is weighted by the temperature. Its weight is kl_coef.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
         "scored_among_the_top_k",
         "        logprobs = get_logprobs(logits, ",
         "        if args.top_k is not None:\n"

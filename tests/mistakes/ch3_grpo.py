@@ -2584,6 +2584,13 @@ def _objective_with(self, minibatch, calc_penalty):
 GRPO_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "GrpoTrainer.compute_rlhf_objective",
+        "exact_kl_weighted_by_the_temperature",
+        "args.kl_coef * self.measure_kl(minibatch, logits)",
+        "args.temperature * self.measure_kl(minibatch, logits)",
+        "The exact KL is weighted by the temperature. Its weight is kl_coef.",
+    ),
+    edit(
+        "GrpoTrainer.compute_rlhf_objective",
         "advantages_held_at_five",
         "            minibatch.advantages,\n",
         "            minibatch.advantages.clamp(-5, 5),\n",
