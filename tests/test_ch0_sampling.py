@@ -641,10 +641,11 @@ def random_completions(student, rng):
 
 @check("get_completion_mask", expected=mask_by_loops)
 def long_completions(student, rng):
-    """More eos after the first than an 8-bit count could hold"""
+    """More eos after the first than an 8-bit count could hold; hundreds of tokens without one"""
     ids = torch.full((3, rng.integer(300, 500)), 1)
     ids[:, 0] = rng.integers(2, 9, 3)
-    return student.get_completion_mask(ids, 1)
+    without = rng.integers(2, 512, 2, ids.shape[1])
+    return student.get_completion_mask(torch.cat([ids, without]), 1)
 
 
 # --- left_pad -----------------------------------------------------------------------------------
@@ -821,6 +822,8 @@ def greedy_until_the_end(student, rng):
     with torch.no_grad():  # which holds on afterwards
         bos_alone = _greedy(student, model, [""], rng, max_new_tokens=2)
     tokenizer, usual = model.tokenizer, models.load_tokenizer()
+    tokenizer.pad_token = usual.eos_token  # as GPT-2's: rows that have ended are filled with it
+    pad_is_eos = _greedy(student, model, models.ENDING_PROMPTS, rng, max_new_tokens=12)
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
     # The usual eos, which the model gives as third token, is one like others here.
@@ -830,6 +833,7 @@ def greedy_until_the_end(student, rng):
         "eight prompts, one of them the bos alone": eight,
         "seven prompts, and all rows end": seven,
         "the bos alone, under no_grad": bos_alone,
+        "four prompts, pad and eos are one token": pad_is_eos,
         "one prompt, the bos has id 0": one,
         "one prompt, the tokenizer has another eos": another_eos,
     }

@@ -346,6 +346,16 @@ def small_differences(student, rng):
     return student.calc_per_token_kl(logprobs, add(logprobs, d))
 
 
+@check("calc_per_token_kl", expected=k3_of_differences, rtol=1e-3, atol=1e-9)
+def differences_near_a_hundredth(student, rng):
+    """Differences near 0.01: no series that stops at d^2/2"""
+    d = rng.uniform(20, low=0.006, high=0.03) * (2.0 * rng.integers(0, 2, 20) - 1)
+    logprobs = -rng.uniform(20, low=0.02, high=0.5)
+    return value_and_gradients(
+        student.calc_per_token_kl, logprobs=logprobs, ref_logprobs=add(logprobs, d)
+    )
+
+
 @check("calc_per_token_kl", expected=k3_of_differences)
 def large_differences(student, rng):
     """Differences from -1000 to 60, where probabilities underflow: the value, and the gradient"""
@@ -489,6 +499,10 @@ def clips_and_beta(student, rng):
             lambda logprobs: f(logprobs, old, None, advantages, mask, 0.3, beta=0.0),
             logprobs=logprobs,
         ),
+        "beta 0, the reference far off": value_and_gradients(
+            lambda logprobs: f(logprobs, old, old + 100, advantages, mask, beta=0.0),
+            logprobs=logprobs,
+        ),
         "no reference, but beta 0.04": _error_of_any_kind(f, logprobs, old, None, advantages, mask),
     }
 
@@ -515,9 +529,9 @@ def _every_case(student, rng, **options):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases)
 def every_case_of_the_minimum(student, rng):
-    """Ratios from 0.05 to 20, and of exp(30), with both signs of A: the gradient"""
+    """Ratios from 0.05 to 20 with both signs of A, of exp(30) with A below 0: the gradient"""
     old = -rng.uniform(1, 3, low=35.0, high=40.0)
-    unclipped = value_and_gradients(
+    far = value_and_gradients(
         _objective(student, torch.ones(1, 3, dtype=torch.bool), beta=0.0),
         logprobs=old + rng.tensor([[30.0, -30.0, 0.1]]),
         old_logprobs=old,
@@ -525,7 +539,7 @@ def every_case_of_the_minimum(student, rng):
         advantages=-rng.uniform(1, low=0.5, high=2.0),
     )
     return {
-        "a ratio of exp(30), A below 0": unclipped,
+        "a ratio of exp(30), A below 0": far,
         "defaults": _every_case(student, rng),
         "0.3 below, 0.05 above": _every_case(student, rng, clip_coef=0.3, clip_coef_high=0.05),
     }
@@ -1106,15 +1120,23 @@ def groups_at_a_high_temperature(student, rng):
     return _roll_out_groups(student, rng, **FLAT_GRPO_ROLLOUT)
 
 
-@check("GrpoTrainer.rollout_phase", holds=trainers.find_wrong_ratio, beside=True)
+def _right_ratio_with_the_exact_kl(observed, reference):
+    if not observed["whether there are ref_logprobs"]:
+        return 'the memory should have ref_logprobs with kl_kind "exact" too: kl_k3 is made of them'
+    return trainers.find_wrong_ratio(observed, reference)
+
+
+@check("GrpoTrainer.rollout_phase", holds=_right_ratio_with_the_exact_kl, beside=True)
 def first_ratio_is_one(student, rng):
-    """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
+    """In bfloat16, where the merged model's log-probs differ visibly; kl_kind "exact"; args.seed"""
     # Four prompts: args.seed decides them, too.
-    options = {"batch_size": 12, "group_size": 3, "gen_len": 3}
+    options = {"batch_size": 12, "group_size": 3, "gen_len": 3, "kl_kind": "exact"}
     make_args = functools.partial(_make_grpo_args, student, **options)
     model = make_model(student.GrpoTrainer.model_class, rng, dtype=torch.bfloat16)
     sampled = trainers.sample_again(student.GrpoTrainer, make_args, model)
-    return trainers.describe_first_ratio(sampled, model, gen_len=3)
+    has_reference = sampled["memory"].ref_logprobs is not None
+    found = trainers.describe_first_ratio(sampled, model, gen_len=3)
+    return found | {"whether there are ref_logprobs": has_reference}
 
 
 def _counts(observed, reference):
@@ -1299,8 +1321,8 @@ def objective_of_constant_groups(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_without_kl(student, rng):
-    """kl_coef 0: no ref_logprobs, whichever the kl_kind; large advantages"""
-    return _grpo_objective(student, rng, kl_coef=0.0, kl_kinds=("k3", "exact"))
+    """kl_coef and ent_coef 0: no ref_logprobs, whichever the kl_kind; large advantages, one 0"""
+    return _grpo_objective(student, rng, kl_coef=0.0, ent_coef=0.0, kl_kinds=("k3", "exact"))
 
 
 @check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)

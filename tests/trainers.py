@@ -245,7 +245,7 @@ def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> 
     def fail(samples):
         raise ArithmeticError("no reward")
 
-    with contextlib.suppress(ArithmeticError):
+    with contextlib.suppress(Exception):  # the reward's own, or what is made of it
         trainer_class(make_args(seed=0, reward_fn=fail), model).rollout_phase()
     found = {"gradients after an error": torch.is_grad_enabled()}
     torch.set_grad_enabled(True)
@@ -257,7 +257,9 @@ def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> 
         found[name] = [prompt + text for prompt, text in pairs]
         if name == "texts":
             first = memory
-    return found | {"memory": first}
+    trained = {id(parameter) for parameter in model.trainable_parameters()}
+    unfrozen = [p for p in model.parameters() if p.requires_grad and id(p) not in trained]
+    return found | {"memory": first, "whether the base is frozen": not unfrozen}
 
 
 def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int) -> dict[str, Any]:
@@ -276,6 +278,8 @@ def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int
 
 
 def find_wrong_ratio(observed: dict, reference: dict) -> str | None:
+    if not observed["whether the base is frozen"]:
+        return "after a rollout, weights of the base require a gradient"
     if not observed["gradients after an error"]:
         return "after a rollout that failed, gradients are switched off for all that follows"
     off = (observed["logprobs"] - observed["hooked"]).abs().max()

@@ -967,6 +967,14 @@ def k_beyond_the_vocabulary_with_top_p(
 GET_COMPLETION_MASK = [
     edit(
         "get_completion_mask",
+        "product_of_the_differences",
+        "is_eos = completion_ids == eos_token_id\n",
+        "is_eos = (completion_ids - eos_token_id).cumprod(-1) == 0\n",
+        "The product of the tokens' differences from the eos is 0 from the eos on, but that of "
+        "many even numbers is 0 too: a multiple of 2 ** 64 overflows to it.",
+    ),
+    edit(
+        "get_completion_mask",
         "eos_left_out",
         "is_eos.cumsum(-1) - is_eos.int()",
         "is_eos.cumsum(-1)",
@@ -1187,6 +1195,27 @@ DECODED = (
 )
 
 GET_SAMPLES = [
+    Answer(
+        IN_ITS_MODULE,
+        "get_samples",
+        "ends_counted_with_the_fillers",
+        "Each eos counts as an end. Where the pad is the eos, as in GPT-2, what fills a row that "
+        "has ended counts again, and the batch stops while others go on.",
+        edits=(
+            Edit(
+                "_generate",
+                "while len(columns) < max_new_tokens and not ended.all():",
+                "n_running = len(prompt_ids)\n"
+                "    while len(columns) < max_new_tokens and n_running > 0:",
+            ),
+            Edit(
+                "_generate",
+                "        ended |= tokens == eos_token_id\n",
+                "        ended |= tokens == eos_token_id\n"
+                "        n_running -= int((tokens == eos_token_id).sum())\n",
+            ),
+        ),
+    ),
     edit(
         "get_samples",
         "empty_prompts_refused",

@@ -3447,16 +3447,6 @@ def _save(self, path, state):
 
 TRANSFORMER_WITH_LORA_SAVE_ADAPTER = [
     edit(
-        "TransformerWithLora.save_adapter",
-        "refused_inside_a_context",
-        "        path = Path(path)\n",
-        '        if self._mode != "hooked":\n'
-        '            raise RuntimeError(f"save_adapter() inside {self._mode}()")\n'
-        "        path = Path(path)\n",
-        "Inside merged() and reference() nothing can be saved, though the adapters are what they "
-        "were. Only contexts do not nest.",
-    ),
-    edit(
         SAVE,
         "alpha_noted_as_the_scaling",
         "self._layers[0].scaling",

@@ -307,19 +307,11 @@ REWARD_FN_SENTIMENT = [
     ),
     edit(
         "reward_fn_sentiment",
-        "words_stripped",
-        WORDS,
-        "[word.strip('.,!?;:\\'\"()') for word in text.lower().split()]",
-        "strip() takes punctuation off the ends of what stands between spaces, so `bad/boring` "
-        "stays one word. Take the runs of letters.",
-    ),
-    edit(
-        "reward_fn_sentiment",
         "words_stripped_of_all_punctuation",
         WORDS,
         "[word.strip(__import__('string').punctuation) for word in text.lower().split()]",
         "What stands between spaces may be several words: stripped at its ends `bad/boring` stays "
-        "one. Take the runs of letters.",
+        "one word. Take the runs of letters.",
     ),
     edit(
         "reward_fn_sentiment",
@@ -3643,7 +3635,7 @@ RLHF_TRAINER_ROLLOUT_PHASE = [
         "        self.mean_reward = 0.9 * mean + 0.1 * float(scores.mean())\n"
         "        scores = scores.to(self.device) - mean",
         "A running mean of earlier rewards is taken off, as REINFORCE does. The value head is the "
-        "baseline here; with raw rewards the returns are those of the scores as they are.",
+        "baseline here: with normalize_reward off, the scores reach the returns as they are.",
         within="RLHFTrainer.sample_and_score",
     ),
     edit(
@@ -3743,6 +3735,18 @@ def reference_scored_once(self):
 # --- RLHFTrainer.compute_rlhf_objective ---------------------------------------------------------
 
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
+        "empty_columns_cut_off",
+        "        args, mask = self.args, minibatch.mask\n",
+        "        args, mask = self.args, minibatch.mask\n"
+        "        used = minibatch.attention_mask.any(0)\n"
+        "        ids, attention = minibatch.input_ids[:, used], minibatch.attention_mask[:, used]\n"
+        "        fields = vars(minibatch) | {'input_ids': ids, 'attention_mask': attention}\n"
+        "        minibatch = ReplayMinibatch(**fields)\n",
+        "Columns that are padding in all rows are cut off. Where they are at the end, mask and old "
+        "log-probs are wider than the tokens that are left, and belong to others.",
+    ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
         "kl_weighted_by_the_temperature",
@@ -4098,6 +4102,14 @@ def reference_logits_of_the_first_epoch(self, minibatch):
 RLHF_TRAINER_LEARNING_PHASE = [
     edit(
         "RLHFTrainer.learning_phase",
+        "schedule_follows_the_phase_counter",
+        "        self.scheduler.step()",
+        "        self.scheduler.step(self.phase + 1)",
+        "The schedule's step is taken from self.phase, which only train() counts: in a loop of "
+        "one's own the rate stays. One scheduler.step() a learning phase is all.",
+    ),
+    edit(
+        "RLHFTrainer.learning_phase",
         "micro_batches_of_eight",
         "            objective = self.compute_rlhf_objective(minibatch)\n"
         "            objective.backward()\n",
@@ -4243,7 +4255,7 @@ RLHF_TRAINER_LEARNING_PHASE = [
         "RLHFTrainer.learning_phase",
         "skipped_without_advantages",
         "            self.optimizer.zero_grad()\n",
-        "            if not minibatch.advantages[minibatch.mask].any():\n"
+        "            if not minibatch.advantages.any():\n"
         "                continue\n"
         "            self.optimizer.zero_grad()\n",
         "Minibatches whose advantages are all 0 are skipped. The value loss, the entropy and the "
@@ -4258,45 +4270,6 @@ RLHF_TRAINER_LEARNING_PHASE = [
         "A minibatch's gradient is scaled by its share of the tokens. Each minibatch has a step of "
         "its own, and its objective is a mean already.",
     ),
-    edit(
-        "RLHFTrainer.learning_phase",
-        "zero_grad_after_the_step",
-        """\
-            self.optimizer.zero_grad()
-            objective = self.compute_rlhf_objective(minibatch)
-            objective.backward()
-            grad_norm = nn.utils.clip_grad_norm_(
-                self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
-            )
-            self.optimizer.step()
-""",
-        """\
-            objective = self.compute_rlhf_objective(minibatch)
-            objective.backward()
-            grad_norm = nn.utils.clip_grad_norm_(
-                self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
-            )
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-""",
-        "Gradients are zeroed after the step, so that one left from before, as by a phase that was "
-        "stopped, goes into the first step. Zero them ahead of backward.",
-    ),
-]
-
-RATES_THAT_STAY = edit(
-    "RLHFTrainer.learning_phase",
-    "schedule_of_the_warmup_alone",
-    "        self.scheduler.step()",
-    "        if self.scheduler.last_epoch < self.args.warmup_steps:\n"
-    "            self.scheduler.step()",
-    "After the warm-up the schedule stands still. It falls from there on: a step of it each phase.",
-)
-
-
-# --- RLHFTrainer.train --------------------------------------------------------------------------
-
-RLHF_TRAINER_TRAIN = [
     edit(
         "RLHFTrainer.train",
         "minibatches_around_the_phase",
@@ -4322,8 +4295,16 @@ RLHF_TRAINER_TRAIN = [
         "                self._run_phase(log, bar)\n",
         "                self.generator.manual_seed(args.seed)\n"
         "                self._run_phase(log, bar)\n",
-        "Every phase draws the same prompts with the same random numbers: seed once, before the "
-        "loop.",
+        "Every phase draws the same prompts with the same random numbers. The generator is seeded "
+        "once, when the trainer is made.",
+    ),
+    edit(
+        "RLHFTrainer.train",
+        "seeded_when_training_begins",
+        "        args = self.args\n",
+        "        args = self.args\n        self.generator.manual_seed(args.seed)\n",
+        "train() seeds the generator: a run that goes on from a checkpoint repeats its first "
+        "rollouts. It is seeded once, when the trainer is made.",
     ),
     edit(
         "RLHFTrainer.train",
@@ -5301,7 +5282,7 @@ LOGS_OF_SOFTMAX = [
 
 
 def _two(exercise, name, sentence, *pairs):
-    """Two mistakes at once, each an edit."""
+    """Two mistakes at once."""
     edits = tuple(Edit(exercise, *pair) for pair in pairs)
     return Answer(IN_ITS_MODULE, exercise, name, f"Two things: {sentence}", edits=edits)
 
