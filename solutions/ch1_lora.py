@@ -244,11 +244,10 @@ class TransformerWithLora(nn.Module):
         """Inside, W + A B alpha / rank stands in for W and the hooks are off: faster sampling.
 
         The sum is rounded to the weights' dtype once, so in bfloat16 it differs visibly from the
-        hooked model. On leaving, the saved weights are put back bit for bit (subtracting what was
-        added would not). The weights are written through `.data`, which autograd does not see: a
-        forward before `with merged()` and its backward after it are safe, a backward inside is not.
-        They are put back after an error too, also one amid the merging. Entering it inside
-        `reference()` or `merged()` is an error.
+        hooked model. On leaving, also after an error or amid the merging, the saved weights are put
+        back bit for bit (subtracting what was added would not). They are written through `.data`,
+        which autograd does not see: a forward before `with merged()` and its backward after it are
+        safe, a backward inside is not. Entering it inside `reference()` or `merged()` is an error.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]

@@ -73,7 +73,7 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
     """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
 
     (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
-    is a run of letters, whatever is around it: "great", *lovely* and [dull] are in the lists.
+    is a run of letters, whatever is around it: "great", *lovely* and [dull] count.
     """
     rewards = []
     for text in samples:
@@ -163,6 +163,8 @@ def compute_token_rewards(
 
     k1 = logprobs - ref_logprobs, a one-sample estimate of the KL (Ziegler et al., eq. 2). It is
     detached: as a reward it is a number that the policy is paid, not a loss.
+
+    Raises ValueError if log-probs are missing where kl_coef is not 0.
     """
     from_here_on = mask.flip(-1).cumsum(-1).flip(-1)  # true positions at t or later
     is_last = mask & (from_here_on == 1)
@@ -780,8 +782,9 @@ class RLHFTrainer:
     def learning_phase(self, memory: ReplayMemory) -> None:
         """One optimizer step for each minibatch, then one step of the schedule.
 
-        Gradients are clipped to a norm of `max_grad_norm`. `self.generator` shuffles, so that a run
-        can go on. Records "objective" and "grad_norm" of each minibatch, "lr" of the phase.
+        Gradients are clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
+        checkpoint holds, shuffles the rows. Records "objective" and "grad_norm" of each minibatch,
+        "lr" of the phase.
         """
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()

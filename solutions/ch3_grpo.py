@@ -252,7 +252,10 @@ class GrpoTrainer(RLHFTrainer):
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Whole groups, sampled with the merged model and scored with the hooked one."""
+        """Whole groups, sampled with the merged model and scored with the hooked one.
+
+        `sample_and_score` merges. The reference scores with either `kl_kind`: kl_k3 is recorded.
+        """
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
         logprobs = self.get_sample_logprobs(samples)

@@ -59,8 +59,7 @@ def get_checkpoint(kind: str) -> Path:
 
 
 def boot_small_ones() -> None:
-    """Make and boot every checkpoint but the deep one, half a second: the first check of an
-    exercise need not wait for it."""
+    """Make and boot every checkpoint but the deep one."""
     for kind in N_LAYERS.keys() - {"deep"}:
         load_base_model(get_checkpoint(kind), device="cpu")
 

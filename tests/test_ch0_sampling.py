@@ -316,7 +316,7 @@ def gradient_of_the_mean(student, rng):
 
 @check("masked_mean")
 def nothing_to_average(student, rng):
-    """0 where no position is true, with gradient 0, though NaN stands there"""
+    """0 where no position is true, with gradient 0, though NaN stands there; rows of no position"""
     values = rng.normal(2, 3)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     beyond = poison(values, mask)
@@ -326,6 +326,7 @@ def nothing_to_average(student, rng):
         ),
         "all": student.masked_mean(values, ~mask),
         "rows": student.masked_mean(beyond, mask, 1),
+        "rows of no position": student.masked_mean(values[:, :0], mask[:, :0], 1),
     }
 
 
@@ -589,8 +590,10 @@ def hard_logits(student, rng):
 
 
 def _draws_from_few(observed, reference):
-    if observed["tokens that top_k leaves out"]:
+    if not torch.isin(observed["draws"], reference["kept"]).all():
         return "of a large vocabulary, tokens are drawn that top_k leaves out"
+    if len(observed["draws"].unique()) == 1:  # by chance far below 1e-9: they are about alike
+        return "of a large vocabulary, one and the same token is drawn each time"
     return None
 
 
@@ -600,7 +603,7 @@ def large_vocabulary(student, rng):
     logits = rng.normal(1, 50_000)
     kept = logits[0].topk(5).indices
     draws = student.sample_next_token(logits.repeat(300, 1), top_k=5, generator=rng.new_generator())
-    return {"tokens that top_k leaves out": int((~torch.isin(draws, kept)).sum())}
+    return {"kept": kept, "draws": draws}
 
 
 # --- get_completion_mask ------------------------------------------------------------------------
@@ -899,7 +902,8 @@ def _fits_the_model(observed, reference):
 
 
 def _are_drawn_apart(tokens):
-    """Whether the surprises of the first and of the second token are uncorrelated, at 0.7."""
+    """Whether the surprises of the first and of the second token are uncorrelated, at 0.7, and the
+    second is not the first one again more often than it should."""
     tokenizer = models.load_tokenizer()
     prompt = [tokenizer.bos_token_id, *tokenizer.encode(DEFAULT_PROMPT)]
     tokens = tokens[tokens[:, 0] != models.SPECIAL["eos_token_id"]]
@@ -908,6 +912,10 @@ def _are_drawn_apart(tokens):
     logprobs = (torch.stack(scored)[:, -2:].double() / 0.7).log_softmax(-1)  # [first token vocab]
     means = (logprobs.exp() * logprobs).sum(-1, keepdim=True)
     variances = (logprobs.exp() * (logprobs - means).square()).sum(-1)[row]
+    p_again = logprobs[row, 1].gather(-1, tokens[:, :1]).exp()
+    n_again = (tokens[:, 0] == tokens[:, 1]).sum()
+    if n_again > p_again.sum() + 8 * (p_again * (1 - p_again)).sum().sqrt() + 5:
+        return False
     from_mean = (logprobs - means)[row].gather(-1, tokens[..., None]).squeeze(-1)
     # Given the first tokens each product has mean 0 and this variance.
     sum_of_products = from_mean.prod(-1).sum()

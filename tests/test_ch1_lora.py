@@ -317,7 +317,7 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position)
 def several_forwards(student, rng):
-    """Two adapters on one site and one on another; a forward after one that broke off halfway"""
+    """Two adapters on one site; a forward after one that broke off halfway; an adapter of nan"""
     sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
     layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
@@ -1043,7 +1043,7 @@ def sites_that_do_not_fire(student, rng):
     unknown, build = f"attn.q{rng.integer(0, 10**6)}", student.TransformerWithLora.from_pretrained
     try:
         n_adapters = len(list(boot(student, "gpt2", sites=()).trainable_parameters()))
-    except ValueError:
+    except Exception:  # refused
         n_adapters = 0
     return {
         "a folder that is not there": is_error(build, "/no/such/folder"),
@@ -1082,17 +1082,11 @@ def eleven_blocks(student, rng):
     return model(rng.integers(3, 512, 1, 5))
 
 
-def _padded_logits_and_gradients(student, rng, kind: str) -> dict[str, Any]:
-    ids, mask = ragged_batch(rng)
-    model = set_alike(boot(student, kind), rng)
-    found = {}
-    if kind == "qwen":
-        ids[ids == ids.max()] = models.ADDED_ID
-        found["whether a text longer than the context is cut"] = _is_cut(model, rng)
+def _logits_and_gradients(model, ids: Tensor, mask: Tensor, rng) -> dict[str, Any]:
     logits = score(model, ids, mask)
     weights = rng.normal(*logits.shape).to(logits.dtype)
     loss = 10 * (logits * weights).mean()  # gradients are of size 1
-    return found | {"logits": logits} | measure_gradients(model, loss)
+    return {"logits": logits} | measure_gradients(model, loss)
 
 
 def _is_cut(model, rng) -> bool:
@@ -1107,13 +1101,18 @@ def _is_cut(model, rng) -> bool:
 @check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
 def padded_gpt2(student, rng):
     """Rows padded left and right on a model with absolute positions; each adapter's gradient"""
-    return _padded_logits_and_gradients(student, rng, "gpt2")
+    ids, mask = ragged_batch(rng)
+    return _logits_and_gradients(set_alike(boot(student, "gpt2"), rng), ids, mask, rng)
 
 
 @check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("qwen"), **CLOSE)
 def padded_qwen(student, rng):
-    """The same with rotary positions, grouped-query attention, an added token and spare logits"""
-    return _padded_logits_and_gradients(student, rng, "qwen")
+    """Rotary positions, grouped queries, an added token, spare logits; beyond the context"""
+    ids, mask = ragged_batch(rng)
+    ids[ids == ids.max()] = models.ADDED_ID
+    model = set_alike(boot(student, "qwen"), rng)
+    found = {"whether a text longer than the context is cut": _is_cut(model, rng)}
+    return found | _logits_and_gradients(model, ids, mask, rng)
 
 
 CACHED = {"use_cache": True, "return_type": "logits_and_cache"}
@@ -1197,7 +1196,7 @@ def key_value_cache(student, rng):
 
 @check("TransformerWithLora.forward", expected=forward_by_hugging_face("shallow"), **CLOSE)
 def caches_given_and_taken(student, rng):
-    """A cache that is empty, older, lengthened or not asked for; no mask; all of the context"""
+    """A cache that is empty, older, of fixed length or not asked for; no mask; all the context"""
     ids, mask = rng.integers(3, 512, 2, 8), torch.ones(2, 8, dtype=torch.long)
     ids[:, 5:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
     mask[0, :2] = mask[1, 0] = 0
@@ -2196,7 +2195,7 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def small_and_large_batches(student, rng):
-    """One row, two tokens, one target; every token; 1025 targets; slices; the inputs stay"""
+    """One row, one target; 1025 targets; rows of 1100; an impossible target; the inputs stay"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
     *large, large_mask = sft_batch(rng, rows=200, seq=20)
     order = large_mask[:, 1:].flatten().cumsum(0).reshape(200, 19)

@@ -287,6 +287,7 @@ def random_rewards(student, rng):
             "eps 0.7": with_inputs_after(f, rewards, eps=0.7),
         }
     ) | {
+        "beside a gradient": call_with_gradients(lambda x: x * f(rewards), x=rng.normal(9)),
         "two rewards": f(rewards[:2]),
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
         "the first equals the last": f(rewards[[0, 1, 2, 0]]),
@@ -428,12 +429,12 @@ def large_token_rewards(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
-    """Log-probs that require a gradient: a reward is a number, none comes out"""
+    """Log-probs that require a gradient: none comes out, but one may go by"""
     mask, scores = ragged_mask(rng), rng.normal(6)
-    weights = rng.normal(6, 7)
     return call_with_gradients(
-        lambda p, q: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
+        lambda p, q, weights: weights * student.compute_token_rewards(scores, mask, p, q, 0.3),
         **poison_all(mask, NAN, **token_logprobs(rng, mask)),
+        weights=rng.normal(6, 7),
     )
 
 
@@ -539,12 +540,12 @@ def advantage_edges(student, rng):
 
 @check("compute_advantages", expected=advantages_by_double_sum)
 def advantages_carry_no_gradient(student, rng):
-    """Values and rewards that require a gradient: none comes out"""
+    """Values and rewards that require a gradient: none comes out, but one may go by"""
     mask = ragged_mask(rng)
-    weights = rng.normal(6, 7)
     return call_with_gradients(
-        lambda v, r: student.compute_advantages(v, r, mask, 0.9, 0.8) * weights,
+        lambda v, r, weights: weights * student.compute_advantages(v, r, mask, 0.9, 0.8),
         **poison_all(mask, NAN, **rollouts(rng, mask)),
+        weights=rng.normal(6, 7),
     )
 
 
@@ -634,11 +635,12 @@ def equal_advantages(student, rng):
 
 @check("normalize_advantages", expected=advantages_by_statistics)
 def normal_advantages_carry_no_gradient(student, rng):
-    """Advantages that require a gradient: none comes out"""
-    mask, weights = ragged_mask(rng), rng.normal(6, 7)
+    """Advantages that require a gradient: none comes out, but one may go by"""
+    mask = ragged_mask(rng)
     return call_with_gradients(
-        lambda advantages: student.normalize_advantages(advantages, mask) * weights,
+        lambda advantages, weights: weights * student.normalize_advantages(advantages, mask),
         advantages=poison(rng.normal(6, 7), mask),
+        weights=rng.normal(6, 7),
     )
 
 
@@ -1542,7 +1544,7 @@ def _make_memory(
     scores = rng.normal(rows, mean=mean, std=spread)
     scores[0] += outlier
     if with_gradients:
-        scores, *drawn = map(leaf, (scores, *drawn))
+        scores, *drawn = (1 * leaf(x) for x in (scores, *drawn))  # no leaves, as of a forward
     if not with_reference:
         drawn[1] = None
     before = trainers.copy_arguments(args)
@@ -1895,6 +1897,15 @@ def objective_by_definition(self, minibatch):
     return torch.stack(terms).mean()
 
 
+def _count_logits(kept) -> int:
+    """Tensors of [.. vocab] in a trainer's attributes, but in its model and optimizer."""
+    if isinstance(kept, Tensor):
+        return int(kept.ndim > 1 and kept.shape[-1] == models.SPECIAL["vocab_size"])
+    if isinstance(kept, dict | list | tuple):
+        return sum(map(_count_logits, kept.values() if isinstance(kept, dict) else kept))
+    return 0
+
+
 def _objective(student, rng, with_reference=True, rows=(6,), model=None, **options):
     """The objective and its gradient, for one minibatch after the other, of so many rows each.
 
@@ -1918,6 +1929,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
             fields["returns"][:, 0] += choose(rng, (-12.0, 12.0))
         (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
         objective = trainer.compute_rlhf_objective(minibatch)
+        found |= {f"logits that are kept, minibatch {i + 1}": _count_logits(vars(trainer))}
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
         found |= by_case({f"minibatch {i + 1}": parts}) if len(rows) > 1 else parts
     return found
@@ -2067,6 +2079,40 @@ def _learn(
 def three_phases(student, rng):
     """Three phases of one step in warm-up: a gradient that is clipped, no advantages, small ones"""
     return _learn(student, rng, scales=(100.0, 0.0, 0.1))
+
+
+def _learn_by_hand_without_values(self, memory):
+    """One step of AdamW uphill: the memory is one minibatch, and no gradient is clipped."""
+    adam, _ = _adam_by_hand(self.args, self.model)
+    parameters = list(self.model.trainable_parameters())
+    gradients = torch.autograd.grad(self.compute_rlhf_objective(memory), parameters)
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g
+    adam.step()
+
+
+@check(
+    "RLHFTrainer.learning_phase",
+    float64=False,
+    expected=_learn_by_hand_without_values,
+    rtol=1e-3,
+    atol=2e-5,
+)
+def without_a_value_head(student, rng):
+    """A trainer whose model_class has no value head learns, too"""
+    ids = rng.integers(3, 512, 2, 5)
+
+    class Trainer(student.RLHFTrainer):
+        model_class = TransformerWithLora
+
+        def compute_rlhf_objective(self, minibatch):
+            return self.model(ids).logsumexp(-1).mean()
+
+    args = _make_args(student, base_lr=0.01, warmup_steps=2, max_grad_norm=1e3)
+    trainer = Trainer(args, make_model(TransformerWithLora, rng, alpha=8))
+    fields = _make_fields(rng, make_samples(rng), args.temperature)
+    trainer.learning_phase(student.ReplayMemory(**fields))
+    return trainers.canonical(list(trainer.model.trainable_parameters()))
 
 
 @check(

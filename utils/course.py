@@ -35,7 +35,7 @@ from utils.grading.notebook import (  # noqa: E402
     paint,
     run_and_print,
 )
-from utils.grading.stand_in import find_owner, rebind  # noqa: E402
+from utils.grading.stand_in import find_answer, find_owner, rebind  # noqa: E402
 
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
@@ -100,14 +100,17 @@ def catch_up() -> None:
     """Put the solution in place of every exercise of this chapter that is not written yet.
 
     So that a section can be started without those before it. What you have written stays, and what
-    the chapter gives you is put in where its cell did not run.
+    the chapter gives you is put in where its cell did not run. Where there are no solutions, it
+    says what is not written.
     """
     caller = inspect.currentframe().f_back.f_globals
     stem = caller.get("CHAPTER")
     try:
         reference = vars(get_reference(stem))
     except ModuleNotFoundError:
-        print("There are no solutions of this chapter here: write the exercises above first.")
+        left = [name for name in get_checks(stem) if is_stub(find_answer(caller, name))]
+        if left:
+            print("Not written yet, and there are no solutions here: " + ", ".join(left))
         return
     exercises = get_checks(stem)
     for name in reference.keys() - exercises.keys() - caller.keys():

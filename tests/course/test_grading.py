@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests import models
+from utils import course
 from utils.grading import answers, engine, mutants
 from utils.grading.answers import get_chapter
-from utils.grading.checks import Rng, boot_models, get_checks, get_reference, get_stems
+from utils.grading.checks import Check, Rng, get_checks, get_reference, get_stems
 from utils.grading.comparison import find_mismatch, measure_gap
 from utils.grading.notebook import check as check_in_notebook
 from utils.grading.notebook import run_and_print
@@ -305,6 +306,31 @@ def test_the_notebook_on_a_stub_and_on_no_exercise(capsys):
         check_in_notebook(len)
 
 
+def test_an_answer_that_raises_notimplementederror_for_a_rare_case_is_no_stub(capsys):
+    def masked_mean(values, mask, dim=None):
+        if isinstance(dim, str):
+            raise NotImplementedError("dim should be a number")
+        return get_reference("ch0_sampling").masked_mean(values, mask, dim)
+
+    masked_mean.__qualname__ = "masked_mean"
+    check_in_notebook(masked_mean)
+    assert "6 of 6 points" in capsys.readouterr().out
+
+
+def test_a_predicate_judges_with_and_without_float64():
+    def probe(student, rng):
+        return student.masked_mean(rng.normal(3), torch.ones(3).bool())
+
+    def holds(observed, reference):
+        return "too large" if observed > 100 else None
+
+    probe.__module__ = "tests.test_ch0_sampling"
+    for float64 in (True, False):
+        check = Check("masked_mean", probe, holds=holds, float64=float64)
+        assert engine.judge(check, torch.tensor(7.0), 0) is None
+        assert engine.judge(check, torch.tensor(700.0), 0).message == "too large"
+
+
 @pytest.mark.parametrize(
     ("stem", "exercise", "other", "right", "mistaken"),
     [
@@ -541,7 +567,7 @@ def test_one_exercise_is_chosen_by_name():
 def test_start_boots_the_models_of_the_checks(monkeypatch):
     booted = []
     monkeypatch.setattr(models, "boot_small_ones", lambda: booted.append(1))
-    boot_models()
+    course.start("ch1_lora")
     assert booted == [1]
 
 

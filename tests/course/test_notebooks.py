@@ -15,6 +15,7 @@ from utils.authoring.__main__ import build_student
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, get_sources
 from utils.grading import notebook
 from utils.grading.checks import get_checks, get_reference
+from utils.grading.stand_in import find_answer
 
 STEMS = notebooks.get_written_stems()
 
@@ -46,6 +47,16 @@ def test_a_stub_has_the_signature_and_docstring_of_its_solution(stem):
         assert stubs.CUT in stub
         assert stubs.CUT not in solved[exercise]
         assert set(stubs.get_signatures(stub)) <= set(stubs.get_signatures(solved[exercise]))
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_what_is_to_be_written_is_told_from_what_is(stem):
+    for nb, written in ((CHAPTERS, False), (SOLUTIONS, True)):
+        names = dict(vars(get_reference(stem)))
+        for cell in filter(is_exercise, read(nb / f"{stem}.ipynb").cells):
+            exercise = cell.metadata.tags[1]
+            run_cell(cell.source, names)
+            assert notebook.is_stub(find_answer(names, exercise)) != written, exercise
 
 
 def is_exercise(cell) -> bool:

@@ -17,6 +17,7 @@ from utils.authoring.release import collect_autograder, collect_course, write_zi
 from utils.authoring.stubs import cut_exercise
 from utils.grading.answers import find_definitions, get_mistakes, get_source
 from utils.grading.checks import get_checks, get_stems
+from utils.grading.engine import get_quick_checks
 
 ROOT = Path(__file__).parents[2]
 FIRST, *OTHERS = get_stems()
@@ -126,6 +127,8 @@ def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, mo
             kept.append(cell)
     if stem == FIRST:
         wrong = "def masked_mean(values, mask, dim=None):\n    return values.mean(dim)"
+        stub = "def left_pad(sequences, pad_token_id):\n    raise NotImplementedError"
+        kept.append(nbformat.v4.new_code_cell(f"{stub}\n\ncatch_up()"))
         kept.append(nbformat.v4.new_code_cell(f"{wrong}\n\ncheck(masked_mean)\nprogress()"))
     # A check may need methods of later cells, and no solution stands in for them here.
     kept.sort(key=lambda cell: cell.metadata.get("tags", ["check"])[0] in ("check", "inherited"))
@@ -141,8 +144,11 @@ def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, mo
     assert set(said) == set(get_checks(stem))
     failed = {name: text for name, text in said.items() if "✗" in text or " points" not in text}
     assert not failed
+    with_checks = [name for name in said if get_quick_checks(stem, name)]
+    assert all("These are the public checks" in said[name] for name in with_checks)
     if stem == FIRST:
-        last = "".join(o.get("text", "") for o in executed.cells[-1].outputs)
+        *_, left, last = ("".join(o.get("text", "") for o in c.outputs) for c in executed.cells)
+        assert left == "Not written yet, and there are no solutions here: left_pad\n"
         assert "→ " in last
         assert "ch0_sampling" in last
 

@@ -420,6 +420,15 @@ def entropy_of_views(logits):
 MASKED_MEAN = [
     edit(
         "masked_mean",
+        "mean_over_all_rescaled",
+        "    return kept.sum(dim) / mask.sum(dim).clamp(min=1)",
+        "    share = mask.to(values.dtype).mean(dim)\n"
+        "    return torch.where(share > 0, kept.mean(dim) / share, kept.mean(dim))",
+        "The mean over all positions, divided by the share that counts, is nan where there is no "
+        "position at all, as for completions of no tokens: divide a sum by a number, at least 1.",
+    ),
+    edit(
+        "masked_mean",
         "multiplied_by_the_mask",
         "values.masked_fill(~mask, 0.0)",
         "values * mask",
@@ -1195,6 +1204,18 @@ DECODED = (
 )
 
 GET_SAMPLES = [
+    edit(
+        "get_samples",
+        "one_noise_for_all_steps",
+        '    def sample(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch"]:\n',
+        "    shape = len(prompt_ids), model.cfg.d_vocab\n"
+        "    gumbel = -(-torch.rand(shape, generator=generator).log()).log()\n\n"
+        "    def sample(logits):\n"
+        "        if temperature > 0 and top_k is None and top_p is None:\n"
+        "            return (logits / temperature + gumbel).argmax(-1)\n",
+        "The same noise is added at every step, so that a row says the same tokens again and "
+        "again. Each token needs draws of its own.",
+    ),
     Answer(
         IN_ITS_MODULE,
         "get_samples",

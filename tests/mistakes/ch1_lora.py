@@ -414,6 +414,47 @@ class InFeatures(LoraLayer):
         super().__init__(in_features, out_features, rank, alpha)
 
 
+@wrong(
+    "LoraLayer",
+    "A dataclass with a hash compares and hashes by its fields, so two layers of one size count as "
+    "one module, and parameters() lists one of them. Write __init__, or pass eq=False.",
+)
+@dataclass(unsafe_hash=True)
+class ADataclassWithAHash(nn.Module):
+    d_in: int
+    d_out: int
+    rank: int = 4
+    alpha: float = 32
+
+    def __post_init__(self):
+        super().__init__()
+        self.scaling = self.alpha / self.rank
+        lora_A = torch.empty(self.d_in, self.rank).uniform_(-1, 1) / self.d_in**0.5
+        self.lora_A = nn.Parameter(lora_A)
+        self.lora_B = nn.Parameter(torch.zeros(self.rank, self.d_out))
+
+    def forward(self, x):
+        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
+
+
+@wrong(
+    "LoraLayer",
+    "An nn.Linear has a weight of [d_out, d_in], frozen or not, which nothing uses and every file "
+    "of adapters would hold: make it a plain nn.Module.",
+)
+class AsALinearLayer(nn.Linear):
+    def __init__(self, d_in, d_out, rank=4, alpha=32):
+        super().__init__(d_in, d_out, bias=False)
+        self.weight.requires_grad = False
+        self.d_in, self.d_out, self.rank, self.alpha = d_in, d_out, rank, alpha
+        self.scaling = alpha / rank
+        self.lora_A = nn.Parameter(torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5)
+        self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
+
+    def forward(self, x):
+        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
+
+
 # --- make_lora_hooks ----------------------------------------------------------------------------
 
 _shared_input = {}
@@ -924,8 +965,8 @@ TRANSFORMER_WITH_LORA_FROM_PRETRAINED = [
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
         "        sites = sites or ATTENTION_SITES\n"
         "        return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
-        "Where no site is asked for, as by a list that was filtered, the default ones get "
-        "adapters. An empty tuple is no choice of them.",
+        "An empty list of sites, as a filter may leave it, gets the default ones. It asks for "
+        "none: refuse it, or train nothing.",
     ),
     edit(
         BUILD,
@@ -1590,17 +1631,6 @@ TRANSFORMER_WITH_LORA_FORWARD = [
         '        cache = kwargs.get("past_key_values")\n'
         "        require(input_ids.shape[1] < self.cfg.n_ctx, 'input_ids should be shorter')\n",
         "A text as long as the context is refused, though the model can read it: compare with <=.",
-    ),
-    edit(
-        "TransformerWithLora.forward",
-        "ids_cut_where_no_mask_is_given",
-        "        return self._run(",
-        "        if attention_mask is None and cache is not None:\n"
-        "            if input_ids.shape[1] > cache.get_seq_length():\n"
-        "                input_ids = input_ids[:, cache.get_seq_length() :]\n"
-        "        return self._run(",
-        "Without a mask, more new tokens than cached positions are taken for all tokens so far and "
-        "their first ones are cut off. `input_ids` are the new ones.",
     ),
     edit(
         "TransformerWithLora.forward",
@@ -4254,47 +4284,6 @@ GRADIENTS_ON_AGAIN = [
     )
     for context, indent in (("reference", " " * 12), ("merged", " " * 16))
 ]
-
-
-@wrong(
-    "LoraLayer",
-    "A dataclass with a hash compares and hashes by its fields, so two layers of one size count as "
-    "one module, and parameters() lists one of them. Write __init__, or pass eq=False.",
-)
-@dataclass(unsafe_hash=True)
-class ADataclassWithAHash(nn.Module):
-    d_in: int
-    d_out: int
-    rank: int = 4
-    alpha: float = 32
-
-    def __post_init__(self):
-        super().__init__()
-        self.scaling = self.alpha / self.rank
-        lora_A = torch.empty(self.d_in, self.rank).uniform_(-1, 1) / self.d_in**0.5
-        self.lora_A = nn.Parameter(lora_A)
-        self.lora_B = nn.Parameter(torch.zeros(self.rank, self.d_out))
-
-    def forward(self, x):
-        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
-
-
-@wrong(
-    "LoraLayer",
-    "An nn.Linear has a weight of [d_out, d_in], frozen or not, which nothing uses and every file "
-    "of adapters would hold: make it an nn.Module.",
-)
-class AsALinearLayer(nn.Linear):
-    def __init__(self, d_in, d_out, rank=4, alpha=32):
-        super().__init__(d_in, d_out, bias=False)
-        self.weight.requires_grad = False
-        self.d_in, self.d_out, self.rank, self.alpha = d_in, d_out, rank, alpha
-        self.scaling = alpha / rank
-        self.lora_A = nn.Parameter(torch.empty(d_in, rank).uniform_(-1, 1) / d_in**0.5)
-        self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
-
-    def forward(self, x):
-        return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
 
 
 class _WithAGradientOfItsOwn(torch.autograd.Function):

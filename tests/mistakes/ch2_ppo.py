@@ -3737,6 +3737,23 @@ def reference_scored_once(self):
 RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
     edit(
         "RLHFTrainer.compute_rlhf_objective",
+        "reference_logits_kept",
+        "            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)\n",
+        "            known = self.__dict__.setdefault('known', {})\n"
+        "            ids, attention = minibatch.input_ids, minibatch.attention_mask\n"
+        "            key = ids.numpy().tobytes()\n"
+        "            if key not in known:\n"
+        "                with torch.no_grad(), self.model.reference():\n"
+        "                    ref_logits = self.model(ids, attention)\n"
+        "                known[key] = self._select_scaled(minibatch, ref_logits)\n"
+        "            scaled = self._select_scaled(minibatch, logits)\n"
+        "            kl = calc_kl_penalty(scaled, known[key], mask, args.kl_coef)\n"
+        "            objective = objective - kl\n",
+        "The reference's logits are kept for later epochs. Nothing of size [batch seq vocab] is "
+        "stored for the reference: compute them for each minibatch, and let them go.",
+    ),
+    edit(
+        "RLHFTrainer.compute_rlhf_objective",
         "empty_columns_cut_off",
         "        args, mask = self.args, minibatch.mask\n",
         "        args, mask = self.args, minibatch.mask\n"
@@ -4100,6 +4117,14 @@ def reference_logits_of_the_first_epoch(self, minibatch):
 # --- RLHFTrainer.learning_phase -----------------------------------------------------------------
 
 RLHF_TRAINER_LEARNING_PHASE = [
+    edit(
+        "RLHFTrainer.learning_phase",
+        "needs_a_value_head",
+        "self.model.trainable_parameters()",
+        "[*self.model._layers.parameters(), *self.model.value_head.parameters()]",
+        "The value head is asked for by name. A trainer whose model_class has none, as GRPO's, "
+        "learns by the same learning_phase: take trainable_parameters().",
+    ),
     edit(
         "RLHFTrainer.learning_phase",
         "schedule_follows_the_phase_counter",
@@ -5278,6 +5303,24 @@ LOGS_OF_SOFTMAX = [
     _by_softmax(exercise, name, *how)
     for exercise in ("calc_entropy_bonus", "calc_kl_penalty")
     for name, how in BY_SOFTMAX.items()
+]
+
+
+IN_INFERENCE_MODE = [
+    edit(
+        exercise,
+        "made_in_inference_mode",
+        decorator,
+        f"@torch.inference_mode()\n{kept}",
+        "What is made in inference_mode cannot stand in a later backward, as this does: no_grad, "
+        "or detach, is enough.",
+    )
+    for exercise, decorator, kept in (
+        ("normalize_reward", "@shape_checked\n", "@shape_checked\n"),
+        ("compute_token_rewards", "@shape_checked\n", "@shape_checked\n"),
+        ("compute_advantages", "@torch.no_grad()\n", ""),
+        ("normalize_advantages", "@shape_checked\n", "@shape_checked\n"),
+    )
 ]
 
 

@@ -54,6 +54,14 @@ BOTH_UNCHECKED = (
 GROUP_ADVANTAGES = [
     edit(
         "group_advantages",
+        "made_in_inference_mode",
+        "@shape_checked\n",
+        "@torch.inference_mode()\n@shape_checked\n",
+        "What is made in inference_mode cannot stand in a later backward, as the advantages do in "
+        "every objective: detach, or use no_grad.",
+    ),
+    edit(
+        "group_advantages",
         "centred_already",
         "    centered = groups - groups.mean(-1, keepdim=True)\n",
         "    if rewards.mean() == 0:\n"
@@ -1780,6 +1788,14 @@ RATHER_THAN_SUMMED = "Sum over all steps that end at a token or later"
 PROCESS_ADVANTAGES = [
     edit(
         "process_advantages",
+        "made_in_inference_mode",
+        "def process_advantages(",
+        "@torch.inference_mode()\ndef process_advantages(",
+        "What is made in inference_mode cannot stand in a later backward, as the advantages do in "
+        "every objective: detach, or use no_grad.",
+    ),
+    edit(
+        "process_advantages",
         "steps_that_have_ended",
         "ends_here.flip(-1).cumsum(-1).flip(-1)",
         "ends_here.cumsum(-1)",
@@ -2174,6 +2190,22 @@ def last_step_reaches_the_end(step_rewards, step_ends, group_size, completion_le
 MAKE_GRPO_MEMORY = [
     edit(
         "make_grpo_memory",
+        "groups_of_a_whole_minibatch",
+        "group_size=args.group_size,",
+        "group_size=args.minibatch_size,",
+        "The memory's groups are whole minibatches, so that the same prompts meet in every epoch. "
+        "Its group_size is that of the arguments.",
+    ),
+    edit(
+        "make_grpo_memory",
+        "gradients_switched_off",
+        "logprobs=logprobs.detach(),",
+        "logprobs=logprobs.requires_grad_(False),",
+        "requires_grad_(False) is no detach(): it raises an error for what a forward gave, and of "
+        "a leaf it switches off the caller's gradient.",
+    ),
+    edit(
+        "make_grpo_memory",
         "scale_by_default",
         "args.group_size, args.advantage_scale",
         "args.group_size",
@@ -2356,6 +2388,21 @@ def _roll_out(self, prompts, chosen, repeats=1):
 
 
 GRPO_TRAINER_ROLLOUT_PHASE = [
+    edit(
+        "GrpoTrainer.rollout_phase",
+        "running_std_of_the_batches",
+        "        return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)",
+        '        if args.advantage_scale == "batch":\n'
+        "            std = scores.std()\n"
+        '            self.std = 0.9 * getattr(self, "std", std) + 0.1 * std\n'
+        "            scores = scores * std / self.std\n"
+        "        memory = make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)\n"
+        '        if args.advantage_scale == "batch":\n'
+        "            memory.advantages = memory.advantages * std / self.std\n"
+        "        return memory",
+        'With advantage_scale "batch" you divide by a running mean of the stds of all rollouts. It '
+        "is the std of this batch's rewards alone.",
+    ),
     edit(
         "GrpoTrainer.rollout_phase",
         "base_unfrozen_afterwards",
@@ -2903,6 +2950,17 @@ def _measure_by_the_trainers_objective(trainer):
 
 
 MEASURE_LOSS_AND_GRADIENT_AT_START = [
+    edit(
+        "measure_loss_and_gradient_at_start",
+        "old_logprobs_of_the_merged_model",
+        "    objective = calc_grpo_objective(\n        logprobs, logprobs.detach(),",
+        "    with torch.no_grad(), trainer.model.merged():\n"
+        "        merged = trainer.model(ids, memory.attention_mask)\n"
+        "        old = get_logprobs(merged, ids, prompt_len, trainer.args.temperature)\n"
+        "    objective = calc_grpo_objective(\n        logprobs, old,",
+        "The old log-probs are the merged model's, which rounds otherwise: on a base in bfloat16 "
+        "the objective is far from 0. Take them from the forward that has the gradient.",
+    ),
     edit(
         "measure_loss_and_gradient_at_start",
         "old_logprobs_of_the_memory",

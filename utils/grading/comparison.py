@@ -162,9 +162,7 @@ def _compare_tensors(
     if not math.isfinite(y_first) and math.isfinite(e_first):
         what = f"{where} is {y_first}{at}"
     elif where.startswith("the gradient") and not expected.any():
-        what = (
-            f"{where} is not 0: hold it constant (detach it), or see that what multiplies it is 0"
-        )
+        what = f"{where} is not 0: nothing should get through here (detached, masked or clipped)"
     elif where.startswith("the gradient") and not yours.any():
         what = f"{where} is 0: none of it gets through"
     values = f"yours     {_format(yours, position)}\nexpected  {_format(expected, position)}"

@@ -6,7 +6,7 @@ The same verdicts in a notebook (`utils.grading.notebook`) and in pytest (`tests
 import functools
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,8 @@ class Verdict:
         )
 
     def describe(self) -> str:
-        """What failed, for the student: values, the probe and prints for public checks only."""
+        """What failed, for the student; of public checks alone the values, the probe unless it is
+        long, and what was printed."""
         if self.passed:
             return ""
         lines = [self.mismatch.message]
@@ -68,25 +69,23 @@ class Verdict:
 
 def grade(check: Check, student: Answers, secret: str = "") -> Verdict:
     """Run one check on a student's code, up to the first seed that fails."""
+    return _grade(check, lambda index: run_check(check, student, index, secret), secret)
+
+
+def grade_answer(check: Check, answer: "answers.Answer", secret: str = "") -> Verdict:
+    """`grade` of a known answer; what was observed of it is kept."""
+    return _grade(check, lambda index: (observe_answer(answer, check, index, secret), ""), secret)
+
+
+def _grade(check: Check, run: Callable[[int], tuple[Any, str]], secret: str) -> Verdict:
     observations, start = [], time.perf_counter()
     for index in range(check.seeds):
-        observed, printed = run_check(check, student, index, secret)
+        observed, printed = run(index)
         observations.append(observed)
         mismatch = judge(check, observed, index, secret)
         if mismatch is not None:
             break
     return Verdict(check, tuple(observations), mismatch, printed, time.perf_counter() - start)
-
-
-def grade_answer(check: Check, answer: "answers.Answer", secret: str = "") -> Verdict:
-    """`grade` of a known answer; what was observed of it is kept."""
-    observations = []
-    for index in range(check.seeds):
-        observations.append(observe_answer(answer, check, index, secret))
-        mismatch = judge(check, observations[-1], index, secret)
-        if mismatch is not None:
-            break
-    return Verdict(check, tuple(observations), mismatch)
 
 
 def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
@@ -101,7 +100,7 @@ def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch
             try:
                 message = check.holds(observed, reference)
             except Exception as error:  # a predicate on what cannot be
-                message = f"what was observed cannot be: {type(error).__name__}"
+                message = f"the check could not read what was observed ({type(error).__name__})"
             if message is None and not is_finite_as(observed, reference):
                 message = "the result is not finite"  # nan exceeds no predicate's limit
             mismatch = None if message is None else Mismatch(message)
@@ -183,10 +182,14 @@ def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
     if not all(verdict.observations and not verdict.is_stub for verdict in verdicts):
         return None
-    if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in verdicts):
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if not failed:
         return None
-    first = verdicts[0].check
+    first = failed[0].check
     known = recorded.load(first.stem)
+    is_read = [v.check.slow and isinstance(v.observations[-1], Raised) for v in failed]
+    if known is None and all(is_read):
+        return None
     mistakes = answers.get_mistakes(first.stem) if known is None else known.mistakes
     same = _same_as_mistake if known is None else _same_as_recorded
     mine = [mistake for mistake in mistakes if mistake.exercise == first.exercise]
