@@ -90,6 +90,14 @@ def error_of(name: str, function: Callable, *args: Any, **kwargs: Any) -> str:
     return "no error"
 
 
+def attempt(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What a function returns, or its error in words: whether it refuses is left open."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:  # an observation: whatever it is
+        return f"{type(error).__name__}: {error}"
+
+
 def is_error(function: Callable, *args: Any, clear: bool = False) -> str:
     """Whether a call raises an error, and one that says something if it should be clear."""
     try:

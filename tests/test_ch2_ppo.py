@@ -1148,6 +1148,8 @@ def head_and_model(student, rng):
 def _are_values_of_float32(observed, reference):
     if not torch.allclose(observed["in bfloat16"], observed["in float32"], rtol=0, atol=0.15):
         return "on a base in bfloat16 the values are not those of one in float32, rounded"
+    if observed["bytes of what is trained"] != reference["bytes of what is trained"]:
+        return "on a base in bfloat16 the adapters and the head should stay in float32"
     return None
 
 
@@ -1162,7 +1164,8 @@ def values_of_a_bfloat16_base(student, rng):
         model = make_model(student.TransformerWithValueHeadLora, rng, "llama", dtype=dtype)
         values = model.forward_with_value_head(ids)[1]
         found[f"in {str(dtype).removeprefix('torch.')}"] = values.float()  # they differ by 0.02
-    return found
+    trained = {parameter.element_size() for parameter in model.trainable_parameters()}
+    return found | {"bytes of what is trained": sorted(trained)}
 
 
 # --- get_optimizer_and_scheduler ----------------------------------------------------------------

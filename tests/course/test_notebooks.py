@@ -263,6 +263,14 @@ def test_a_method_is_checked_alone(names, capsys):
     assert f"of the other exercises, because your {needed} are not written yet." in printed
 
 
+def test_a_method_that_is_only_inherited_is_not_written_yet(names, capsys):
+    run_cell(stubs.get_imports("ch3_grpo"), names)
+    run_cell("class GrpoTrainer(RLHFTrainer):\n    args_class = None", names)
+    names["CHAPTER"] = "ch3_grpo"
+    run_cell("check(GrpoTrainer.rollout_phase)", names)
+    assert "not written yet: GrpoTrainer inherits it" in capsys.readouterr().out
+
+
 def test_catch_up_fills_in_what_is_not_written(names, capsys):
     run_cell(STUB + RIGHT + "mine = calc_reinforce_objective\ncatch_up()", names)
     printed = capsys.readouterr().out

@@ -2543,6 +2543,14 @@ def kl_div_with_probabilities(logits, ref_logits, mask, kl_coef):
 TRANSFORMER_WITH_VALUE_HEAD_LORA_FORWARD_WITH_VALUE_HEAD = [
     edit(
         "TransformerWithValueHeadLora.forward_with_value_head",
+        "head_moved_to_the_dtype_of_the_base",
+        "values = self.value_head(hidden[0].to(self.value_head.weight.dtype))",
+        "values = self.value_head.to(hidden[0].dtype)(hidden[0])",
+        "The head takes the dtype of the base, for good: in bfloat16 most steps of the optimizer "
+        "are lost in rounding. Cast what it reads, not the head.",
+    ),
+    edit(
+        "TransformerWithValueHeadLora.forward_with_value_head",
         "hidden_states_kept_by_shape",
         '        hidden: list[Float[Tensor, "batch seq d_model"]] = []\n',
         '        kept = self.__dict__.setdefault("kept_by_shape", {})\n'
