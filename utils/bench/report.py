@@ -186,7 +186,7 @@ def _format_checks(result: dict) -> str:
         rows.append(
             (label, f"{statistics.median(seconds.values()):.2f}", f"{seconds[worst]:.2f}", worst)
         )
-    return _table(rows, ("check() of an exercise, after start()", "median, s", "worst, s", "of"))
+    return _table(rows, ("check() of a right answer, after start()", "median, s", "worst, s", "of"))
 
 
 def _format_seconds(label: str, header: str):
