@@ -1998,14 +1998,18 @@ def learning_by_hand(self, memory):
     if not hasattr(self, "by_hand"):
         self.by_hand = _adam_by_hand(self.args, self.model)
     adam, schedule = self.by_hand
-    parameters = list(self.model.trainable_parameters())
     for minibatch in memory.get_minibatches():
-        gradients = torch.autograd.grad(objective_by_definition(self, minibatch), parameters)
-        norm = sum((g**2).sum() for g in gradients) ** 0.5
-        for p, g in zip(parameters, gradients, strict=True):
-            p.grad = g * min(1.0, float(self.args.max_grad_norm / norm))
-        adam.step()
+        _step_by_hand(self, adam, objective_by_definition(self, minibatch))
     schedule.step()
+
+
+def _step_by_hand(trainer, adam, objective: Tensor) -> None:
+    parameters = list(trainer.model.trainable_parameters())
+    gradients = torch.autograd.grad(objective, parameters)
+    norm = sum((g**2).sum() for g in gradients) ** 0.5
+    for p, g in zip(parameters, gradients, strict=True):
+        p.grad = g * min(1.0, float(trainer.args.max_grad_norm / norm))
+    adam.step()
 
 
 LEARNING = {
@@ -2085,13 +2089,9 @@ def three_phases(student, rng):
 
 
 def _learn_by_hand_without_values(self, memory):
-    """One step of AdamW uphill: the memory is one minibatch, and no gradient is clipped."""
+    """One step of AdamW uphill: the memory is one minibatch."""
     adam, _ = _adam_by_hand(self.args, self.model)
-    parameters = list(self.model.trainable_parameters())
-    gradients = torch.autograd.grad(self.compute_rlhf_objective(memory), parameters)
-    for p, g in zip(parameters, gradients, strict=True):
-        p.grad = g
-    adam.step()
+    _step_by_hand(self, adam, self.compute_rlhf_objective(memory))
 
 
 @check(
