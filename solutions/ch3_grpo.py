@@ -160,7 +160,8 @@ def calc_grpo_objective(
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
     clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `old_logprobs`,
     `ref_logprobs` and `advantages` are constants: detached. What is masked out may be NaN or inf in
-    each of them, and reaches neither the value nor the gradient.
+    each of them, and reaches neither the value nor the gradient. With beta 0 `ref_logprobs` is not
+    read.
 
     Raises ValueError if `ref_logprobs` is None, unless beta is 0.
     """

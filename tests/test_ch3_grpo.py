@@ -531,7 +531,7 @@ def clips_and_beta(student, rng):
             logprobs=logprobs,
         ),
         "beta 0, the reference far off": value_and_gradients(
-            lambda logprobs: f(logprobs, old, old + 100, advantages, mask, beta=0.0),
+            lambda logprobs: f(logprobs - 100, old - 100, old, advantages, mask, beta=0.0),
             logprobs=logprobs,
         ),
         "no reference, but beta 0.04": _error_of_any_kind(f, logprobs, old, None, advantages, mask),
@@ -849,9 +849,9 @@ def groups_without_differences(student, rng):
 def _process_with_gradients(student, rng, rewards, ends):
     leaves = [leaf(r) for r in rewards]
     advantages = student.process_advantages(leaves, ends, 2, 6)
-    weights = leaf(rng.normal(*advantages.shape))
+    weighted = advantages * rng.normal(*advantages.shape)
     rows = {f"the rewards of row {i}": x for i, x in enumerate(leaves)}
-    return {"the result": advantages} | gradients(weights * advantages, weights=weights, **rows)
+    return {"the result": advantages} | gradients(weighted, **rows)
 
 
 @check("process_advantages", expected=process_by_statistics)
@@ -1301,7 +1301,13 @@ def grpo_objective_by_definition(self, minibatch):
 
 
 def _grpo_objective(
-    student, rng, advantages_are_zero=False, kl_kinds=("k3",), minibatches=1, **options
+    student,
+    rng,
+    advantages_are_zero=False,
+    one_row_twice=False,
+    kl_kinds=("k3",),
+    minibatches=1,
+    **options,
 ):
     """The objective and its gradient, for minibatches of one trainer and for one kl_kind after the
     other."""
@@ -1319,6 +1325,10 @@ def _grpo_objective(
             if args.kl_coef == 0:
                 fields["ref_logprobs"] = model.reference = None  # no reference runs
                 fields["advantages"] = 20 * fields["advantages"]
+            if one_row_twice:  # which counts twice
+                fields = {
+                    k: None if x is None else x[[0, 0, 1, 2, 3, 4]] for k, x in fields.items()
+                }
             if advantages_are_zero:
                 fields["advantages"] = torch.zeros_like(fields["advantages"])
             (minibatch,) = ReplayMemory(**fields).get_minibatches()
@@ -1359,7 +1369,8 @@ def objective_of_constant_groups(student, rng):
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
 def objective_without_kl(student, rng):
     """kl_coef and ent_coef 0: no ref_logprobs, whichever the kl_kind; large advantages, one 0"""
-    return _grpo_objective(student, rng, kl_coef=0.0, ent_coef=0.0, kl_kinds=("k3", "exact"))
+    options = {"kl_coef": 0.0, "ent_coef": 0.0, "kl_kinds": ("k3", "exact")}
+    return _grpo_objective(student, rng, one_row_twice=True, **options)
 
 
 @check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
@@ -1410,13 +1421,13 @@ def _make_grpo_trainer(student, rng, dtype=None, **options):
     beside=True,
 )
 def objective_at_the_start(student, rng):
-    """On fresh rollouts, one in bfloat16: objective 0 up to 1e-6, gradient not 0"""
+    """On fresh rollouts, one in bfloat16: objective 0 up to 1e-6, gradient not; arguments stay"""
     trainer = _make_grpo_trainer(student, rng)
     before = dict(vars(trainer.args))
     first = [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]
     parameters = trainer.model.trainable_parameters()
     total = float(sum(p.detach().double().sum() for p in parameters))
-    # Where the merged model, and another forward, would round visibly.
+    # Where the merged model would round visibly.
     other = SimpleNamespace(seed=rng.seed + 1, dtype=rng.dtype)
     other = _make_grpo_trainer(student, other, dtype=torch.bfloat16)
     second = [float(x) for x in student.measure_loss_and_gradient_at_start(other)]

@@ -114,7 +114,7 @@ def describe_parameter(shape: tuple[int, ...]) -> str:
 
 
 def adapter_gradients(objective: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """d objective / d trainable parameter, zeros where there is none, as of what is no tensor."""
+    """d objective / d trainable parameter, zeros where there is none, or no objective."""
     parameters = list(model.trainable_parameters())
     n_left = sum(p.grad is not None for p in parameters)
     if isinstance(objective, Tensor) and objective.requires_grad:

@@ -108,9 +108,12 @@ def catch_up() -> None:
     try:
         reference = vars(get_reference(stem))
     except ModuleNotFoundError:
-        left = [name for name in get_checks(stem) if is_stub(find_answer(caller, name))]
+        found = {name: find_answer(caller, name) for name in get_checks(stem)}
+        left = [name for name, answer in found.items() if is_stub(answer)]
         if left:
             print("Not written yet, and there are no solutions here: " + ", ".join(left))
+        elif not any(found.values()):
+            print("There are no solutions here: run the cells of the exercises above first.")
         return
     exercises = get_checks(stem)
     for name in reference.keys() - exercises.keys() - caller.keys():

@@ -266,6 +266,7 @@ def test_the_notebook_names_the_mistake_and_shows_values_of_public_checks_only(c
     assert "expected  2.5" in said
     assert said.count("expected ") == 1
     assert "→ Multiplying by the mask leaves nan" in said
+    assert said in (ROOT / "README.md").read_text()
 
 
 def sample_next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

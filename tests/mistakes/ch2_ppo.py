@@ -3770,7 +3770,7 @@ RLHF_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
         "        fields = vars(minibatch) | {'input_ids': ids, 'attention_mask': attention}\n"
         "        minibatch = ReplayMinibatch(**fields)\n",
         "Columns that are padding in all rows are cut off. Where they are at the end, mask and old "
-        "log-probs are wider than the tokens that are left, and belong to others.",
+        "log-probs no longer line up with the tokens that are left.",
     ),
     edit(
         "RLHFTrainer.compute_rlhf_objective",
@@ -4303,6 +4303,21 @@ RLHF_TRAINER_LEARNING_PHASE = [
         "A minibatch's gradient is scaled by its share of the tokens. Each minibatch has a step of "
         "its own, and its objective is a mean already.",
     ),
+]
+
+RATES_THAT_STAY = edit(
+    "RLHFTrainer.learning_phase",
+    "schedule_of_the_warmup_alone",
+    "        self.scheduler.step()",
+    "        if self.scheduler.last_epoch < self.args.warmup_steps:\n"
+    "            self.scheduler.step()",
+    "After the warm-up the schedule stands still. It falls from there on: a step of it each phase.",
+)
+
+
+# --- RLHFTrainer.train --------------------------------------------------------------------------
+
+RLHF_TRAINER_TRAIN = [
     edit(
         "RLHFTrainer.train",
         "minibatches_around_the_phase",
@@ -5311,24 +5326,6 @@ LOGS_OF_SOFTMAX = [
     _by_softmax(exercise, name, *how)
     for exercise in ("calc_entropy_bonus", "calc_kl_penalty")
     for name, how in BY_SOFTMAX.items()
-]
-
-
-IN_INFERENCE_MODE = [
-    edit(
-        exercise,
-        "made_in_inference_mode",
-        decorator,
-        f"@torch.inference_mode()\n{kept}",
-        "What is made in inference_mode cannot stand in a later backward, as this does: no_grad, "
-        "or detach, is enough.",
-    )
-    for exercise, decorator, kept in (
-        ("normalize_reward", "@shape_checked\n", "@shape_checked\n"),
-        ("compute_token_rewards", "@shape_checked\n", "@shape_checked\n"),
-        ("compute_advantages", "@torch.no_grad()\n", ""),
-        ("normalize_advantages", "@shape_checked\n", "@shape_checked\n"),
-    )
 ]
 
 

@@ -57,8 +57,8 @@ GROUP_ADVANTAGES = [
         "made_in_inference_mode",
         "@shape_checked\n",
         "@torch.inference_mode()\n@shape_checked\n",
-        "What is made in inference_mode cannot stand in a later backward, as the advantages do in "
-        "every objective: detach, or use no_grad.",
+        "What is made in inference_mode cannot stand in a later backward, as the advantages may in "
+        "an objective: detach, or use no_grad.",
     ),
     edit(
         "group_advantages",
@@ -1788,14 +1788,6 @@ RATHER_THAN_SUMMED = "Sum over all steps that end at a token or later"
 PROCESS_ADVANTAGES = [
     edit(
         "process_advantages",
-        "made_in_inference_mode",
-        "def process_advantages(",
-        "@torch.inference_mode()\ndef process_advantages(",
-        "What is made in inference_mode cannot stand in a later backward, as the advantages do in "
-        "every objective: detach, or use no_grad.",
-    ),
-    edit(
-        "process_advantages",
         "steps_that_have_ended",
         "ends_here.flip(-1).cumsum(-1).flip(-1)",
         "ends_here.cumsum(-1)",
@@ -2673,7 +2665,7 @@ GRPO_TRAINER_COMPUTE_RLHF_OBJECTIVE = [
         "            minibatch = ReplayMinibatch(**kept)\n"
         "        mask = minibatch.mask\n",
         "Rows whose advantage is 0 are left out of the batch. They add nothing to the sum, but the "
-        "mean is over all completions: without them it is larger.",
+        "mean is over all completions: without them it is divided by too few.",
     ),
     edit(
         "GrpoTrainer.compute_rlhf_objective",

@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import inspect
+import itertools
 import os
 import sys
 import types
@@ -53,8 +54,8 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
         return stem, exercise, []
     name, _, method = exercise.partition(".")
     if method and _is_of_an_earlier_chapter(stem, exercise, caller.get(name)):
-        said = f"not written yet: {name} inherits it. Run the cell of this exercise"
-        print(paint(f"{exercise}: {said}, again if the class was made anew", YELLOW))
+        said = f"not written yet: {name} inherits it. Run this exercise's cell"
+        print(paint(f"{exercise}: {said} (again, if you ran the class's once more)", YELLOW))
         return stem, exercise, []
     given = {} if method else {name: answer}
     home = vars(sys.modules.get(getattr(answer, "__module__", None), sys.modules["__main__"]))
@@ -66,7 +67,7 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
         return stem, exercise, []
     note = None
     if not has_reference(stem) and all(verdict.passed for verdict in verdicts):
-        note = "These are the public checks: your work is graded by more."
+        note = "These are the public checks: your work may be graded by more."
     elif not has_reference(stem) and any(map(_lacks_others, verdicts)):
         note = "This needs other exercises that are not written yet: check it again after those."
     elif has_reference(stem) and not all(verdict.passed for verdict in verdicts):
@@ -156,11 +157,11 @@ def is_stub(answer: Any) -> bool:
         return bool(functions) and all(map(is_stub, functions))
     function = inspect.unwrap(getattr(answer, "__func__", answer))
     code = getattr(function, "__code__", None)
-    if code is None or "NotImplementedError" not in code.co_names:
+    if code is None:
         return False
-    # An answer may raise it too, for what it does not do, but returns somewhere.
-    names = {instruction.opname for instruction in dis.get_instructions(code)}
-    return names.isdisjoint({"RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE"})
+    # An answer may raise it too, for what it does not do: with a message, as stubs have none.
+    steps = itertools.pairwise(dis.get_instructions(code))
+    return any(a.argval == "NotImplementedError" and b.opname == "RAISE_VARARGS" for a, b in steps)
 
 
 def is_solution(stem: str, exercise: str, answer: Any) -> bool:
