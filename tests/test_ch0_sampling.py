@@ -594,16 +594,20 @@ def _draws_from_few(observed, reference):
         return "of a large vocabulary, tokens are drawn that top_k leaves out"
     if len(observed["draws"].unique()) == 1:  # by chance far below 1e-9: they are about alike
         return "of a large vocabulary, one and the same token is drawn each time"
+    if len(observed["draws of 4,500"].unique()) < 1500:  # 2,190 are to be expected
+        return "of a large vocabulary, top_p leaves out tokens that it takes to reach p"
     return None
 
 
 @check("sample_next_token", slow=True, holds=_draws_from_few)
 def large_vocabulary(student, rng):
-    """Top-k of 50,000 tokens, 300 draws: no token that is left out, however small a probability"""
+    """50,000 tokens: none that top_k leaves out, however small a probability; top_p of 5,000"""
     logits = rng.normal(1, 50_000)
     kept = logits[0].topk(5).indices
     draws = student.sample_next_token(logits.repeat(300, 1), top_k=5, generator=rng.new_generator())
-    return {"kept": kept, "draws": draws}
+    flat = rng.normal(1, 5000, std=1e-3).repeat(3000, 1)
+    nucleus = student.sample_next_token(flat, top_p=0.9, generator=rng.new_generator())
+    return {"kept": kept, "draws": draws, "draws of 4,500": nucleus}
 
 
 # --- get_completion_mask ------------------------------------------------------------------------
@@ -829,8 +833,9 @@ def greedy_until_the_end(student, rng):
     pad_is_eos = _greedy(student, model, models.ENDING_PROMPTS, rng, max_new_tokens=12)
     tokenizer.bos_token, tokenizer.pad_token = usual.pad_token, usual.bos_token
     one = _greedy(student, model, prompts[:1], rng, max_new_tokens=10)
-    # The usual eos, which the model gives as third token, is one like others here.
-    tokenizer.eos_token = usual.bos_token
+    # Bos and eos are one token, as GPT-2's. The usual eos, which the model gives as third token, is
+    # one like others here.
+    tokenizer.eos_token = tokenizer.bos_token = usual.bos_token
     another_eos = _greedy(student, model, ["I liked it"], rng, max_new_tokens=4)
     return {
         "eight prompts, one of them the bos alone": eight,
@@ -838,7 +843,7 @@ def greedy_until_the_end(student, rng):
         "the bos alone, under no_grad": bos_alone,
         "four prompts, pad and eos are one token": pad_is_eos,
         "one prompt, the bos has id 0": one,
-        "one prompt, the tokenizer has another eos": another_eos,
+        "one prompt, another eos, which is the bos too": another_eos,
     }
 
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 import re
 import statistics
 from pathlib import Path
@@ -453,9 +454,9 @@ def advantages_by_double_sum(values, token_rewards, mask, gamma=1.0, lam=0.95):
     for row, length in enumerate(mask.sum(-1).tolist()):
         v, r = (x[row, :length].tolist() for x in (values, token_rewards))
         deltas = deltas_of(v, r, gamma)
+        decay = [(gamma * lam) ** k for k in range(length)]
         for t in range(length):
-            terms = [(gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])]
-            advantages[row, t] = sum(terms)
+            advantages[row, t] = sum(map(operator.mul, decay, deltas[t:]))
     return advantages
 
 
@@ -522,16 +523,16 @@ def rows_that_were_cut_short(student, rng):
 
 @check("compute_advantages", expected=advantages_by_double_sum)
 def advantage_edges(student, rng):
-    """One, no and 300 tokens, columns behind all ends, 150 rows; a reward, a value of size 1000"""
+    """One, no and 1,100 tokens, columns behind all ends, 150 rows; a reward, a value near 1000"""
     ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
     masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "all have ended": ended}
-    masks |= {"150 rows": ragged_mask(rng, 150, 3), "300": torch.ones(2, 300)}
-    masks["300"][1, 200:] = 0
+    masks |= {"150 rows": ragged_mask(rng, 150, 3), "1,100 tokens": torch.ones(2, 1100)}
+    masks["1,100 tokens"][1, 200:] = 0
     found = {}
     for name, mask in masks.items():
         tensors = poison_all(mask.bool(), NAN, **rollouts(rng, mask))
         found[name] = student.compute_advantages(*tensors.values(), mask.bool(), 0.97, 0.6)
-    found["300, by default"] = student.compute_advantages(*tensors.values(), mask.bool())
+    found["1,100 tokens, by default"] = student.compute_advantages(*tensors.values(), mask.bool())
     large, mask = rollouts(rng, torch.ones(2, 5)), torch.ones(2, 5, dtype=torch.bool)
     large["token_rewards"][0, rng.integer(0, 5)] += 1000
     large["values"][1, rng.integer(0, 5)] -= 1000

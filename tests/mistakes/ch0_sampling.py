@@ -567,6 +567,22 @@ def axis_for_dim(values, mask, axis=None):
 SAMPLE_NEXT_TOKEN = [
     edit(
         "sample_next_token",
+        "nucleus_within_the_likeliest_thousand",
+        """\
+        probs, order = logits.softmax(-1).sort(descending=True)
+        before = probs.cumsum(-1) - probs  # the mass of the likelier tokens
+        dropped = torch.empty_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
+""",
+        """\
+        probs, order = logits.softmax(-1).topk(min(1000, logits.shape[-1]))
+        before = probs.cumsum(-1) - probs
+        dropped = torch.ones_like(logits, dtype=torch.bool).scatter(-1, order, before >= top_p)
+""",
+        "Only the 1,000 likeliest tokens are looked at. Where the distribution is flat, it takes "
+        "more of a large vocabulary to reach p.",
+    ),
+    edit(
+        "sample_next_token",
         "a_little_probability_for_all",
         "torch.multinomial(logits.softmax(-1), 1,",
         "torch.multinomial(logits.softmax(-1) + 1e-6, 1,",
@@ -1204,6 +1220,14 @@ DECODED = (
 )
 
 GET_SAMPLES = [
+    edit(
+        "get_samples",
+        "no_bos_that_is_the_eos",
+        "prepend_bos and bos_token_id is not None",
+        "prepend_bos and bos_token_id not in (None, model.tokenizer.eos_token_id)",
+        "A bos that is the eos as well, as GPT-2's, is left out. It is prepended like any other.",
+        within="encode_prompts",
+    ),
     edit(
         "get_samples",
         "one_noise_for_all_steps",

@@ -1045,6 +1045,26 @@ COMPUTE_ADVANTAGES = [
 
 @wrong(
     "compute_advantages",
+    "Each token's advantage calls for the next one's, and Python stops at a depth of 1000: go back "
+    "from the last token in a loop.",
+)
+def calls_itself_for_the_next_token(values, token_rewards, mask, gamma=1.0, lam=0.95):
+    values, rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
+    after = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = rewards + gamma * after - values
+
+    def look_ahead(t):
+        if t == mask.shape[1]:
+            return []
+        later = look_ahead(t + 1)
+        following = later[0] if later else torch.zeros_like(deltas[:, 0])
+        return [(deltas[:, t] + gamma * lam * following) * mask[:, t], *later]
+
+    return torch.stack(look_ahead(0), dim=1)
+
+
+@wrong(
+    "compute_advantages",
     "Dividing by powers of gamma * lam breaks down for long completions and for lam 0. Go "
     "backwards in time instead.",
 )
