@@ -1,21 +1,32 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+PYTEST := $(PY) -m pytest -n auto --dist loadscope
 
-.PHONY: demo test test-all start chapters release bench
-demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
-	$(PY) -m utils.demo
-
-test: $(VENV)/.installed  ## everything that must hold
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
-
-test-all: $(VENV)/.installed  ## and every attack, a class of sixty, every mistake through the sandbox
-	TEST_ALL=1 $(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile
+.PHONY: help start demo lint quick test test-all chapters release bench
+help:  ## list these commands
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1|/p' Makefile | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 start: $(VENV)/.installed  ## JupyterLab at the first chapter
 	$(PY) -m jupyterlab chapters/ch0_sampling.ipynb
+
+demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
+	$(PY) -m utils.course.demo
+
+lint: $(VENV)/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m utils.grading.catalogue
+
+quick: lint  ## lint, types, stale mistakes, and the reference through every check
+	$(PY) -m mypy utils solutions
+	$(PYTEST) --size quick
+
+test: lint  ## what must hold, as CI runs it
+	$(PYTEST) --size test
+
+test-all: lint  ## every mistake through every check and in processes apart, every attack, a class of sixty
+	$(PYTEST) --size all
 
 chapters: $(VENV)/.installed  ## rebuild the notebooks, and run those with solutions
 	$(PY) -m utils.authoring

@@ -239,7 +239,8 @@ def _generate(
     The eos is the tokenizer's, the pad id `get_pad_token_id` of it.
     """
     eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
-    step_ids, cache, columns = prompt_ids, None, []
+    step_ids, cache = prompt_ids, None
+    columns: list[Tensor] = []
     ended = torch.zeros(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)
     while len(columns) < max_new_tokens and not ended.all():
         logits, cache = model(

@@ -90,7 +90,7 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
 
 
 @torch.no_grad()
-def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Module]:
+def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Linear | Conv1D]:
     """Every linear layer of the blocks whose hooks fire in a forward pass, by its full site name.
 
     Found by running one token: a hook point that exists may still never fire (GPT-2's `attn.qkv`),

@@ -12,21 +12,18 @@ Implementation Details of RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
 """
 
 import copy
-import math
 import re
 import reprlib
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformer_lens.model_bridge import TransformerBridge
 
 from solutions.ch0_sampling import (
@@ -42,22 +39,16 @@ from solutions.ch0_sampling import (
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.models.decoding import get_decoder
-from utils.plotting import plot_history
 from utils.rewards import call_reward_fn
-from utils.tracking import (
-    RunLog,
-    check_same_args,
-    create_run_folder,
-    describe_args,
-    format_samples,
-    load_checkpoint,
-    save_checkpoint,
-)
+from utils.tracking import Run, check_same_args, describe_args, format_samples, load_checkpoint
 from utils.validation import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Positive,
+    PositiveOrZero,
+    check_fields,
     require,
-    require_integers,
-    require_numbers,
-    require_option,
     shape_checked,
 )
 
@@ -326,80 +317,69 @@ def calc_kl_penalty(
 class RLHFArgs:
     """What a run is made of. The defaults learn good moods of film reviews, on the embedded model.
 
-    Raises ValueError for an argument that is out of range, when it is made.
+    Raises ValueError for an argument that its type does not allow, when it is made.
     """
 
     # The run
-    seed: int = 1
-    name: str | None = None  # of its folder in runs_dir; None: the trainer and the time
-    runs_dir: str | Path = "runs"
-    checkpoint_every: int = 10  # phases; 0: only in the end and when interrupted
-    samples_every: int = 1  # phases between printed tables of samples; 0: none
-    use_wandb: bool = False  # offline unless you are logged in
+    seed: CountOrZero = 1  # It decides the adapters at the start, the prompts and the samples.
+    name: str | None = None  # The run's folder; None names it after the trainer and the time.
+    runs_dir: str | Path = "runs"  # The folder of the run's folder.
+    checkpoint_every: CountOrZero = 10  # Phases; 0 saves only in the end and when interrupted.
+    samples_every: CountOrZero = 1  # Phases from one table of samples to the next; 0 prints none.
+    use_wandb: bool = False  # Weights & Biases logs offline unless you are logged in.
     wandb_project_name: str = "RLHF"
     wandb_entity: str | None = None
 
     # The model
-    base_model: str | Path = "embedded"  # or a local folder, or a name on the Hugging Face hub
-    lora_rank: int = 4
-    lora_alpha: float = 32
+    base_model: str | Path = "embedded"  # This, a local folder, or a name on the Hugging Face hub.
+    lora_rank: Count = 4
+    lora_alpha: Positive = 32
     lora_sites: tuple[str, ...] = ATTENTION_SITES
-    device: str | None = None  # the GPU if there is one
-    dtype: torch.dtype | None = None  # of the base model; float32. Adapters are float32 always
+    device: str | None = None  # None takes the GPU if there is one.
+    dtype: torch.dtype | None = None  # None is float32, for the base; adapters are float32 always.
 
     # The task
-    prefix: str = "This movie is"  # the prompt, unless prompts are given
-    prompts: list[str] | None = None  # each rollout draws from them
-    columns: dict[str, list] = field(default_factory=dict)  # for reward_fn: a value for each prompt
+    prefix: str = "This movie is"  # It is the prompt, unless prompts are given.
+    prompts: list[str] | None = None  # Each rollout draws from them.
+    columns: dict[str, list] = field(default_factory=dict)  # Each has a value for each prompt.
     reward_fn: Callable[..., Float[Tensor, "batch"]] = reward_fn_sentiment
-    normalize_reward: bool = True  # within each rollout
 
     # Rollouts
-    total_phases: int = 100  # of one rollout and the learning from it
-    batch_size: int = 128  # completions a rollout
-    gen_len: int = 30  # new tokens at most
-    temperature: float = 1.0
-    top_k: int | None = None  # log-probs ignore it, so training with it is off-policy
+    total_phases: Count = 100  # A phase is one rollout and the learning from it.
+    batch_size: Count = 128  # A rollout has this many completions.
+    gen_len: Count = 30  # A completion has at most this many tokens.
+    temperature: Positive = 1.0
+    top_k: Count | None = None  # Log-probs ignore it, so training with it is off-policy.
     prepend_bos: bool = True
 
     # Learning
-    num_minibatches: int = 4
-    batches_per_learning_phase: int = 2  # passes over each rollout (epochs)
-    base_lr: float = 1e-3  # of the adapters
-    head_lr: float = 3e-3  # of the value head
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 20  # phases
-    final_scale: float = 0.1  # of the learning rates in the end
+    num_minibatches: Count = 4
+    batches_per_learning_phase: Count = 2  # Learning goes over each rollout this often (epochs).
+    base_lr: PositiveOrZero = 1e-3  # The adapters learn at this rate.
+    max_grad_norm: Positive = 1.0
+    warmup_steps: CountOrZero = 20  # Phases until the learning rates are at their full size.
+    final_scale: PositiveOrZero = 0.1  # The learning rates end at this share of that size.
 
     # The objective
-    gamma: float = 1.0
-    lam: float = 0.95
-    clip_coef: float = 0.2
-    clip_coef_high: float | None = None  # clip_coef
-    vf_coef: float = 0.15
-    vf_clip_coef: float | None = None  # no clipping of values
-    ent_coef: float = 0.001
-    kl_coef: float = 0.2
-    kl_in: str = "loss"  # the exact KL in the objective; or "reward": k1 off each token's reward
+    clip_coef: Fraction = 0.2
+    clip_coef_high: PositiveOrZero | None = None  # None is clip_coef.
+    ent_coef: PositiveOrZero = 0.001
+    kl_coef: PositiveOrZero = 0.2
+    kl_in: Literal["loss", "reward"] = "loss"  # The exact KL, or k1 off the reward of each token.
+
+    # Values and the rewards of tokens, which chapter 3 no longer reads
+    normalize_reward: bool = True  # The rewards of each rollout get mean 0 and std 1.
+    gamma: Fraction = 1.0
+    lam: Fraction = 0.95
+    head_lr: PositiveOrZero = 3e-3  # The value head learns at this rate.
+    vf_coef: PositiveOrZero = 0.15
+    vf_clip_coef: PositiveOrZero | None = None  # None does not clip the values.
 
     def __post_init__(self):
         for f in fields(self):
             if isinstance(getattr(self, f.name), float):  # NumPy's too, which no checkpoint holds
                 setattr(self, f.name, float(getattr(self, f.name)))
-        require_integers(self, 0, "seed")
-        require_integers(self, 1, "total_phases", "batch_size", "gen_len", "num_minibatches")
-        require_integers(self, 1, "batches_per_learning_phase", "lora_rank")
-        require_integers(self, 0, "warmup_steps", "checkpoint_every", "samples_every")
-        require_numbers(self, 1e-6, math.inf, "temperature", "max_grad_norm", "lora_alpha")
-        require_numbers(self, 0, math.inf, "base_lr", "head_lr", "final_scale")
-        require_numbers(self, 0, math.inf, "vf_coef", "ent_coef", "kl_coef")
-        require_numbers(self, 0, 1, "gamma", "lam", "clip_coef")
-        for name in ("clip_coef_high", "vf_clip_coef"):
-            if getattr(self, name) is not None:
-                require_numbers(self, 0, math.inf, name)
-        if self.top_k is not None:
-            require_integers(self, 1, "top_k")
-        require_option(self, "kl_in", "loss", "reward")
+        check_fields(self)
         require(callable(self.reward_fn), f"reward_fn should be a function: {self.reward_fn!r}")
         require(
             self.prompts is None or (isinstance(self.prompts, list) and len(self.prompts) > 0),
@@ -461,43 +441,62 @@ def get_optimizer_and_scheduler(
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, get_scale)
 
 
-class ReplayMinibatch(SimpleNamespace):
-    """Some rows of a memory, field by field under the same names."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplayMinibatch:
+    """Some rows of a rollout; a field is None where it was not computed."""
+
+    input_ids: Int[Tensor, "rows seq"]
+    attention_mask: Int[Tensor, "rows seq"]
+    mask: Bool[Tensor, "rows completion"]
+    logprobs: Float[Tensor, "rows completion"]  # of the policy that sampled
+    advantages: Float[Tensor, "rows completion"] | Float[Tensor, "rows"]
+    ref_logprobs: Float[Tensor, "rows completion"] | None = None
+    values: Float[Tensor, "rows completion"] | None = None
+    returns: Float[Tensor, "rows completion"] | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        """The number of columns before the completions."""
+        return self.input_ids.shape[1] - self.mask.shape[1]
+
+    def get_fields(self) -> dict[str, Any]:
+        """The tensors by name."""
+        return {f.name: getattr(self, f.name) for f in fields(ReplayMinibatch)}
+
+    def get_rows(self, chosen: Int[Tensor, "rows"]) -> "ReplayMinibatch":
+        """These rows of every field."""
+        rows: dict[str, Any] = {
+            name: None if x is None else x[chosen.to(x.device)]
+            for name, x in self.get_fields().items()
+        }
+        return ReplayMinibatch(**rows)
 
 
-class ReplayMemory:
-    """What a rollout leaves for learning: fields with one row for each completion.
+@dataclass(frozen=True, eq=False)
+class ReplayMemory(ReplayMinibatch):
+    """All rows of a rollout, one for each completion, and how learning cuts them into minibatches.
 
-    `ReplayMemory(input_ids=..., mask=..., ...)`; each field is an attribute, or None where it was
-    not computed, and in every minibatch too; `names` lists them all. `group_size` rows that follow
-    one another are a group, which is never split between minibatches.
+    `ReplayMemory(input_ids=..., mask=..., ...)`; each field of `ReplayMinibatch` is an attribute,
+    and in every minibatch too. `group_size` rows that follow one another are a group, which is
+    never split between minibatches.
 
     Raises ValueError, with the name, for a field with another number of rows than the first, and
     for a `group_size` that does not divide the rows.
     """
 
-    def __init__(
-        self,
-        num_minibatches: int = 1,
-        batches_per_learning_phase: int = 1,
-        group_size: int = 1,
-        **fields: Tensor | None,
-    ):
-        sizes = {name: len(rows) for name, rows in fields.items() if rows is not None}
-        require(len(sizes) > 0, "fields should hold at least one tensor, but there is none")
-        n_rows = next(iter(sizes.values()))
-        for name, size in sizes.items():
-            require(size == n_rows, f"{name} should have {n_rows} rows, but has {size}")
+    num_minibatches: int = 1
+    batches_per_learning_phase: int = 1
+    group_size: int = 1
+
+    def __post_init__(self):
+        n_rows = len(self.input_ids)
+        for name, rows in self.get_fields().items():
+            n = n_rows if rows is None else len(rows)
+            require(n == n_rows, f"{name} should have {n_rows} rows, but has {n}")
         require(
-            group_size >= 1 and n_rows % group_size == 0,
-            f"group_size should divide the {n_rows} rows, but is {group_size}",
+            self.group_size >= 1 and n_rows % self.group_size == 0,
+            f"group_size should divide the {n_rows} rows, but is {self.group_size}",
         )
-        self.names = list(fields)
-        self.n_rows = n_rows
-        self.num_minibatches = num_minibatches
-        self.batches_per_learning_phase = batches_per_learning_phase
-        self.group_size = group_size
-        self.__dict__.update(fields)
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
         """Every row exactly once an epoch, in a new random order each, all fields alike.
@@ -505,7 +504,7 @@ class ReplayMemory:
         `num_minibatches` an epoch, as even as whole groups allow.
         """
         device = generator.device if generator else None
-        groups = torch.arange(self.n_rows, device=device).view(-1, self.group_size)
+        groups = torch.arange(len(self.input_ids), device=device).view(-1, self.group_size)
         require(
             1 <= self.num_minibatches <= len(groups),
             f"num_minibatches should be in [1, {len(groups)}], the number of groups, but is "
@@ -517,16 +516,6 @@ class ReplayMemory:
             for chosen in groups[order].tensor_split(self.num_minibatches):
                 minibatches.append(self.get_rows(chosen.flatten()))
         return minibatches
-
-    def get_rows(self, chosen: Int[Tensor, "rows"]) -> ReplayMinibatch:
-        """The minibatch of these rows."""
-        fields = {name: getattr(self, name) for name in self.names}
-        return ReplayMinibatch(
-            **{
-                name: None if rows is None else rows[chosen.to(rows.device)]
-                for name, rows in fields.items()
-            }
-        )
 
 
 def make_replay_memory(
@@ -576,8 +565,8 @@ class RLHFTrainer:
     `model_class` is what is built when no model is given.
     """
 
-    args_class = RLHFArgs
-    model_class = TransformerWithValueHeadLora
+    args_class: type[RLHFArgs] = RLHFArgs
+    model_class: type[TransformerWithLora] = TransformerWithValueHeadLora
 
     def __init__(self, args: RLHFArgs, model: TransformerWithLora | None = None):
         require(
@@ -702,12 +691,12 @@ class RLHFTrainer:
         """Surrogate - value loss + entropy bonus - KL penalty (maximised), of the logits divided by
         the sampling temperature.
 
-        `calc_value_function_loss` has its coefficient in it already; `measure_entropy` and
-        `measure_kl` give means, and record them. Records clip_frac and approx_kl by
-        `record_ratios`, and the value loss in `self.metrics["value_loss"]`.
+        Each part is a mean, and its coefficient stands in the last line; the value loss is half a
+        mean of squares. `measure_entropy` and `measure_kl` record what they give. Records clip_frac
+        and approx_kl by `record_ratios`, and vf_coef times the value loss in
+        `self.metrics["value_loss"]`.
         """
-        args, mask = self.args, minibatch.mask
-        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         logits, values = self.model.forward_with_value_head(
             minibatch.input_ids, minibatch.attention_mask
         )
@@ -725,16 +714,15 @@ class RLHFTrainer:
             minibatch.values,
             minibatch.returns,
             mask,
-            args.vf_coef,
-            args.vf_clip_coef,
+            vf_coef=1.0,
+            clip_coef=args.vf_clip_coef,
         )
         entropy = self.measure_entropy(minibatch, logits)
-        objective = surrogate - value_loss + args.ent_coef * entropy
-        if args.kl_in == "loss" and args.kl_coef > 0:
-            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)
+        has_kl = args.kl_in == "loss" and args.kl_coef > 0
+        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
         self.record_ratios(logprobs, minibatch)
-        self.metrics["value_loss"].append(value_loss.item())
-        return objective
+        self.metrics["value_loss"].append(args.vf_coef * value_loss.item())
+        return surrogate - args.vf_coef * value_loss + args.ent_coef * entropy - args.kl_coef * kl
 
     def measure_entropy(
         self, minibatch: ReplayMinibatch, logits: Float[Tensor, "batch seq vocab"]
@@ -760,8 +748,7 @@ class RLHFTrainer:
         return kl
 
     def _select_scaled(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
-        prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
-        return select_completion(logits, prompt_len) / self.args.temperature
+        return select_completion(logits, minibatch.prompt_len) / self.args.temperature
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
@@ -796,7 +783,7 @@ class RLHFTrainer:
             self.optimizer.step()
             self.metrics["objective"].append(objective.item())
             self.metrics["grad_norm"].append(grad_norm.item())
-        self.metrics["lr"].append(self.scheduler.get_last_lr()[0])
+        self.metrics["lr"].append(float(self.scheduler.get_last_lr()[0]))
         self.scheduler.step()
 
     def train(self) -> list[dict[str, float]]:
@@ -806,57 +793,14 @@ class RLHFTrainer:
         Stopped by Ctrl-C or an error, it goes back to the start of the phase, saves that, and says
         how to go on. Raises ValueError if `args.name` is the name of an earlier run.
         """
-        args = self.args
-        if self.folder is None:
-            kind = type(self).__name__.removesuffix("Trainer").lower()
-            self.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
-        checkpoint = self.folder / "checkpoint.pt"
-        log = RunLog(self.folder, self.history, args)
-        bar = tqdm(total=args.total_phases, initial=self.phase, desc=self.folder.name)
-        state = self.get_state()
-        try:
-            while self.phase < args.total_phases:
-                self._run_phase(log, bar)
-                state = self.get_state()
-                if args.checkpoint_every and self.phase % args.checkpoint_every == 0:
-                    save_checkpoint(checkpoint, state)
-        except BaseException as error:
-            self._set_state(state)
-            if state["phase"] > 0 or isinstance(error, KeyboardInterrupt):
-                save_checkpoint(checkpoint, state)
-                hint = (
-                    f"Stopped in phase {state['phase'] + 1}. To go on, make a trainer with the "
-                    f"same arguments, then:\n    trainer.load_checkpoint({str(checkpoint)!r})\n"
-                    f"    trainer.train()"
-                )
-                bar.write(hint)
-                error.add_note(hint)  # repeated below the traceback
-            raise
-        finally:
-            bar.close()
-            log.close()
-        save_checkpoint(checkpoint, state)
-        self.model.save_adapter(self.folder / "adapter.safetensors")
-        plot_history({self.folder.name: self.history}, self.folder / "metrics.png")
+        with Run(self) as run:
+            while self.phase < self.args.total_phases:
+                self.metrics.clear()
+                memory = self.rollout_phase()
+                self.learning_phase(memory)
+                self.phase += 1
+                run.end_phase()  # a row of metrics, a table of samples, a checkpoint if one is due
         return self.history
-
-    def _run_phase(self, log: RunLog, bar: tqdm) -> None:
-        start = time.perf_counter()
-        self.metrics.clear()
-        self.learning_phase(self.rollout_phase())
-        row = {name: sum(values) / len(values) for name, values in self.metrics.items()}
-        row = {"phase": self.phase + 1} | row | {"seconds": time.perf_counter() - start}
-        self.history.append(row)
-        log.append(row)
-        self.phase += 1
-        # A method of one's own may record less.
-        shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
-        is_due = self.args.samples_every and (self.phase - 1) % self.args.samples_every == 0
-        if is_due and "reward" in shown:
-            heading = f"{self.folder.name}, phase {self.phase} of {self.args.total_phases}"
-            bar.write(f"{heading}: mean reward {shown['reward']}\n{self.samples_table}")
-        bar.set_postfix(shown)
-        bar.update()
 
     # Stopping and going on
 
@@ -880,10 +824,10 @@ class RLHFTrainer:
         """
         state = load_checkpoint(Path(path))
         check_same_args(self.args, state["args"])
-        self._set_state(state)
+        self.set_state(state)
         self.folder = Path(path).parent
 
-    def _set_state(self, state: dict) -> None:
+    def set_state(self, state: dict) -> None:
         self.model.load_trainable_state(state["trainable"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

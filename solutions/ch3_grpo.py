@@ -13,6 +13,7 @@ al., 2025, arXiv:2503.20783); Schulman's note on approximating the KL
 
 import copy
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 from einops import rearrange
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from solutions.ch0_sampling import Samples, get_logprobs, masked_mean
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer, calc_ratio
-from utils.validation import require, require_integers, require_option, shape_checked
+from utils.validation import PositiveOrZero, Range, require, shape_checked
 
 # --- Advantages ---------------------------------------------------------------------------------
 
@@ -199,21 +200,18 @@ class GrpoArgs(RLHFArgs):
     """A rollout has batch_size completions of batch_size / group_size prompts. `kl_coef` is the
     paper's beta, `kl_in` is "loss".
 
-    Not used, because they concern values and the rewards of tokens: `normalize_reward`, `head_lr`,
-    `gamma`, `lam`, `vf_coef`, `vf_clip_coef`.
+    What concerns values and the rewards of tokens, the last group of `RLHFArgs`, is not read.
     """
 
-    kl_coef: float = 0.04
-    group_size: int = 8  # completions a prompt
-    advantage_scale: str = "group"  # or "batch", "none"
-    kl_kind: str = "k3"  # mean over completions; or "exact": over the vocabulary, mean over tokens
+    kl_in: Literal["loss"] = "loss"
+    kl_coef: PositiveOrZero = 0.04
+    group_size: Annotated[int, Range(2)] = 8  # A prompt gets this many completions.
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    # k3 is averaged over completions, the exact KL over the vocabulary and over tokens.
+    kl_kind: Literal["k3", "exact"] = "k3"
 
     def __post_init__(self):
         super().__post_init__()
-        require_option(self, "kl_in", "loss")
-        require_option(self, "advantage_scale", "group", "batch", "none")
-        require_option(self, "kl_kind", "k3", "exact")
-        require_integers(self, 2, "group_size")
         require(
             self.minibatch_size % self.group_size == 0,
             f"group_size should divide a minibatch of batch_size / num_minibatches = "
@@ -248,6 +246,7 @@ def make_grpo_memory(
 class GrpoTrainer(RLHFTrainer):
     """GRPO: chapter 2's trainer, whole groups in place of a value head."""
 
+    args: GrpoArgs
     args_class = GrpoArgs
     model_class = TransformerWithLora
 
@@ -269,8 +268,7 @@ class GrpoTrainer(RLHFTrainer):
         Records clip_frac, approx_kl and kl_k3 by `self.record_ratios`. With kl_coef 0 the reference
         does not run.
         """
-        args, mask = self.args, minibatch.mask
-        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         logits = self.model(minibatch.input_ids, minibatch.attention_mask)
         logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
         objective = calc_grpo_objective(
@@ -283,11 +281,11 @@ class GrpoTrainer(RLHFTrainer):
             args.clip_coef_high,
             beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
         )
-        objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
-        if args.kl_kind == "exact" and args.kl_coef > 0:
-            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, logits)
+        has_kl = args.kl_kind == "exact" and args.kl_coef > 0
+        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
         self.record_ratios(logprobs, minibatch)
-        return objective
+        return objective + args.ent_coef * entropy - args.kl_coef * kl
 
 
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
@@ -315,9 +313,9 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
         "reward_fn should tell completions apart, but all are equal in every group",
     )
     # SOLUTION START
-    ids, prompt_len = memory.input_ids, memory.input_ids.shape[1] - memory.mask.shape[1]
+    ids = memory.input_ids
     logits = trainer.model(ids, memory.attention_mask)
-    logprobs = get_logprobs(logits, ids, prompt_len, trainer.args.temperature)
+    logprobs = get_logprobs(logits, ids, memory.prompt_len, trainer.args.temperature)
     # The old log-probs come from this very forward, so that every ratio is exactly 1.
     objective = calc_grpo_objective(
         logprobs, logprobs.detach(), None, memory.advantages, memory.mask, beta=0.0

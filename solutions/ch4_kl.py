@@ -149,6 +149,7 @@ class KlArgs(GrpoArgs):
 class KlTrainer(GrpoTrainer):
     """Chapter 3's trainer with the estimate of the KL to choose."""
 
+    args: KlArgs
     args_class = KlArgs
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
@@ -157,8 +158,7 @@ class KlTrainer(GrpoTrainer):
         The penalty is the mean estimate over each completion, then over the batch; "kl_term" in the
         metrics, before the coefficient.
         """
-        args, mask = self.args, minibatch.mask
-        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         logits = self.model(minibatch.input_ids, minibatch.attention_mask)
         logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
         objective = calc_grpo_objective(

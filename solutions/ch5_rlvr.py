@@ -17,7 +17,8 @@ et al., 2024, arXiv:2403.17031).
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,7 @@ from solutions.ch0_sampling import (
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, calc_ratio
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_per_token_kl, make_grpo_memory
 from utils.rewards import is_worked
-from utils.validation import (
-    require,
-    require_integers,
-    require_numbers,
-    require_option,
-    shape_checked,
-)
+from utils.validation import CountOrZero, PositiveOrZero, require, shape_checked
 
 # --- Rewards that are checked -------------------------------------------------------------------
 
@@ -82,7 +77,7 @@ def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
 
 @shape_checked
 def combine_rewards(
-    rewards: Float[Tensor, "functions batch"], weights: list[float]
+    rewards: Float[Tensor, "functions batch"], weights: list[float] | Tensor
 ) -> Float[Tensor, "batch"]:
     """sum_f weights[f] * rewards[f], a new tensor: one reward for each completion. Detached.
 
@@ -292,23 +287,13 @@ class RlvrArgs(GrpoArgs):
     0.2 hardly ever clips the ratio of a sequence.
     """
 
-    advantage_kind: str = "group"  # `advantage_scale` is of this one; or "leave_one_out"
-    loss_mode: str = "sequence"  # or "token", "constant": of aggregate_tokens, with gen_len
-    ratio_level: str = "token"  # or "sequence"
-    dynamic_sampling: bool = False  # sample on until all groups are informative,
-    max_extra_rollouts: int = 3  # or so many more batches were sampled
-    truncation: str = "keep"  # what did not finish in gen_len: or "mask" it, or "penalty"
-    missing_eos_penalty: float = 1.0  # with truncation "penalty"
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_option(self, "advantage_kind", "group", "leave_one_out")
-        require_option(self, "loss_mode", "sequence", "token", "constant")
-        require_option(self, "ratio_level", "token", "sequence")
-        require_option(self, "truncation", "keep", "mask", "penalty")
-        require_option(self, "dynamic_sampling", True, False)
-        require_integers(self, 0, "max_extra_rollouts")
-        require_numbers(self, 0, math.inf, "missing_eos_penalty")
+    advantage_kind: Literal["group", "leave_one_out"] = "group"  # The first has advantage_scale.
+    loss_mode: Literal["sequence", "token", "constant"] = "sequence"  # "constant" has gen_len.
+    ratio_level: Literal["token", "sequence"] = "token"
+    dynamic_sampling: Literal[True, False] = False  # Sample on until all groups are informative,
+    max_extra_rollouts: CountOrZero = 3  # or this many more batches were sampled.
+    truncation: Literal["keep", "mask", "penalty"] = "keep"  # What gen_len cut off.
+    missing_eos_penalty: PositiveOrZero = 1.0  # It is subtracted with truncation "penalty".
 
 
 def find_finished(samples: Samples, eos_token_id: int) -> Bool[Tensor, "batch"]:
@@ -355,6 +340,7 @@ class RlvrTrainer(GrpoTrainer):
     "prompts_sampled", how many groups that were, and "truncated_frac", of all sampled completions.
     """
 
+    args: RlvrArgs
     args_class = RlvrArgs
 
     def sample_groups(self) -> tuple[Samples, Float[Tensor, "batch"]]:
@@ -402,10 +388,11 @@ class RlvrTrainer(GrpoTrainer):
         ref_logprobs = self.get_ref_logprobs(samples)
         memory = make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
         if args.advantage_kind == "leave_one_out":
-            memory.advantages = leave_one_out_advantages(scores, args.group_size)
+            advantages = leave_one_out_advantages(scores, args.group_size)
+            memory = replace(memory, advantages=advantages)
         if args.truncation == "mask":
             finished = find_finished(samples, self.model.tokenizer.eos_token_id)
-            memory.mask = mask_truncated(memory.mask, finished)
+            memory = replace(memory, mask=mask_truncated(memory.mask, finished))
         return memory
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
@@ -414,8 +401,7 @@ class RlvrTrainer(GrpoTrainer):
         "constant" divides by `gen_len` for each completion. Records clip_frac, approx_kl and kl_k3
         by `self.record_ratios`.
         """
-        args, mask = self.args, minibatch.mask
-        prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
+        args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         logits = self.model(minibatch.input_ids, minibatch.attention_mask)
         logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
         objective = calc_rlvr_objective(
@@ -431,11 +417,11 @@ class RlvrTrainer(GrpoTrainer):
             ref_logprobs=minibatch.ref_logprobs,
             beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
         )
-        objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
-        if args.kl_kind == "exact" and args.kl_coef > 0:
-            objective = objective - args.kl_coef * self.measure_kl(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, logits)
+        has_kl = args.kl_kind == "exact" and args.kl_coef > 0
+        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
         self.record_ratios(logprobs, minibatch)
-        return objective
+        return objective + args.ent_coef * entropy - args.kl_coef * kl
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:

@@ -7,12 +7,23 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
-from torch.distributions import Categorical
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import models
-from tests.inputs import (
+from tests.oracles.ch0_sampling import (
+    entropy_by_categorical,
+    entropy_of_possible_tokens,
+    likeliest_by_loops,
+    logprobs_by_categorical,
+    mask_by_loops,
+    mean_of_selected,
+    pad_by_loops,
+    policy_gradient_by_autograd,
+    probabilities,
+    reinforce_by_loops,
+)
+from tests.support import models
+from tests.support.inputs import (
     NAN,
     error_of,
     gradients,
@@ -28,15 +39,6 @@ from utils.grading.checks import check
 from utils.models.loading import load_base_model
 
 # --- get_logprobs -------------------------------------------------------------------------------
-
-
-def logprobs_by_categorical(logits, tokens, prefix_len=1, temperature=1.0):
-    """Token by token with torch.distributions."""
-    rows = []
-    for row_logits, row in zip(logits, tokens, strict=True):
-        pairs = zip(row_logits[prefix_len - 1 :], row[prefix_len:], strict=False)
-        rows.append([Categorical(logits=z / temperature).log_prob(t) for z, t in pairs])
-    return torch.stack([torch.stack(row) for row in rows])
 
 
 # Temperature 1/2 squares the odds: 49 to 4.
@@ -174,10 +176,6 @@ def memory(student, rng):
 # --- calc_entropy -------------------------------------------------------------------------------
 
 
-def entropy_by_categorical(logits):
-    return Categorical(logits=logits).entropy()
-
-
 @check("calc_entropy", public=True, expected=[0.69314718, 0.56233514, 0.0])
 def worked_entropies(student, rng):
     """A fair coin, one of 3 to 1, a certain one"""
@@ -213,12 +211,6 @@ def entropy_of_huge_logits(student, rng):
     return [value_and_gradients(student.calc_entropy, logits=x) for x in (large, offset)]
 
 
-def entropy_of_possible_tokens(logits):
-    rows = [row[row > -torch.inf] for row in logits.reshape(-1, logits.shape[-1])]
-    entropies = torch.stack([Categorical(logits=row).entropy() for row in rows])
-    return entropies.reshape(logits.shape[:-1])
-
-
 @check("calc_entropy", expected=entropy_of_possible_tokens)
 def impossible_tokens(student, rng):
     """Logits of -inf, as top-k leaves them, count 0, in the gradient too; one to three axes"""
@@ -244,16 +236,6 @@ def logits_stay_as_they_were(student, rng):
 
 
 # --- masked_mean --------------------------------------------------------------------------------
-
-
-def mean_of_selected(values, mask, dim=None):
-    """One selection after the other."""
-    if dim is None:
-        chosen = values[mask]
-        return chosen.sum() / max(len(chosen), 1)
-    rows = zip(values.movedim(dim, 0).flatten(1).T, mask.movedim(dim, 0).flatten(1).T, strict=True)
-    means = torch.stack([mean_of_selected(v, m) for v, m in rows])
-    return means.reshape([n for i, n in enumerate(values.shape) if i != dim % values.ndim])
 
 
 @check(
@@ -335,22 +317,6 @@ def nothing_to_average(student, rng):
 DRAWS = 4000
 
 
-def probabilities(logits, temperature=1.0, top_k=None, top_p=None):
-    """What may be drawn and how often, token after token from the likeliest down."""
-    probs = torch.softmax(logits.double() / temperature, -1)
-    order = probs.argsort(descending=True, stable=True)[:top_k].tolist()
-    probs = probs.tolist()
-    total, kept, mass = sum(probs[v] for v in order), {}, 0.0
-    for v in order:
-        kept[v] = probs[v]
-        mass += probs[v] / total
-        if top_p is not None and top_p < 1 and mass >= top_p:
-            break
-    chosen = torch.zeros(len(probs), dtype=torch.double)
-    chosen[list(kept)] = torch.tensor(list(kept.values()), dtype=torch.double)
-    return chosen / chosen.sum()
-
-
 SETTINGS = {
     "temperature 1": {},
     "temperature 0.5": {"temperature": 0.5},
@@ -416,10 +382,6 @@ def frequencies(student, rng):
         for name, options in SETTINGS.items()
     }
     return {"logits": logits} | {name: ids.reshape(-1, 2) for name, ids in draws.items()}
-
-
-def likeliest_by_loops(logits, *_, **__):
-    return torch.tensor([row.index(max(row)) for row in logits.tolist()])
 
 
 @check("sample_next_token", public=True, expected=likeliest_by_loops)
@@ -613,14 +575,6 @@ def large_vocabulary(student, rng):
 # --- get_completion_mask ------------------------------------------------------------------------
 
 
-def mask_by_loops(completion_ids, eos_token_id):
-    rows = []
-    for row in completion_ids.tolist():
-        end = row.index(eos_token_id) if eos_token_id in row else len(row)
-        rows.append([t <= end for t in range(len(row))])
-    return torch.tensor(rows)
-
-
 @check(
     "get_completion_mask",
     public=True,
@@ -656,16 +610,6 @@ def long_completions(student, rng):
 
 
 # --- left_pad -----------------------------------------------------------------------------------
-
-
-def pad_by_loops(sequences, pad_token_id):
-    width = max(len(s) for s in sequences)
-    ids = torch.full((len(sequences), width), pad_token_id)
-    mask = torch.zeros(len(sequences), width, dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        for back, token in enumerate(reversed(sequence), start=1):
-            ids[row, -back], mask[row, -back] = token, 1
-    return ids, mask
 
 
 def _pad(student, sequences, pad_token_id):
@@ -1031,11 +975,6 @@ def weights_that_have_changed(student, rng):
 # --- calc_reinforce_objective -------------------------------------------------------------------
 
 
-def reinforce_by_loops(logprobs, advantages, mask):
-    terms = [logprobs[i, t] * advantages[i, t].detach() for i, t in mask.nonzero().tolist()]
-    return torch.stack(terms).mean() if terms else logprobs.nan_to_num().sum() * 0
-
-
 @check("calc_reinforce_objective", public=True, expected=-1.75)
 def worked_objective(student, rng):
     """(-1)(1) + (-2)(-1) + (-3)(2) + (-1)(2), over four true positions, NaN beyond"""
@@ -1092,22 +1031,6 @@ def reinforce_edges(student, rng):
 
 
 # --- calc_expected_policy_gradient --------------------------------------------------------------
-
-
-def policy_gradient_by_autograd(logits, rewards, baseline):
-    """Action by action, the gradient of log p by autograd, and moments about the mean."""
-    logits = leaf(logits)
-    policy = Categorical(logits=logits)
-    gradients = torch.stack(
-        [
-            (rewards[a] - baseline).detach()
-            * torch.autograd.grad(policy.log_prob(torch.tensor(a)), logits, retain_graph=True)[0]
-            for a in range(len(logits))
-        ]
-    )
-    probs = policy.probs.detach()[:, None]
-    mean = (probs * gradients).sum(0)
-    return mean, (probs * gradients**2).sum(0) - mean**2
 
 
 @check(

@@ -13,7 +13,6 @@ import math
 import operator
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,56 +21,45 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributions import Categorical
-from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
-from tests import models
-from tests.inputs import (
+from tests.oracles.ch1_lora import (
+    ByHuggingFace,
+    LoraByOuterProducts,
+    OfTheClassAsked,
+    context_by_hugging_face,
+    forward_by_hugging_face,
+    hooks_by_position,
+    parameters_by_backward,
+    score_by_hugging_face,
+    sft_loss_by_loops,
+)
+from tests.support import models
+from tests.support.inputs import (
     NAN,
     attempt,
     error_of,
+    find_leaves,
     gradients,
     is_error,
     leaf,
+    ragged_batch,
     ragged_mask,
     sliced,
     with_inputs_after,
 )
+from tests.support.models import ATTENTION, SITES, get_sizes
 from utils.grading.checks import check
 from utils.models.loading import load_base_model
 
 RANK, ALPHA = 3, 7
-ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
-SITES = {
-    "gpt2": (*ATTENTION, "mlp.in", "mlp.out"),
-    "shallow": (*ATTENTION, "mlp.in", "mlp.out"),
-    "deep": (*ATTENTION, "mlp.in", "mlp.out"),
-    "llama": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
-    "qwen": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
-}
 # Logits are of size 3, and two ways of computing them in float32 differ by 1e-5.
 CLOSE = {"float64": False, "atol": 2e-4, "rtol": 1e-4}
 
 # --- LoraLayer ----------------------------------------------------------------------------------
-
-
-class LoraByOuterProducts(nn.Module):
-    """The change of the weight as a sum of outer products, one for each rank."""
-
-    def __init__(self, d_in, d_out, rank=4, alpha=32):
-        super().__init__()
-        self.lora_A = nn.Parameter((2 * torch.rand(d_in, rank) - 1) / math.sqrt(d_in))
-        self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
-        self.alpha = alpha
-
-    def forward(self, x):
-        pairs = list(zip(self.lora_A.T, self.lora_B, strict=True))
-        weight = sum(torch.outer(a, b) for a, b in pairs) * self.alpha / len(pairs)
-        return torch.einsum("...i,io->...o", x, weight)
 
 
 def set_layer(layer, lora_A: Tensor, lora_B: Tensor):
@@ -209,24 +197,6 @@ def gradient_at_the_start(student, rng):
 
 
 # --- make_lora_hooks ----------------------------------------------------------------------------
-
-
-def hooks_by_position(site, layer):
-    """One position of one row after the other, and the change of the weight as a matrix."""
-    seen = {}
-
-    def remember(x, hook):
-        seen["x"] = x
-
-    def change(out, hook):
-        x, delta = seen.pop("x"), layer(torch.eye(layer.lora_A.shape[0]))
-        rows = []
-        for i in range(out.shape[0]):
-            changes = [x[i, t].flatten() @ delta for t in range(out.shape[1])]
-            rows.append(torch.stack([c.reshape(out.shape[2:]) for c in changes]))
-        return out + torch.stack(rows).to(out.dtype)
-
-    return [(f"{site}.hook_in", remember), (f"{site}.hook_out", change)]
 
 
 def call_hooks(hooks, point: str, activation: Tensor, ctx: dict | None = None) -> Tensor:
@@ -504,166 +474,6 @@ def hooks_on_a_model(student, rng):
     return found
 
 
-# --- Plain Hugging Face as an oracle ------------------------------------------------------------
-
-D_MODEL = models.D_MODEL
-GPT2_NAMES = {
-    "attn.q": "attn.c_attn",
-    "attn.k": "attn.c_attn",
-    "attn.v": "attn.c_attn",
-    "attn.o": "attn.c_proj",
-    "mlp.in": "mlp.c_fc",
-    "mlp.out": "mlp.c_proj",
-}
-LLAMA_NAMES = {
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "mlp.in": "mlp.up_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.out": "mlp.down_proj",
-}
-
-
-def get_sizes(kind: str, site: str) -> tuple[int, int]:
-    """d_in and d_out of a linear layer."""
-    rotary = kind in models.D_HEAD
-    hidden = 48 if rotary else 4 * D_MODEL
-    heads = 4 * models.D_HEAD[kind] if rotary else D_MODEL
-    d_out = {"mlp.in": hidden, "mlp.gate": hidden, "mlp.out": D_MODEL, "attn.o": D_MODEL}
-    key_value_heads = heads // 2 if rotary else heads
-    d_out |= {"attn.q": heads, "attn.k": key_value_heads, "attn.v": key_value_heads}
-    return {"mlp.out": hidden, "attn.o": heads}.get(site, D_MODEL), d_out[site]
-
-
-def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's weights in float64, with [d_in d_out] added to those of some sites."""
-    weights = {n: p.detach() for n, p in models.load_hf(kind, torch.float64).named_parameters()}
-    for full_site, delta in deltas.items():
-        _, block, site = full_site.split(".", 2)
-        delta = delta.double()
-        if kind in models.D_HEAD:
-            name = f"model.layers.{block}.{LLAMA_NAMES[site]}.weight"
-            delta = delta.T
-        else:
-            name = f"transformer.h.{block}.{GPT2_NAMES[site]}.weight"
-            if site in ATTENTION[:3]:  # one matrix: the columns of q, then k, then v
-                columns = [torch.zeros_like(delta)] * 3
-                columns[ATTENTION.index(site)] = delta
-                delta = torch.cat(columns, 1)
-        weights[name] = weights[name] + delta
-    return weights
-
-
-def score_by_hugging_face(
-    kind: str, deltas: dict[str, Tensor], input_ids: Tensor, attention_mask: Tensor | None = None
-) -> Tensor:
-    """Logits with changed weights, each row's real tokens alone; 0 where there is padding.
-
-    Rows with as many real tokens run in one batch, so that none has padding.
-    """
-    weights, model = change_weights(kind, deltas), models.load_hf(kind, torch.float64)
-    real = (torch.ones_like(input_ids) if attention_mask is None else attention_mask).bool()
-    logits = torch.zeros(*input_ids.shape, model.config.vocab_size, dtype=torch.float64)
-    n_real = real.sum(-1, keepdim=True)  # [batch 1]
-    for n in n_real.unique().tolist():
-        chosen = real & (n_real == n)
-        output = functional_call(model, weights, (input_ids[chosen].view(-1, n),))
-        logits = logits.masked_scatter(chosen[..., None], output.logits)
-    return logits
-
-
-class ByHuggingFace(nn.Module):
-    """What `TransformerWithLora.from_pretrained` gives, by weights that are changed each time."""
-
-    def __init__(self, name, rank=4, alpha=32, sites=ATTENTION, device=None, dtype=None):
-        super().__init__()
-        self.kind, self.scaling, self.sites = Path(name).name.split("-")[0], alpha / rank, {}
-        for site in sites:
-            if site not in SITES[self.kind]:
-                raise ValueError(f"{site} is no site of {self.kind}")
-        self.layers = nn.ParameterList()
-        device = "cpu" if device is None else device
-        for block, site in itertools.product(range(models.N_LAYERS[self.kind]), sites):
-            d_in, d_out = get_sizes(self.kind, site)
-            self.sites[f"blocks.{block}.{site}"] = len(self.layers)
-            lora_A = (torch.rand(d_in, rank) * 2 - 1) / d_in**0.5
-            lora_B = torch.zeros(rank, d_out)
-            self.layers.extend([lora_A.float().to(device), lora_B.float().to(device)])
-
-    def trainable_parameters(self):
-        return list(self.layers)
-
-    def forward(self, input_ids, attention_mask=None):
-        deltas = {
-            site: self.layers[i].double() @ self.layers[i + 1].double() * self.scaling
-            for site, i in self.sites.items()
-        }
-        return score_by_hugging_face(self.kind, deltas, input_ids, attention_mask).float()
-
-
-def get_deltas(model) -> dict[str, Tensor]:
-    """A B alpha/rank by full site name, of the reference's model."""
-    return {
-        site: layer.lora_A.double() @ layer.lora_B.double() * layer.alpha / layer.rank
-        for site, layer in model.adapters.items()
-    }
-
-
-@dataclass
-class CacheOfIds:
-    """All ids so far: each forward lengthens the cache that it is given."""
-
-    ids: Tensor | None = None
-
-
-def forward_by_hugging_face(kind: str, folded: dict[str, Tensor] | None = None) -> Callable:
-    """A stand-in for the forward, in each of the reference's modes, with a cache of ids.
-
-    folded: what is added to the weights; where None is given, what the adapters hold.
-    """
-
-    def forward(self, input_ids, attention_mask=None, past_key_values=None, **kwargs):
-        ids, cache = input_ids, past_key_values
-        if not isinstance(cache, CacheOfIds):
-            cache = CacheOfIds()
-        if cache.ids is not None:
-            ids = torch.cat([cache.ids, input_ids], dim=1)
-        if attention_mask is not None and attention_mask.shape != ids.shape:
-            raise ValueError("attention_mask should cover the cached positions and the new ones")
-        deltas = folded
-        if deltas is None:
-            deltas = {} if self._mode == "reference" else get_deltas(self)
-        logits = score_by_hugging_face(kind, deltas, ids, attention_mask)
-        logits = logits[:, -input_ids.shape[1] :].float()
-        cache.ids = ids
-        if not kwargs.get("use_cache", True):
-            cache = None
-        return (logits, cache) if kwargs.get("return_type") == "logits_and_cache" else logits
-
-    return forward
-
-
-def context_by_hugging_face(kind: str, adapted: bool) -> Callable:
-    """A stand-in for `merged` or `reference`: inside, the forward is Hugging Face's."""
-
-    @contextlib.contextmanager
-    def context(self) -> Iterator:
-        if self._mode != "hooked":
-            raise RuntimeError("contexts do not nest")
-        self._mode = "by Hugging Face"
-        folded = get_deltas(self) if adapted else {}  # as they are on entering
-        vars(self)["forward"] = forward_by_hugging_face(kind, folded).__get__(self)
-        try:
-            yield self
-        finally:
-            self._mode = "hooked"
-            del vars(self)["forward"]
-
-    return context
-
-
 # --- Models and what is observed of them --------------------------------------------------------
 
 
@@ -713,18 +523,6 @@ def add_head(model, rng, d_out: int = 1) -> list[nn.Parameter]:
     return [*named.values()]
 
 
-def ragged_batch(rng, rows: int = 3, seq: int = 8) -> tuple[Tensor, Tensor]:
-    """Random ids, padded on the left and, in other rows, on the right; pad, bos and eos are real
-    tokens as well."""
-    left = torch.arange(rows)[rng.permutation(rows)] * 2
-    right = seq - torch.arange(rows)[rng.permutation(rows)]
-    positions = torch.arange(seq)
-    mask = ((positions >= left[:, None]) & (positions < right[:, None])).long()
-    ids = rng.integers(3, 512, rows, seq)
-    ids[:, seq // 2] = rng.permutation(rows)  # a column that is real in every row
-    return ids * mask, mask
-
-
 def score(model, ids: Tensor, mask: Tensor) -> Tensor:
     """The logits at real tokens, [tokens vocab]."""
     return model(ids, mask)[mask.bool()]
@@ -754,19 +552,6 @@ def measure_gradients(model, output: Tensor) -> dict[str, Tensor]:
     output.backward()
     zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     return {f"the gradients of {name}": m for name, m in measure(zeros).items()}
-
-
-def find_leaves(output: Tensor) -> list[Tensor]:
-    """The tensors in which a backward from `output` would leave gradients."""
-    seen, todo, leaves = set(), [output.grad_fn], []
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaves += [node.variable] if hasattr(node, "variable") else []
-        todo += [following for following, _ in node.next_functions]
-    return leaves
 
 
 def list_shapes(tensors: Iterable[Tensor]) -> list[str]:
@@ -939,19 +724,6 @@ def dropout(student, rng):
         "parameters that require a gradient after .train()": trained,
         "parameters that require a gradient after .eval()": list_trained(model.eval()),
     }
-
-
-class OfTheClassAsked:
-    """`ByHuggingFace`, in a subclass that is named as the class of which it is asked."""
-
-    def __init__(self):
-        self.__name__ = self.__qualname__ = type(self).__name__  # as functions and classes have
-
-    def __get__(self, _, owner: type) -> type:
-        return type(owner.__name__, (ByHuggingFace,), {})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        return ByHuggingFace(*args, **kwargs)
 
 
 def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
@@ -1750,16 +1522,6 @@ def rounded_once(student, rng):
 # --- TransformerWithLora.trainable_parameters ---------------------------------------------------
 
 
-def parameters_by_backward(self):
-    """All that a backward from the logits reaches, in a mode where the adapters are on."""
-    mode, self._mode = self._mode, "hooked"
-    head = list(self.value_head.parameters()) if hasattr(self, "value_head") else []
-    try:
-        return find_leaves(self(torch.ones(1, 1, dtype=torch.long))) + head
-    finally:
-        self._mode = mode
-
-
 @check(
     "TransformerWithLora.trainable_parameters",
     public=True,
@@ -2131,13 +1893,6 @@ def adapters_that_do_not_fit(student, rng):
 
 
 # --- calc_sft_loss ------------------------------------------------------------------------------
-
-
-def sft_loss_by_loops(logits, tokens, loss_mask):
-    """Targets picked one by one, and torch.distributions."""
-    targets = [(i, t) for i, t in loss_mask.nonzero().tolist() if t > 0]
-    predictions = Categorical(logits=torch.stack([logits[i, t - 1] for i, t in targets]))
-    return -predictions.log_prob(torch.stack([tokens[i, t] for i, t in targets])).mean()
 
 
 def sft_batch(rng, rows: int = 6, seq: int = 7, vocab: int = 9, std: float = 1.0):

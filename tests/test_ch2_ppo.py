@@ -4,9 +4,6 @@ import contextlib
 import functools
 import itertools
 import math
-import operator
-import re
-import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -18,8 +15,22 @@ from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch2_ppo
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
-from tests import models, trainers
-from tests.inputs import (
+from tests.oracles.ch2_ppo import (
+    advantages_at_the_ends,
+    advantages_by_double_sum,
+    advantages_by_statistics,
+    count_by_loops,
+    entropy_bonus_by_categorical,
+    kl_penalty_by_distributions,
+    memory_by_loops,
+    reward_by_statistics,
+    sentiment_by_word,
+    surrogate_by_cases,
+    token_rewards_by_loops,
+    value_loss_by_cases,
+)
+from tests.support import models, trainers
+from tests.support.inputs import (
     NAN,
     attempt,
     error_of,
@@ -31,7 +42,7 @@ from tests.inputs import (
     sliced,
     with_inputs_after,
 )
-from tests.trainers import RANK, beyond, inside, make_model, make_samples
+from tests.support.trainers import RANK, beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import NEGATIVE_WORDS, NEUTRAL_WORDS, POSITIVE_WORDS
 
@@ -93,20 +104,7 @@ def call_on_edges(rng, function, make_tensors, *settings):
     return by_case(found)
 
 
-def mean_of_terms(terms, of):
-    """Their mean, or a 0 that depends on `of`."""
-    return torch.stack(terms).mean() if terms else of.nan_to_num(posinf=0.0).sum() * 0
-
-
 # --- reward_fn_char_count -----------------------------------------------------------------------
-
-
-def count_by_loops(samples, char="."):
-    counts = torch.zeros(len(samples))
-    for row, text in enumerate(samples):
-        for c in text:
-            counts[row] += c == char
-    return counts
 
 
 def random_texts(rng, rows):
@@ -153,19 +151,6 @@ OTHER_WORDS = tuple(
     "charmings bores greats good excellent amazing beautiful best love nice fantastic "
     "awful worst horrible hate stupid waste disappointing".split()
 )
-
-
-def sentiment_by_word(samples):
-    """One search in every text for each word of the lists."""
-    rewards = []
-    for text in samples:
-        positive, negative = (
-            sum(len(re.findall(rf"\b{word}\b", text, re.IGNORECASE)) for word in words)
-            for words in (POSITIVE_WORDS, NEGATIVE_WORDS)
-        )
-        total = positive + negative
-        rewards.append((positive - negative) / total if total else 0.0)
-    return torch.tensor(rewards)
 
 
 def reward_each(student, texts):
@@ -261,18 +246,6 @@ def no_word_of_the_lists(student, rng):
 # --- normalize_reward ---------------------------------------------------------------------------
 
 
-def standardize(numbers, eps):
-    """By Python's statistics; zeros where there is no spread."""
-    if len(set(numbers)) < 2:
-        return [0.0] * len(numbers)
-    mean, std = statistics.fmean(numbers), statistics.stdev(numbers)
-    return [(x - mean) / (std + eps) for x in numbers]
-
-
-def reward_by_statistics(rewards, eps=1e-5):
-    return torch.tensor(standardize(rewards.tolist(), eps))
-
-
 @check("normalize_reward", public=True, expected=[-0.5, 0.0, 0.5])
 def worked_normal_rewards(student, rng):
     """1, 2, 3 with eps 1: the mean is 2, the std 1, so -1/2, 0, 1/2"""
@@ -334,16 +307,6 @@ def equal_rewards(student, rng):
 
 
 # --- compute_token_rewards ----------------------------------------------------------------------
-
-
-def token_rewards_by_loops(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    rewards = torch.zeros(mask.shape)
-    for row, t in mask.nonzero().tolist():
-        if kl_coef:
-            rewards[row, t] -= kl_coef * (logprobs[row, t] - ref_logprobs[row, t]).item()
-        if t == int(mask[row].sum()) - 1:
-            rewards[row, t] += scores[row].item()
-    return rewards
 
 
 @check("compute_token_rewards", public=True, expected=[[0, 5, 0], [0, 0, -2], [0, 0, 0], [1, 0, 0]])
@@ -442,37 +405,6 @@ def token_rewards_carry_no_gradient(student, rng):
 # --- compute_advantages -------------------------------------------------------------------------
 
 
-def deltas_of(values, rewards, gamma):
-    """r + gamma V' - V for one completion, as a list."""
-    after = [*values, 0.0][1:]
-    return [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
-
-
-def advantages_by_double_sum(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    """A_t = sum over l of (gamma lam)^l delta_{t+l}, written out row by row."""
-    advantages = torch.zeros(mask.shape)
-    for row, length in enumerate(mask.sum(-1).tolist()):
-        v, r = (x[row, :length].tolist() for x in (values, token_rewards))
-        deltas = deltas_of(v, r, gamma)
-        decay = [(gamma * lam) ** k for k in range(length)]
-        for t in range(length):
-            advantages[row, t] = sum(map(operator.mul, decay, deltas[t:]))
-    return advantages
-
-
-def advantages_at_the_ends(values, token_rewards, mask, gamma, lam):
-    """lam 1: the discounted return of what follows, minus the value. lam 0: one step ahead."""
-    advantages = torch.zeros(mask.shape)
-    for row, length in enumerate(mask.sum(-1).tolist()):
-        v, r = (x[row, :length].tolist() for x in (values, token_rewards))
-        for t in range(length):
-            if lam == 1:
-                advantages[row, t] = sum(gamma**k * r[t + k] for k in range(length - t)) - v[t]
-            else:
-                advantages[row, t] = deltas_of(v, r, gamma)[t]
-    return advantages
-
-
 def rollouts(rng, mask):
     """Values of a mean that shows what follows the last token, rewards at every token."""
     values, token_rewards = rng.normal(*mask.shape, mean=2), rng.normal(*mask.shape)
@@ -551,15 +483,6 @@ def advantages_carry_no_gradient(student, rng):
 
 
 # --- normalize_advantages -----------------------------------------------------------------------
-
-
-def advantages_by_statistics(advantages, mask, eps=1e-8):
-    normalized = torch.zeros(mask.shape)
-    positions = mask.nonzero().tolist()
-    numbers = standardize([advantages[i, t].item() for i, t in positions], eps)
-    for (i, t), number in zip(positions, numbers, strict=True):
-        normalized[i, t] = number
-    return normalized
 
 
 @check("normalize_advantages", public=True, expected=[[-1.0, 1.0], [0.0, 0.0]])
@@ -645,24 +568,6 @@ def normal_advantages_carry_no_gradient(student, rng):
 
 
 # --- calc_clipped_surrogate_objective -----------------------------------------------------------
-
-
-def surrogate_by_cases(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
-):
-    """Token by token: what is gained beyond the interval is a constant."""
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    terms = []
-    for i, t in mask.nonzero().tolist():
-        logratio = logprobs[i, t] - old_logprobs[i, t].item()
-        ratio, a = torch.tensor(min(logratio.item(), 100.0)).exp().item(), advantages[i, t].item()
-        if a > 0 and ratio > 1 + high:
-            terms.append(torch.tensor((1 + high) * a))
-        elif a < 0 and ratio < 1 - clip_coef:
-            terms.append(torch.tensor((1 - clip_coef) * a))
-        else:
-            terms.append(logratio.exp() * a)
-    return mean_of_terms(terms, logprobs)
 
 
 def surrogate_inputs(rng, mask, spread=0.5):
@@ -788,20 +693,6 @@ def surrogate_edges(student, rng):
 # --- calc_value_function_loss -------------------------------------------------------------------
 
 
-def value_loss_by_cases(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    """Token by token: a value held at the end of its interval is a constant."""
-    errors = []
-    for i, t in mask.nonzero().tolist():
-        value, old, target = values[i, t], old_values[i, t].item(), returns[i, t].item()
-        error = (value - target) ** 2
-        if clip_coef is not None and abs(value.item() - old) > clip_coef:
-            held = old + clip_coef if value.item() > old else old - clip_coef
-            if (held - target) ** 2 > error.item():
-                error = torch.tensor((held - target) ** 2)
-        errors.append(error)
-    return vf_coef / 2 * mean_of_terms(errors, values)
-
-
 def value_inputs(rng, mask):
     old_values = rng.normal(*mask.shape, mean=1)
     values = old_values + rng.normal(*mask.shape, std=0.6)
@@ -889,12 +780,6 @@ def value_loss_edges(student, rng):
 # --- calc_entropy_bonus -------------------------------------------------------------------------
 
 
-def entropy_bonus_by_categorical(logits, mask, ent_coef):
-    """With torch.distributions."""
-    terms = [Categorical(logits=logits[mask]).entropy().mean()] if mask.any() else []
-    return ent_coef * mean_of_terms(terms, logits)
-
-
 def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
@@ -935,14 +820,6 @@ def entropy_bonus_edges(student, rng):
 
 
 # --- calc_kl_penalty ----------------------------------------------------------------------------
-
-
-def kl_penalty_by_distributions(logits, ref_logits, mask, kl_coef):
-    terms = []
-    if mask.any():
-        p, q = (Categorical(logits=x[mask]) for x in (logits, ref_logits.detach()))
-        terms.append(kl_divergence(p, q).mean())
-    return kl_coef * mean_of_terms(terms, logits)
 
 
 def two_logits(rng, mask, std=1.5, vocab=130):
@@ -1334,7 +1211,7 @@ def _numbered_fields(rng, rows):
         "mask": (numbers[:, None] >> torch.arange(5)) % 2 == 1,
         "logprobs": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
         "advantages": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
-        "scores": (numbers + shift).to(rng.dtype),
+        "returns": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
     }
 
 
@@ -1396,7 +1273,7 @@ def fields_and_dtypes(student, rng):
     one = student.ReplayMemory(**{name: x[3:4] for name, x in fields.items()})
     memory = student.ReplayMemory(ref_logprobs=None, **fields)
     (whole,) = memory.get_minibatches()
-    order = whole.scores.argsort()
+    order = whole.returns[:, 0].argsort()
     found = {f"{name} of the memory": getattr(memory, name) for name in fields}
     found |= {f"{name} of one row": getattr(one.get_minibatches()[0], name) for name in fields}
     found |= {f"{name} of all rows": getattr(whole, name)[order] for name in fields}
@@ -1410,17 +1287,19 @@ def fields_and_dtypes(student, rng):
 def rows_that_do_not_fit(student, rng):
     """A field with a row less, or more, than the others; a group_size that does not divide"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
-    fields = {"input_ids": rng.normal(rows, 3), "mask": rng.normal(rows, 2)}
+    names = ("input_ids", "attention_mask", "mask", "logprobs", "advantages", "returns")
+    fields = {other: rng.normal(rows, 2) for other in names if other != name}
 
     def use(**arguments):
         return student.ReplayMemory(**arguments).get_minibatches()
 
-    (whole,) = student.ReplayMemory(**fields).get_minibatches()
+    fitting = {name: rng.normal(rows, 2)}
+    (whole,) = student.ReplayMemory(**fields, **fitting).get_minibatches()
     return {
         "a row less": error_of(name, use, **fields, **{name: rng.normal(rows - 1, 2)}),
         "a row more": error_of(name, use, **fields, **{name: rng.normal(rows + 1, 2)}),
         "a group_size that does not divide": error_of(
-            "group_size", use, group_size=rows - 1, **fields
+            "group_size", use, group_size=rows - 1, **fields, **fitting
         ),
         "the sum of what fits": whole.input_ids.sum(),
     }
@@ -1449,22 +1328,36 @@ def _rows_that_do_not_divide(observed, reference):
     return None
 
 
+def _rows_and_numbers(n, x):
+    """The fields of n rows: the number of each, and of `x` one for each."""
+    rows = torch.arange(n)
+    ids, mask = rows[:, None].repeat(1, 3), torch.ones(n, 1, dtype=torch.bool)
+    logprobs = torch.zeros(n, 1, dtype=x.dtype)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mask": mask,
+        "logprobs": logprobs,
+        "advantages": x[:n],
+    }
+
+
 @check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
 def groups_and_odd_numbers(student, rng):
     """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 in 2, for 2 epochs: whole groups"""
     x = rng.normal(96)
     memory = student.ReplayMemory(
-        num_minibatches=4, batches_per_learning_phase=2, row=torch.arange(9), x=x[:9]
+        num_minibatches=4, batches_per_learning_phase=2, **_rows_and_numbers(9, x)
     )
-    rows = [minibatch.row for minibatch in memory.get_minibatches()]
+    rows = [minibatch.input_ids[:, 0] for minibatch in memory.get_minibatches()]
     found = {"rows": torch.cat(rows), "x": x, "minibatches of 9 rows": len(rows)}
     for n_groups in (24, 3):
-        rows = torch.arange(4 * n_groups)
+        fields = _rows_and_numbers(4 * n_groups, x)
         grouped = student.ReplayMemory(
-            num_minibatches=2, batches_per_learning_phase=2, group_size=4, row=rows, x=x[rows]
+            num_minibatches=2, batches_per_learning_phase=2, group_size=4, **fields
         )
-        drawn = [(minibatch.row, minibatch.x) for minibatch in grouped.get_minibatches()]
-        padded = [F.pad(row, (0, len(rows) - len(row)), value=-1) for row, _ in drawn]
+        drawn = [(m.input_ids[:, 0], m.advantages) for m in grouped.get_minibatches()]
+        padded = [F.pad(row, (0, 4 * n_groups - len(row)), value=-1) for row, _ in drawn]
         found[f"{n_groups} groups"] = torch.stack(padded)
         found[f"x of {n_groups} groups"] = torch.cat([part for _, part in drawn])
     return found
@@ -1482,50 +1375,6 @@ MEMORY_FIELDS = (
     "advantages",
     "returns",
 )
-
-
-def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
-    """Row by row and token by token: rewards, the double sum of GAE, one whitening."""
-    mask = samples.completion_mask
-    scores, logprobs, values = scores.detach(), logprobs.detach(), values.detach()
-    if args.normalize_reward:
-        spread = scores.std() if len(scores) > 1 else 0.0
-        constant = bool((scores == scores[0]).all())
-        scores = scores * 0 if constant else (scores - scores.mean()) / (spread + 1e-5)
-    advantages = torch.zeros_like(values)
-    for row, n in enumerate(mask.sum(-1).tolist()):
-        rewards = torch.zeros(n, dtype=values.dtype)
-        if args.kl_in == "reward" and args.kl_coef:
-            rewards = -args.kl_coef * (logprobs - ref_logprobs.detach())[row, :n]
-        if n:
-            rewards[-1] += scores[row]
-        v = torch.cat([values[row, :n], values.new_zeros(1)])
-        deltas = rewards + args.gamma * v[1:] - v[:-1]
-        for t in range(n):
-            weights = (args.gamma * args.lam) ** torch.arange(n - t)
-            advantages[row, t] = (weights * deltas[t:]).sum()
-    kept = advantages[mask]
-    whitened = torch.zeros_like(advantages)
-    if len(kept) > 1 and not bool((kept == kept[0]).all()):
-        whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
-
-    def get_minibatches():
-        epoch = samples.input_ids.tensor_split(args.num_minibatches)
-        return [
-            trainers.as_memory(input_ids=ids) for ids in epoch
-        ] * args.batches_per_learning_phase
-
-    return trainers.as_memory(
-        input_ids=samples.input_ids,
-        attention_mask=samples.attention_mask,
-        mask=mask,
-        logprobs=logprobs,
-        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
-        values=values,
-        advantages=whitened,
-        returns=advantages + values,
-        get_minibatches=get_minibatches,
-    )
 
 
 def _make_memory(

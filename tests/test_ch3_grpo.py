@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import statistics
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
@@ -17,49 +16,43 @@ from solutions.ch0_sampling import get_logprobs
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import (
     ReplayMemory,
-    calc_clipped_surrogate_objective,
-    compute_advantages,
-    compute_token_rewards,
 )
-from tests import models, trainers
-from tests.inputs import (
+from tests.oracles.ch3_grpo import (
+    advantages_by_loops,
+    advantages_by_statistics,
+    grpo_memory_by_loops,
+    k3_number_by_number,
+    k3_of_differences,
+    k3_of_probabilities,
+    objective_by_cases,
+    ppo_without_values,
+    process_by_statistics,
+    reinforce_by_completions,
+    single_update_without_kl,
+)
+from tests.support import models, trainers
+from tests.support.inputs import (
     NAN,
     constant_groups_are_zeros,
     error_of,
     gradients,
+    grouped_rewards,
     leaf,
     masks_of_many_shapes,
+    one_zero,
     poison,
+    ragged_logprobs,
     ragged_mask,
     sliced,
     value_and_gradients,
     with_inputs_after,
 )
-from tests.trainers import beyond, inside, make_model, make_samples
+from tests.support.trainers import beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 
 # --- group_advantages ---------------------------------------------------------------------------
 
 SCALES = ("group", "batch", "none")
-
-
-def advantages_by_statistics(rewards, group_size, scale="group", eps=1e-4):
-    """Group by group in plain Python."""
-    numbers, advantages = rewards.tolist(), []
-    for start in range(0, len(numbers), group_size):
-        group = numbers[start : start + group_size]
-        if scale == "none":
-            divisor = 1.0
-        else:
-            divisor = statistics.stdev(group if scale == "group" else numbers) + eps
-        advantages += [(r - statistics.mean(group)) / divisor for r in group]
-    return torch.tensor(advantages)
-
-
-def grouped_rewards(rng, groups: int, group_size: int) -> Tensor:
-    """Groups with means and spreads of their own."""
-    spreads, means = rng.uniform(groups, 1, low=0.3, high=3.0), rng.normal(groups, 1, std=3)
-    return (rng.normal(groups, group_size) * spreads + means).flatten()
 
 
 def _every_scale(student, rewards, group_size, **options):
@@ -198,23 +191,6 @@ def unknown_scales(student, rng):
 # --- calc_single_update_objective ---------------------------------------------------------------
 
 
-def reinforce_by_completions(logprobs, advantages, mask):
-    """The mean over completions of mean logprob * A: its gradient, with the value at ratio 1."""
-    rows = []
-    for row, advantage, kept in zip(logprobs, advantages.tolist(), mask, strict=True):
-        chosen = row[kept]
-        gain = chosen - chosen.detach()  # 0, and the log-prob's gradient
-        rows.append(advantage * (1 + gain.mean()) if len(chosen) else torch.zeros(()))
-    return torch.stack(rows).mean()
-
-
-def one_zero(rng, mask: Tensor) -> Tensor:
-    """Advantages, 0 for the longest completion."""
-    advantages = rng.normal(len(mask))
-    advantages[mask.sum(-1).argmax()] = 0.0
-    return advantages
-
-
 def _single(student, mask):
     return lambda logprobs, advantages: student.calc_single_update_objective(
         logprobs, advantages, mask
@@ -293,24 +269,6 @@ def unlikely_tokens(student, rng):
 
 
 # --- calc_per_token_kl --------------------------------------------------------------------------
-
-
-def k3_of_probabilities(logprobs, ref_logprobs):
-    """r - 1 - log r of the ratio r of two probabilities (float64)."""
-    r = ref_logprobs.detach().exp() / logprobs.exp()
-    return r - 1 - r.log()
-
-
-def k3_number_by_number(logprobs, ref_logprobs):
-    """With the math module, for ratios that float64 can hold and probabilities that it cannot."""
-    d = (ref_logprobs - logprobs).flatten().tolist()
-    return torch.tensor([math.exp(x) - 1 - x for x in d]).reshape(logprobs.shape)
-
-
-def k3_of_differences(logprobs, ref_logprobs):
-    """exp(d) - 1 - d, where in float64 the digits lost do not count."""
-    d = ref_logprobs.detach() - logprobs
-    return d.exp() - 1 - d
 
 
 def add(logprobs: Tensor, d: Tensor) -> Tensor:
@@ -416,44 +374,6 @@ def what_k3_estimates(student, rng):
 # --- calc_grpo_objective ------------------------------------------------------------------------
 
 
-def objective_by_cases(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """Token by token: the cases of the minimum written out, on probabilities."""
-    high = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
-    total = torch.zeros(())
-    for i, t in mask.nonzero().tolist():
-        ratio = logprobs[i, t].exp() / old_logprobs[i, t].detach().exp()
-        advantage = (advantages[i] if advantages.ndim == 1 else advantages[i, t]).item()
-        if advantage > 0 and ratio > high:
-            term = torch.tensor(high * advantage)
-        elif advantage < 0 and ratio < 1 - clip_coef:
-            term = torch.tensor((1 - clip_coef) * advantage)
-        else:
-            term = ratio * advantage
-        if beta != 0:
-            term = term - beta * k3_of_probabilities(logprobs[i, t], ref_logprobs[i, t])
-        total = total + term / mask[i].sum()
-    return total / len(mask)
-
-
-def ragged_logprobs(rng, mask: Tensor, fill: float = NAN) -> dict[str, Tensor]:
-    """Log-probs with ratios beyond both clips; `fill` beyond the mask."""
-    old = -rng.uniform(*mask.shape, low=0.1, high=3.0)
-    return {
-        "logprobs": poison(old + rng.normal(*mask.shape, std=0.7), mask, fill),
-        "old_logprobs": poison(old, mask, -fill),
-        "ref_logprobs": poison(old + rng.normal(*mask.shape, std=0.7), mask, fill),
-    }
-
-
 def _objective(student, mask, *args, **options):
     """The objective as a function of the tensors that could have a gradient."""
     return lambda logprobs, old_logprobs, ref_logprobs, advantages: student.calc_grpo_objective(
@@ -501,7 +421,9 @@ def ragged_objectives(student, rng):
     advantages = one_zero(rng, mask)
     return {
         f"{fill}": value_and_gradients(
-            _objective(student, mask), **ragged_logprobs(rng, mask, fill), advantages=advantages
+            _objective(student, mask),
+            **ragged_logprobs(rng, mask, fill, with_ref=True),
+            advantages=advantages,
         )
         for fill in (NAN, torch.inf, -torch.inf)
     }
@@ -511,7 +433,7 @@ def ragged_objectives(student, rng):
 def clips_and_beta(student, rng):
     """Other clip_coef, clip_coef_high and beta; by position too; no reference at beta 0"""
     mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
-    logprobs, old, ref = ragged_logprobs(rng, mask).values()
+    logprobs, old, ref = ragged_logprobs(rng, mask, with_ref=True).values()
     f = student.calc_grpo_objective
     options = {
         "narrow": {"clip_coef": 0.05, "beta": 0.0},
@@ -591,7 +513,7 @@ def advantages_of_tokens(student, rng):
         advantages[:, rng.integer(0, completion)] = 0.0
         found[f"{rows} by {completion}"] = value_and_gradients(
             _objective(student, mask),
-            **ragged_logprobs(rng, mask),
+            **ragged_logprobs(rng, mask, with_ref=True),
             advantages=poison(advantages, mask, fill),
         )
     return found
@@ -604,36 +526,25 @@ def objectives_of_many_shapes(student, rng):
     return {
         name: value_and_gradients(
             _objective(student, mask),
-            **ragged_logprobs(rng, mask),
+            **ragged_logprobs(rng, mask, with_ref=True),
             advantages=rng.normal(len(mask)),
         )
         for name, mask in masks.items()
     } | {
         "all advantages 0": value_and_gradients(
             _objective(student, masks["5 by 5"]),
-            **ragged_logprobs(rng, masks["5 by 5"]),
+            **ragged_logprobs(rng, masks["5 by 5"], with_ref=True),
             advantages=rng.tensor([0.0] * 5),
         ),
         "float64": value_and_gradients(
             lambda **x: _objective(student, masks["5 by 5"])(**x).to(rng.dtype),
-            **{name: x.double() for name, x in ragged_logprobs(rng, masks["5 by 5"]).items()},
+            **{
+                name: x.double()
+                for name, x in ragged_logprobs(rng, masks["5 by 5"], with_ref=True).items()
+            },
             advantages=rng.normal(5).double(),
         ),
     }
-
-
-def single_update_without_kl(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.0,
-):
-    """All that is left of it at ratio 1."""
-    return reinforce_by_completions(logprobs, advantages, mask)
 
 
 @check("calc_grpo_objective", expected=single_update_without_kl)
@@ -651,34 +562,13 @@ def ratio_one(student, rng):
     )
 
 
-def ppo_without_values(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """Chapter 2 completion by completion, with values 0 and gamma = lam = 1."""
-    token_rewards = compute_token_rewards(advantages, mask)
-    advantages = compute_advantages(torch.zeros_like(token_rewards), token_rewards, mask, 1.0, 1.0)
-    rows = [x.split(1) for x in (logprobs, old_logprobs, advantages, mask)]
-    surrogates = [
-        calc_clipped_surrogate_objective(*row, clip_coef, clip_coef_high)
-        for row in zip(*rows, strict=True)
-    ]
-    return torch.stack(surrogates).mean()
-
-
 @check("calc_grpo_objective", expected=ppo_without_values)
 def ppo_of_each_completion(student, rng):
     """PPO with values 0 and gamma = lam = 1, completion by completion; beta 0, higher clip 0.28"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
     return value_and_gradients(
         _objective(student, mask, 0.2, 0.28, beta=0.0),
-        **ragged_logprobs(rng, mask),
+        **ragged_logprobs(rng, mask, with_ref=True),
         advantages=advantages,
     )
 
@@ -729,7 +619,7 @@ def far_from_the_reference(student, rng):
 def tensors_afterwards(student, rng):
     """The tensors that the objective is given, slices of larger ones, stay as they were"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
-    tensors = [sliced(x) for x in ragged_logprobs(rng, mask).values()]
+    tensors = [sliced(x) for x in ragged_logprobs(rng, mask, with_ref=True).values()]
     per_token = sliced(poison(rng.normal(*mask.shape), mask))
     return [
         with_inputs_after(student.calc_grpo_objective, *tensors, a, sliced(mask))
@@ -738,26 +628,6 @@ def tensors_afterwards(student, rng):
 
 
 # --- process_advantages -------------------------------------------------------------------------
-
-
-def process_by_statistics(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    """Token by token, the steps that end there or later."""
-    rows = []
-    for row, (rewards, ends) in enumerate(zip(step_rewards, step_ends, strict=True)):
-        first = row // group_size * group_size
-        together = torch.cat(step_rewards[first : first + group_size]).tolist()
-        steps = list(zip(rewards.tolist(), ends.tolist(), strict=True))
-        if len(set(together)) < 2:
-            steps = []
-        mean = statistics.mean(together) if steps else 0.0
-        std = statistics.stdev(together) if steps else 0.0
-        rows.append(
-            [
-                sum((r - mean) / (std + eps) for r, end in steps if end >= t)
-                for t in range(completion_len)
-            ]
-        )
-    return torch.tensor(rows, dtype=torch.get_default_dtype())
 
 
 def rewarded_steps(rng, counts: list[int], completion_len: int):
@@ -923,30 +793,6 @@ def _make_grpo_args(student, **options):
         "prompts": list(trainers.PROMPTS),
     }
     return student.GrpoArgs(**(defaults | options))
-
-
-def advantages_by_loops(scores, group_size, scale="group", eps=1e-4):
-    rows = []
-    for start in range(0, len(scores), group_size):
-        group = scores[start : start + group_size]
-        spread = {"group": group.std() + eps, "batch": scores.std() + eps, "none": 1.0}[scale]
-        constant = bool((group == group[0]).all())
-        rows += [r * 0 if constant else (r - group.mean()) / spread for r in group]
-    return torch.stack(rows)
-
-
-def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
-    per_epoch = [SimpleNamespace(mask=None)] * args.num_minibatches
-    scores = scores.detach()
-    return trainers.as_memory(
-        input_ids=samples.input_ids,
-        attention_mask=samples.attention_mask,
-        mask=samples.completion_mask,
-        logprobs=logprobs.detach(),
-        ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
-        advantages=advantages_by_loops(scores, args.group_size, args.advantage_scale),
-        get_minibatches=lambda: per_epoch * args.batches_per_learning_phase,
-    )
 
 
 def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=False, **options):

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import itertools
-import math
-from fractions import Fraction
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
@@ -16,32 +14,42 @@ from torch.distributions import Categorical, kl_divergence
 from solutions.ch0_sampling import Samples, get_samples
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory
-from solutions.ch3_grpo import calc_grpo_objective
-from tests import models, trainers
-from tests.inputs import (
+from tests.oracles.ch5_rlvr import (
+    aggregate_by_loops,
+    answer_by_characters,
+    combine_by_loops,
+    correct_by_characters,
+    drop_by_loops,
+    format_by_characters,
+    geometric_mean_of_ratios,
+    grpo_without_kl,
+    informative_by_sets,
+    leave_one_out_by_loops,
+    pass_by_enumeration,
+    pass_one_by_one,
+    penalize_by_loops,
+    rlvr_by_cases,
+)
+from tests.support import models, trainers
+from tests.support.inputs import (
     NAN,
     constant_groups_are_zeros,
     error_of,
+    grouped_rewards,
     leaf,
     masks_of_many_shapes,
+    one_zero,
     poison,
+    ragged_logprobs,
     ragged_mask,
     value_and_gradients,
     with_inputs_after,
 )
-from tests.trainers import beyond, inside, make_model, make_samples
+from tests.support.trainers import beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import worked_answer
 
 # --- extract_answer -----------------------------------------------------------------------------
-
-
-def answer_by_characters(text):
-    """What follows the last "A: ", if all of it is an integer."""
-    _, found, tail = text.rpartition("A: ")
-    digits = tail[1:] if tail.startswith("-") else tail
-    is_integer = len(digits) > 0 and all(c in "0123456789" for c in digits)
-    return tail if found and is_integer else None
 
 
 def work_out(rng, slip: int = 0) -> tuple[str, int]:
@@ -114,11 +122,6 @@ def spellings(student, rng):
 # --- reward_fn_correct --------------------------------------------------------------------------
 
 
-def correct_by_characters(samples, answers):
-    pairs = zip(samples, answers, strict=True)
-    return torch.tensor([float(answer_by_characters(s) == f"{a}") for s, a in pairs])
-
-
 @check("reward_fn_correct", public=True, expected=[1.0, 0.0, 1.0, 0.0, 0.0])
 def worked_corrections(student, rng):
     """12 for 12, 13 for 12, the last of two, one that goes on, none"""
@@ -180,16 +183,6 @@ def answers_that_do_not_fit(student, rng):
 # --- reward_fn_format ---------------------------------------------------------------------------
 
 
-def format_by_characters(samples):
-    steps = ("ones ", "tens ", "sum ")
-    return torch.tensor(
-        [
-            float(all(text.find(step) >= 0 for step in steps) and bool(answer_by_characters(text)))
-            for text in samples
-        ]
-    )
-
-
 @check("reward_fn_format", public=True, expected=[1.0, 0.0, 0.0, 1.0])
 def worked_formats(student, rng):
     """Worked with an answer; direct; worked but cut off; worked with a wrong answer"""
@@ -232,13 +225,6 @@ def steps_that_are_missing(student, rng):
 
 
 # --- combine_rewards ----------------------------------------------------------------------------
-
-
-def combine_by_loops(rewards, weights):
-    combined = []
-    for column in rewards.T.tolist():
-        combined.append(sum(w * r for w, r in zip(weights, column, strict=True)))
-    return torch.tensor(combined)
 
 
 @check("combine_rewards", public=True, expected=[2.0, 0.5, 2.5])
@@ -307,20 +293,6 @@ def weights_that_do_not_fit(student, rng):
 # --- pass_at_k ----------------------------------------------------------------------------------
 
 
-def pass_by_enumeration(n, c, k):
-    """All ways to take k of n completions; the first c are right."""
-    taken = list(itertools.combinations(range(n), k))
-    return sum(min(rows) < c for rows in taken) / len(taken)
-
-
-def pass_one_by_one(n, c, k):
-    """Exact: all k are wrong, one after the other."""
-    missed = Fraction(1)
-    for i in range(k):
-        missed *= Fraction(max(n - c - i, 0), n - i)
-    return float(1 - missed)
-
-
 def _pass(student, cases):
     found = [float(student.pass_at_k(*case)) for case in cases]
     return torch.tensor(found, dtype=torch.float64)
@@ -374,12 +346,6 @@ def numbers_that_cannot_be(student, rng):
 
 
 # --- select_informative_groups ------------------------------------------------------------------
-
-
-def informative_by_sets(rewards, group_size):
-    numbers = rewards.tolist()
-    groups = [numbers[i : i + group_size] for i in range(0, len(numbers), group_size)]
-    return torch.tensor([len(set(group)) > 1 for group in groups])
 
 
 @check("select_informative_groups", public=True, expected=[True, False, False, True])
@@ -437,22 +403,6 @@ def selections_that_do_not_fit(student, rng):
 
 
 # --- leave_one_out_advantages -------------------------------------------------------------------
-
-
-def leave_one_out_by_loops(rewards, group_size):
-    """Each reward against the mean of the others, which are listed."""
-    numbers, advantages = rewards.tolist(), []
-    for i, reward in enumerate(numbers):
-        start = i // group_size * group_size
-        others = [numbers[j] for j in range(start, start + group_size) if j != i]
-        advantages.append(reward - math.fsum(others) / len(others))
-    return torch.tensor(advantages)
-
-
-def grouped_rewards(rng, groups: int, group_size: int) -> Tensor:
-    """Groups with means and spreads of their own."""
-    spreads, means = rng.uniform(groups, 1, low=0.3, high=3.0), rng.normal(groups, 1, std=3)
-    return (rng.normal(groups, group_size) * spreads + means).flatten()
 
 
 @check(
@@ -520,11 +470,6 @@ def others_that_do_not_fit(student, rng):
 # --- mask_truncated and apply_missing_eos_penalty -----------------------------------------------
 
 
-def drop_by_loops(mask, finished):
-    rows = zip(mask.tolist(), finished.tolist(), strict=True)
-    return torch.tensor([[x and is_finished for x in row] for row, is_finished in rows])
-
-
 def draw_finished(rng, rows: int) -> Tensor:
     """Some of each, where there are two."""
     return (torch.arange(rows) % 2 == rng.integer(0, 2))[rng.permutation(rows)]
@@ -567,11 +512,6 @@ def masks_afterwards(student, rng):
         result |= True  # a view would change the mask as well
         found[f"{name}: the mask after the result is changed"] = given
     return found
-
-
-def penalize_by_loops(scores, finished, penalty):
-    pairs = zip(scores.tolist(), finished.tolist(), strict=True)
-    return torch.tensor([score - (0 if ended else penalty) for score, ended in pairs])
 
 
 @check("apply_missing_eos_penalty", public=True, expected=[1.0, -0.5, 0.0, 0.5])
@@ -618,19 +558,6 @@ def scores_afterwards(student, rng):
 # --- aggregate_tokens ---------------------------------------------------------------------------
 
 MODES = ("sequence", "token", "constant")
-
-
-def aggregate_by_loops(per_token, mask, mode="sequence", max_len=None):
-    """A weight for each true position, token by token."""
-    total = per_token.new_zeros(())
-    for i, t in mask.nonzero().tolist():
-        weight = {
-            "sequence": len(mask) * int(mask[i].sum()),
-            "token": int(mask.sum()),
-            "constant": len(mask) * (max_len or 1),
-        }[mode]
-        total = total + per_token[i, t] / weight
-    return total
 
 
 def _every_mode(student, mask, max_len, per_token):
@@ -706,25 +633,6 @@ def modes_that_there_are_not(student, rng):
 # --- calc_sequence_ratio ------------------------------------------------------------------------
 
 
-def geometric_mean_of_ratios(logprobs, old_logprobs, mask):
-    """Row by row, the product of the ratios to the power 1/n, by their logs."""
-    rows = []
-    for row, old, kept in zip(logprobs, old_logprobs.detach(), mask, strict=True):
-        n = int(kept.sum())
-        power = sum(row[t] / n - old[t] / n for t in range(len(kept)) if kept[t])
-        rows.append(torch.exp(power) if n else torch.ones(()))
-    return torch.stack(rows)
-
-
-def ragged_logprobs(rng, mask: Tensor, fill: float = NAN, std: float = 0.7) -> dict[str, Tensor]:
-    """Log-probs with ratios beyond both clips; `fill` beyond the mask."""
-    old = -rng.uniform(*mask.shape, low=0.1, high=3.0)
-    return {
-        "logprobs": poison(old + rng.normal(*mask.shape, std=std), mask, fill),
-        "old_logprobs": poison(old, mask, -fill),
-    }
-
-
 def _ratio(student, mask):
     return lambda logprobs, old_logprobs: student.calc_sequence_ratio(logprobs, old_logprobs, mask)
 
@@ -793,48 +701,6 @@ def extremes_behind_the_sequences_mask(student, rng):
 # --- calc_rlvr_objective ------------------------------------------------------------------------
 
 
-def rlvr_by_cases(
-    logprobs,
-    old_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    ratio_level="token",
-    loss_mode="sequence",
-    max_len=None,
-    ref_logprobs=None,
-    beta=0.0,
-):
-    """Token by token: the cases of the minimum written out."""
-    high = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
-    total = torch.zeros(())
-    for i, t in mask.nonzero().tolist():
-        at = [t] if ratio_level == "token" else mask[i].nonzero().flatten().tolist()
-        logratio = sum(logprobs[i, s] - old_logprobs[i, s].detach() for s in at) / len(at)
-        ratio = logratio.exp()
-        advantage = (advantages[i] if advantages.ndim == 1 else advantages[i, t]).item()
-        if advantage > 0 and ratio > high:
-            term = torch.tensor(high * advantage)
-        elif advantage < 0 and ratio < 1 - clip_coef:
-            term = torch.tensor((1 - clip_coef) * advantage)
-        else:
-            term = ratio * advantage
-        if beta != 0:
-            d = ref_logprobs[i, t].detach() - logprobs[i, t]
-            term = term - beta * (d.exp() - 1 - d)
-        weights = {"sequence": len(mask) * mask[i].sum(), "token": mask.sum()}
-        total = total + term / weights.get(loss_mode, len(mask) * (max_len or 1))
-    return total
-
-
-def one_zero(rng, mask: Tensor) -> Tensor:
-    """Advantages, 0 for the longest completion."""
-    advantages = rng.normal(len(mask))
-    advantages[mask.sum(-1).argmax()] = 0.0
-    return advantages
-
-
 def _rlvr(student, mask, *args, **options):
     """The objective as a function of the tensors that could have a gradient."""
     return lambda logprobs, old_logprobs, advantages, **ref: student.calc_rlvr_objective(
@@ -875,16 +741,7 @@ def ragged_rlvr_objectives(student, rng):
     return found
 
 
-def _grpo_without_kl(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None, **_
-):
-    """Chapter 3's."""
-    return calc_grpo_objective(
-        logprobs, old_logprobs, None, advantages, mask, clip_coef, clip_coef_high, beta=0.0
-    )
-
-
-@check("calc_rlvr_objective", expected=_grpo_without_kl)
+@check("calc_rlvr_objective", expected=grpo_without_kl)
 def defaults_are_grpo(student, rng):
     """With the defaults the value and gradient of GRPO; another clip_coef, and an upper one"""
     mask = ragged_mask(rng)
@@ -1274,10 +1131,12 @@ def rollout_by_definition(self):
     }
     if args.kl_coef == 0:
         fields["ref_logprobs"] = None
-    memory = ReplayMemory(
-        args.num_minibatches, args.batches_per_learning_phase, args.group_size, **fields
+    return ReplayMemory(
+        **fields,
+        num_minibatches=args.num_minibatches,
+        batches_per_learning_phase=args.batches_per_learning_phase,
+        group_size=args.group_size,
     )
-    return memory
 
 
 def _roll_out(student, rng, **options):

@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # more hang in a forked child
 
 from tqdm import tqdm
 
-from utils.grading import batch, protections, reporting
-from utils.grading.intake import name_submissions, read_submission
+from utils.autograder import batch, protections
+from utils.autograder.reading import name_submissions, read_submission
+from utils.autograder.reports import write_class, write_submission
 
 ROOT = Path(__file__).parents[1]
 GRADER = ("tests", "solutions", "utils")  # what a report depends on, beside the submission
@@ -41,7 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the reports")
     parser.add_argument("-j", "--jobs", type=int, default=_count_jobs(), metavar="N",
                         help="submissions at the same time, about 1 GB of memory each")  # fmt: skip
-    parser.add_argument("--chapters", nargs="+", default=[], metavar="STEM",
+    parser.add_argument("--chapters", nargs="+", default=[], metavar="CHAPTER",
                         help="the chapters that were set (default: what is found)")  # fmt: skip
     parser.add_argument("--points", type=Path, default=ROOT / "tests" / "points.toml",
                         metavar="FILE", help="points and visibility of the exercises")  # fmt: skip
@@ -78,20 +79,22 @@ def main(arguments: list[str] | None = None) -> int:
             return 3
         done = batch.grade_all(todo, args.jobs, options) if todo else []
         for name, report in _show_progress(done, len(named), len(todo)):
-            reports[name] = report | {"grader": version}
-            reporting.write_submission(args.out / name, reports[name])
+            report = report | {"grader": version}
+            reports[name] = report
+            write_submission(args.out / name, report)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: run it again to go on", file=sys.stderr)
         return 130
-    reporting.write_class(args.out, list(reports.values()))
-    return _conclude(list(reports.values()), args, len(named) - len(todo))
+    graded = [report for report in reports.values() if report is not None]
+    write_class(args.out, graded)
+    return _conclude(graded, args, len(named) - len(todo))
 
 
 def _count_jobs() -> int:
-    """The processors that this process may use."""
+    """Return the processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -103,7 +106,11 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
         return f"-j and --seconds should be at least 1, but are {args.jobs} and {args.seconds}"
     if not args.points.is_file():
         return f"--points should be a TOML file, but {args.points} is none"
-    unknown = [stem for stem in args.chapters if not (ROOT / "tests" / f"test_{stem}.py").is_file()]
+    unknown = [
+        chapter
+        for chapter in args.chapters
+        if not (ROOT / "tests" / f"test_{chapter}.py").is_file()
+    ]
     if unknown:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
     if args.out.exists() and not args.out.is_dir():
@@ -116,7 +123,7 @@ def _show_progress(done: Iterable, total: int, left: int) -> Iterable:
 
 
 def _find_lacking(reports: list[dict[str, Any]]) -> list[str]:
-    """The protections that some graded submission did without."""
+    """Return the protections that some graded submission did without."""
     active = [set(report["protections"]) for report in reports if report["chapters"]]
     return sorted(set(protections.PROTECTIONS) - set.intersection(*active)) if active else []
 
@@ -135,7 +142,7 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
 
 
 def _load_secret(out: Path) -> str:
-    """Kept beside the reports, for who can read those: a batch that goes on has the same seeds."""
+    """Load the secret kept beside the reports: a batch that goes on has the same seeds."""
     path = out / ".secret"
     if not path.exists():
         path.touch(mode=0o600)
@@ -144,17 +151,18 @@ def _load_secret(out: Path) -> str:
 
 
 def _digest_grader(args: argparse.Namespace) -> str:
-    """Of what a report depends on, beside the submission and the secret."""
+    """Digest what a report depends on, beside the submission and the secret."""
     digest = hashlib.sha256(args.points.read_bytes())
     digest.update(f"{args.seconds} {args.chapters}".encode())
     paths = [path for folder in GRADER for path in sorted((ROOT / folder).rglob("*.py"))]
+    paths += sorted((ROOT / "tests" / "mistakes").rglob("*.md"))  # their sentences stand in reports
     for path in [*paths, ROOT / "requirements.txt"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _load_report(folder: Path, path: Path, version: str) -> dict[str, Any] | None:
-    """The report of before, if submission and grader are what they were."""
+    """Load the report of before, if submission and grader are what they were."""
     try:
         report = json.loads((folder / "report.json").read_text())
         digest = read_submission("", path).digest

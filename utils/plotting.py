@@ -1,6 +1,7 @@
 """Plots of what trainers record, of spreads over seeds, and of single tokens."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,7 +22,7 @@ PANELS = {  # the first of the metrics that a run recorded
 
 
 def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> Figure:
-    """Reward, KL, entropy and completion length by phase, one line for each named run.
+    """Plot reward, KL, entropy and completion length by phase, one line per named run.
 
     The KL is the exact one where the run computed it, else the k3 estimate; a run without a
     reference has no line there. Saved as an image if `path` is given.
@@ -50,7 +51,7 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
 
 
 def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
-    """The mean of some runs by phase, and the range between the lowest and the highest."""
+    """Plot the mean of some runs by phase, and the range between the lowest and the highest."""
     phases, values = range(1, len(curves[0]) + 1), np.asarray(curves)  # [run phase]
     axes.plot(phases, values.mean(0), label=label)
     axes.fill_between(phases, values.min(0), values.max(0), alpha=0.25)
@@ -59,7 +60,7 @@ def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
 
 
 def format_spread(values: list[float], digits: int = 3) -> str:
-    """The mean and, in brackets, the lowest and the highest."""
+    """Format the mean and, in brackets, the lowest and the highest."""
     low, mean, high = min(values), sum(values) / len(values), max(values)
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
@@ -68,14 +69,14 @@ COLUMNS = 76  # characters a line of a picture of tokens
 
 
 def decode_tokens(tokenizer, ids: Tensor) -> list[str]:
-    """Each token on its own, as text."""
+    """Decode each token on its own, as text."""
     return [tokenizer.decode([token]) for token in ids.tolist()]
 
 
 def plot_tokens(
     rows: dict[str, tuple[list[str], list[float]]], label: str, center: float | None = 0.0
 ) -> Figure:
-    """Completions as text, each token on a colour that says its value: advantage, ratio or KL.
+    """Show completions as text, each token on a colour for its advantage, ratio or KL.
 
     `rows` maps a title to the tokens' strings and their values; `label` names what is shown.
     Around `center` blue is below and red above; with None the colours go from low to high.
@@ -86,7 +87,8 @@ def plot_tokens(
     else:
         reach = max(np.abs(values - center).max(), 1e-9)
         norm, colors = TwoSlopeNorm(center, center - reach, center + reach), get_cmap("RdBu_r")
-    placed, line = [], 0
+    placed: list[tuple[int, int, str, float | None]] = []
+    line = 0
     for title, (tokens, numbers) in rows.items():
         placed.append((line, 0, title, None))
         line, column = line + 1, 2
@@ -101,16 +103,16 @@ def plot_tokens(
     axes = figure.add_subplot()
     axes.set(xlim=(0, COLUMNS), ylim=(line, 0))
     axes.axis("off")
-    for line, column, text, number in placed:
-        style = {"family": "monospace", "size": 10, "va": "center"}
-        if number is None:
+    for line, column, text, value in placed:
+        style: dict[str, Any] = {"family": "monospace", "size": 10, "va": "center"}
+        if value is None:
             axes.text(column, line + 0.5, text, weight="bold", size=10, va="center")
             continue
-        color = colors(norm(number))
+        color = colors(norm(value))
         corner = (column, line + 0.05)
         box = Rectangle(corner, len(text), 0.9, facecolor=color, edgecolor="white")
         axes.add_patch(box)
-        is_dark = sum(box.get_facecolor()[:3]) < 1.4
+        is_dark = sum(colors(norm(value))[:3]) < 1.4
         for offset, character in enumerate(text):
             x = column + offset + 0.5
             axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)

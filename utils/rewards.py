@@ -12,18 +12,18 @@ from utils.validation import require
 
 
 def reward_fn_addition(samples: list[str], answers: list[str]) -> Float[Tensor, "batch"]:
-    """1 where a completion ends with `A: <answer>`, else 0."""
+    """Reward with 1 where a completion ends with `A: <answer>`, else 0."""
     right = [text.endswith(f"A: {answer}") for text, answer in zip(samples, answers, strict=True)]
     return torch.tensor(right, dtype=torch.float32)
 
 
 def is_worked(sample: str) -> bool:
-    """Whether an addition was answered with worked steps: ones, tens, sum."""
+    """Return whether an addition was answered with worked steps: ones, tens, sum."""
     return all(step in sample for step in ("ones ", "tens ", "sum "))
 
 
 def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[Tensor, "batch"]:
-    """What a reward function returned, detached and in float32.
+    """Return what a reward function returned, detached and in float32.
 
     Raises ValueError unless there is one finite number a sample; shows a sample where one is not.
     """
@@ -49,7 +49,8 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
 def call_reward_fn(
     reward_fn: Callable[..., Float[Tensor, "batch"]], samples: list[str], columns: dict[str, list]
 ) -> Float[Tensor, "batch"]:
-    """`reward_fn(samples)`, and with those `columns` that it names, each of one value a sample.
+    """Call `reward_fn(samples)`, with those `columns` that it names, each of one value a
+    sample.
 
     Its first parameter that is no column gets the samples; `**kwargs` get every column, and the
     samples as `completions` where no parameter takes them.

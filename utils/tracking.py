@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: metrics.jsonl, a wandb log if asked for, and its checkpoint."""
+"""What a run shows, and what it leaves in its folder: metrics, checkpoints, adapters, a plot."""
 
 import itertools
 import json
@@ -11,6 +11,83 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from tqdm import tqdm
+
+from utils.plotting import plot_history
+
+
+class Run:
+    """The phases of a trainer that are left, as a context: what is shown and kept of them.
+
+    The trainer has `args`, `history`, `metrics`, `phase`, `samples_table`, `folder`, `model`,
+    `get_state()` and `set_state()`. If the block is left by an error or Ctrl-C, the trainer goes
+    back to the end of the last phase, and that is saved; if it ends, so are the adapters, and a
+    plot of the metrics.
+
+    Entering raises ValueError if `args.name` is the name of an earlier run.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def __enter__(self) -> "Run":
+        trainer, args = self.trainer, self.trainer.args
+        if trainer.folder is None:
+            kind = type(trainer).__name__.removesuffix("Trainer").lower()
+            trainer.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
+        self.checkpoint = trainer.folder / "checkpoint.pt"
+        self.log = RunLog(trainer.folder, trainer.history, args)
+        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
+        self.state = trainer.get_state()
+        self.start = time.perf_counter()
+        return self
+
+    def end_phase(self) -> None:
+        """Append the phase's mean metrics to the history, show them, and save what is due."""
+        trainer, args = self.trainer, self.trainer.args
+        row = {name: sum(values) / len(values) for name, values in trainer.metrics.items()}
+        row = {"phase": trainer.phase} | row | {"seconds": time.perf_counter() - self.start}
+        trainer.history.append(row)
+        self.log.append(row)
+        # A method of one's own may record less.
+        shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
+        is_due = args.samples_every and (trainer.phase - 1) % args.samples_every == 0
+        if is_due and "reward" in shown:
+            heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
+            self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
+        self.bar.set_postfix(shown)
+        self.bar.update()
+        self.state = trainer.get_state()
+        if args.checkpoint_every and trainer.phase % args.checkpoint_every == 0:
+            save_checkpoint(self.checkpoint, self.state)
+        self.start = time.perf_counter()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                self._go_back(error)
+        finally:
+            self.bar.close()
+            self.log.close()
+        if error is None:
+            save_checkpoint(self.checkpoint, self.state)
+            trainer = self.trainer
+            trainer.model.save_adapter(trainer.folder / "adapter.safetensors")
+            plot_history({trainer.folder.name: trainer.history}, trainer.folder / "metrics.png")
+
+    def _go_back(self, error: BaseException) -> None:
+        """Undo the phase that was begun, save what was before it, and say how to go on."""
+        self.trainer.set_state(self.state)
+        phase = self.state["phase"]
+        if phase > 0 or isinstance(error, KeyboardInterrupt):
+            save_checkpoint(self.checkpoint, self.state)
+            hint = (
+                f"Stopped in phase {phase + 1}. To go on, make a trainer with the same arguments, "
+                f"then:\n    trainer.load_checkpoint({str(self.checkpoint)!r})\n"
+                f"    trainer.train()"
+            )
+            self.bar.write(hint)
+            error.add_note(hint)  # repeated below the traceback
 
 
 class RunLog:
@@ -27,7 +104,7 @@ class RunLog:
         if args.use_wandb:
             import wandb  # takes a second to import
 
-            mode = os.environ.get("WANDB_MODE", "online" if wandb.api.api_key else "offline")
+            mode: Any = os.environ.get("WANDB_MODE", "online" if wandb.api.api_key else "offline")
             self.wandb_run = wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
@@ -41,7 +118,7 @@ class RunLog:
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if self.wandb_run:
-            self.wandb_run.log(row, step=row["phase"])
+            self.wandb_run.log(row, step=int(row["phase"]))
 
     def close(self) -> None:
         if self.wandb_run:
@@ -74,7 +151,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
-    """The folder of a new run: `runs_dir/name`, or one named after `kind` and the time.
+    """Return the folder of a new run: `runs_dir/name`, or one named after `kind` and the time.
 
     Raises ValueError if a run with a checkpoint is there already: it would be overwritten.
     """
@@ -89,15 +166,15 @@ def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     stamp = time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    for suffix in itertools.chain([""], (f"-{k}" for k in itertools.count(2))):
-        folder = runs_dir / (stamp + suffix)
-        if not folder.exists():
-            folder.mkdir(parents=True)
-            return folder
+    names = itertools.chain([stamp], (f"{stamp}-{k}" for k in itertools.count(2)))
+    folder = next(runs_dir / name for name in names if not (runs_dir / name).exists())
+    folder.mkdir(parents=True)
+    return folder
 
 
 def describe_args(args: Any) -> dict[str, Any]:
-    """The arguments that a run's result depends on, as plain values that a checkpoint can hold."""
+    """Return the arguments that a run's result depends on, as plain values that a checkpoint can
+    hold."""
 
     def describe(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
@@ -124,7 +201,7 @@ def check_same_args(args: Any, saved: dict[str, Any]) -> None:
 
 
 def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> str:
-    """A table of (which sample, reward, prompt, completion); line breaks are shown as ⏎."""
+    """Format a table of (which sample, reward, prompt, completion); line breaks show as ⏎."""
     table = [
         (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
         for which, reward, prompt, text in rows

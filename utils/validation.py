@@ -5,20 +5,59 @@ import inspect
 import math
 import typing
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 from jaxtyping import AbstractArray, jaxtyped
 from torch import Tensor
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: Any, message: str) -> None:
     """Raise a ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
-def require_integers(args: Any, least: int, *names: str) -> None:
-    """Each named field of `args` should be an integer of at least `least`."""
+@dataclass(frozen=True)
+class Range:
+    """The limits of a number, both included."""
+
+    low: float
+    high: float = math.inf
+
+
+# Types of a dataclass's fields, with the limits that `check_fields` holds their values to.
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]
+Positive = Annotated[float, Range(1e-6)]
+PositiveOrZero = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1)]
+
+
+def check_fields(args: Any) -> None:
+    """Raise a ValueError that names the field of a dataclass whose value its type does not allow.
+
+    `Count` and the like allow numbers within their limits, `Literal["a", "b"]` one of these two,
+    and either of them None where its type has `| None`. Other types are not checked.
+    """
+    types = typing.get_type_hints(type(args), include_extras=True)
+    for name in [field.name for field in fields(args)]:
+        options = typing.get_args(types[name])
+        if type(None) in options and getattr(args, name) is None:
+            continue
+        kind = options[0] if type(None) in options else types[name]
+        if typing.get_origin(kind) is Literal:
+            require_option(args, name, *typing.get_args(kind))
+        elif typing.get_origin(kind) is Annotated:
+            number, limits = typing.get_args(kind)
+            if number is int:
+                require_integers(args, limits.low, name)
+            else:
+                require_numbers(args, limits.low, limits.high, name)
+
+
+def require_integers(args: Any, least: float, *names: str) -> None:
+    """Raise a ValueError unless each named field of `args` is an integer of at least `least`."""
     for name in names:
         value = getattr(args, name)
         require(
@@ -28,7 +67,7 @@ def require_integers(args: Any, least: int, *names: str) -> None:
 
 
 def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
-    """Each named field of `args` should be a number in [low, high]."""
+    """Raise a ValueError unless each named field of `args` is a number in [low, high]."""
     for name in names:
         value = getattr(args, name)
         require(
@@ -40,8 +79,8 @@ def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
         )
 
 
-def require_option(args: Any, name: str, *options: str) -> None:
-    """The named field of `args` should be one of `options`."""
+def require_option(args: Any, name: str, *options: Any) -> None:
+    """Raise a ValueError unless the named field of `args` is one of `options`."""
     value = getattr(args, name)
     require(value in options, f"{name} should be one of {list(options)}, but is {value!r}")
 
@@ -69,7 +108,7 @@ def shape_checked(function: Callable) -> Callable:
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         with jaxtyped("context"):
-            sizes = []
+            sizes: list[str] = []
             for name, arrays in expected.items():
                 value = arguments.get(name)
                 if value is None and name in optional:
@@ -78,14 +117,15 @@ def shape_checked(function: Callable) -> Callable:
                     wanted = " or ".join(array.__name__ for array in arrays)
                     seen = f" beside {', '.join(sizes)}" if sizes else ""
                     raise ValueError(f"{name} should be {wanted}{seen}, but is {_describe(value)}")
-                sizes.append(f"{name} {list(value.shape)}")
+                shape = getattr(value, "shape", ())
+                sizes.append(f"{name} {list(shape)}")
         return function(*args, **kwargs)
 
     return checked
 
 
 def _array_types(annotation: Any) -> tuple[type, ...]:
-    """The jaxtyping types in an annotation: one, none, or those of a union."""
+    """Return the jaxtyping types in an annotation: one, none, or those of a union."""
     options = typing.get_args(annotation) or (annotation,)
     return tuple(o for o in options if isinstance(o, type) and issubclass(o, AbstractArray))
 

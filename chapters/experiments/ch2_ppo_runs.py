@@ -26,7 +26,7 @@ from solutions.ch2_ppo import (  # noqa: E402
     reward_fn_char_count,
     reward_fn_sentiment,
 )
-from utils.evaluation import evaluate_reviews  # noqa: E402
+from utils.course.evaluation import evaluate_reviews  # noqa: E402
 from utils.models.corpus import review_prompts  # noqa: E402
 
 METRICS = ("phase", "reward", "entropy", "kl_exact", "kl_k3", "approx_kl", "clip_frac")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.demo import make_grpo_trainer
-from utils.evaluation import evaluate_additions
+from utils.course.demo import make_grpo_trainer
+from utils.course.evaluation import evaluate_additions
 from utils.models.corpus import held_out_pairs
 from utils.rewards import is_worked, reward_fn_addition
 

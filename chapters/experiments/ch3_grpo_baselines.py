@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.evaluation import sample_prompts
+from utils.course.evaluation import sample_prompts
 from utils.models.corpus import (
     Pair,
     addition_prompt,

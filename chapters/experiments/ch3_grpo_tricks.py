@@ -7,6 +7,7 @@ reviews with each of the seeds and writes chapters/results/ch3_grpo_tricks.json.
 import argparse
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -36,8 +37,7 @@ class ChangedTrainer(GrpoTrainer):
         memory = super().rollout_phase()
         generator = torch.Generator().manual_seed(1000 * self.args.seed + self.phase)
         draws = torch.randn(memory.advantages.shape, generator=generator)
-        memory.advantages = self.factor * memory.advantages + self.noise * draws
-        return memory
+        return replace(memory, advantages=self.factor * memory.advantages + self.noise * draws)
 
 
 def run(setting: str, seed: int, phases: int, runs_dir: str) -> dict:

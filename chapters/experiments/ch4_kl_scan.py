@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from solutions.ch2_ppo import reward_fn_sentiment
 from solutions.ch4_kl import KINDS, KlArgs, KlTrainer
-from utils.evaluation import evaluate_reviews
+from utils.course.evaluation import evaluate_reviews
 from utils.models.corpus import review_prompts
 
 RESULTS = Path(__file__).parents[1] / "results"

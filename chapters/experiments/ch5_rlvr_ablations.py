@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer, reward_fn_correct
-from utils.evaluation import sample_prompts
+from utils.course.evaluation import sample_prompts
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, training_pairs
 from utils.models.loading import ALL_LINEAR_SITES
 from utils.rewards import is_worked

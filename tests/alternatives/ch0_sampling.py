@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 
 from solutions.ch0_sampling import Samples
-from utils.grading.answers import right
+from utils.grading.known_answers import right
 
 
 @right("get_logprobs")

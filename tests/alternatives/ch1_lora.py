@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from utils.grading.answers import edit, right
+from utils.grading.known_answers import edit, right
 from utils.models.loading import load_base_model
 
 ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")

@@ -20,7 +20,7 @@ from solutions.ch2_ppo import (
     normalize_advantages,
     normalize_reward,
 )
-from utils.grading.answers import right
+from utils.grading.known_answers import right
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.rewards import call_reward_fn
 

@@ -12,7 +12,7 @@ from solutions.ch3_grpo import (
     group_advantages,
     make_grpo_memory,
 )
-from utils.grading.answers import edit, right
+from utils.grading.known_answers import edit, right
 from utils.rewards import call_reward_fn
 
 # --- group_advantages ---------------------------------------------------------------------------

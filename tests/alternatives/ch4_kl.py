@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
-from utils.grading.answers import edit, right
+from utils.grading.known_answers import edit, right
 
 KINDS = ("k1", "k2", "k3", "k4")
 

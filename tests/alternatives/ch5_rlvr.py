@@ -16,7 +16,7 @@ from solutions.ch5_rlvr import (
     extract_answer,
     leave_one_out_advantages,
 )
-from utils.grading.answers import edit, right
+from utils.grading.known_answers import edit, right
 
 # --- Rewards that are checked -------------------------------------------------------------------
 

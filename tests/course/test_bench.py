@@ -9,18 +9,9 @@ from transformers import GPT2LMHeadModel
 from solutions.ch0_sampling import encode_prompts
 from utils.bench.measuring import get_ratios, measure_peak, run_apart, take_turns
 from utils.bench.memory import store_reference_logits
-from utils.bench.models import (
-    SIZES,
-    Work,
-    check_length,
-    make_config,
-    make_data,
-    make_trainer,
-    run_step,
-    save_embedded,
-    save_random,
-)
+from utils.bench.models import SIZES, Work, make_config, make_data, save_embedded, save_random
 from utils.bench.report import MARKS, PUBLISHED, README, format_report, replace_tables
+from utils.bench.trainers import check_length, make_trainer, run_step
 from utils.bench.trl import make_trl_trainer
 
 TINY = Work(n_prompts=2, group_size=2, gen_len=5)

@@ -13,13 +13,13 @@ import pytest
 from utils.authoring import stubs
 from utils.authoring.notebooks import CHAPTERS, ROOT
 
-STEM, EXERCISE = "ch3_grpo", "group_advantages"
+CHAPTER, EXERCISE = "ch3_grpo", "group_advantages"
 NOTEBOOK = "jupyterapp.shell.currentWidget.content"
 PATIENCE_S = 240  # a kernel that imports torch on a busy machine
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER and (CHAPTERS / f"{STEM}.ipynb").exists()),
+    not (CHROMIUM and DRIVER and (CHAPTERS / f"{CHAPTER}.ipynb").exists()),
     reason="needs Debian's packages chromium and chromium-driver",
 )
 
@@ -29,7 +29,7 @@ def folder():
     """A copy of the chapter below the course's folder, as the set-up cell looks upwards."""
     (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as name:
-        shutil.copy(CHAPTERS / f"{STEM}.ipynb", name)
+        shutil.copy(CHAPTERS / f"{CHAPTER}.ipynb", name)
         yield Path(name)
 
 
@@ -48,7 +48,7 @@ def address(folder, monkeypatch):
         for line in server.stderr:
             if found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+", line):
                 break
-        yield f"{found[0]}/lab/tree/{STEM}.ipynb?token=student"
+        yield f"{found[0]}/lab/tree/{CHAPTER}.ipynb?token=student"
     finally:
         server.terminate()
         server.communicate(timeout=30)
@@ -126,13 +126,13 @@ def test_a_failing_check_a_filled_in_cell_and_a_hint(page):
     first = page.find("# Set-up")
     assert "exercises solved" in page.run_cell(first)
     page.run_cell(first + 1)  # the imports
-    stub = page.find(stubs.cut_exercise(STEM, EXERCISE).stub[:60])
+    stub = page.find(stubs.cut_exercise(CHAPTER, EXERCISE).stub[:60])
     for index in range(first + 2, stub):
         if page.has_tag(index, "given"):
             page.run_cell(index)
     page.run_cell(stub)
     assert "not written yet" in page.run_cell(stub + 1)
-    solution = stubs.cut_exercise(STEM, EXERCISE).solution
+    solution = stubs.cut_exercise(CHAPTER, EXERCISE).solution
     page.write(stub, solution.replace("groups - groups.mean(-1, keepdim=True)", "groups"))
     page.run_cell(stub)
     printed = page.run_cell(stub + 1)

@@ -5,8 +5,8 @@ import json
 import pytest
 from PIL import Image
 
-from utils import demo
-from utils.evaluation import measure_distinct_bigrams
+from utils.course import demo
+from utils.course.evaluation import measure_distinct_bigrams
 from utils.models.corpus import held_out_pairs, review_prompts, training_pairs
 
 SHORT = {"total_phases": 2, "batch_size": 16, "gen_len": 40, "device": "cpu"}

@@ -8,7 +8,7 @@ import torch
 
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import reward_fn_sentiment
-from utils.evaluation import evaluate_additions, evaluate_reviews
+from utils.course.evaluation import evaluate_additions, evaluate_reviews
 from utils.models import pretrain
 from utils.models.corpus import (
     NEGATIVE_WORDS,

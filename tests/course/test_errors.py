@@ -21,11 +21,22 @@ from solutions.ch2_ppo import (
     normalize_advantages,
     normalize_reward,
 )
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective, group_advantages
-from tests.course.helpers import ragged_mask
+from solutions.ch3_grpo import (
+    GrpoArgs,
+    GrpoTrainer,
+    calc_grpo_objective,
+    group_advantages,
+    process_advantages,
+)
+from solutions.ch5_rlvr import combine_rewards, pass_at_k, select_informative_groups
+from tests.support.inputs import ragged_mask
+from utils.grading.checks import Rng
 
-MASK = ragged_mask()
+MASK = ragged_mask(Rng(0))
 X = torch.zeros(MASK.shape)
+FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages"), X) | {
+    "mask": MASK
+}
 
 
 @pytest.mark.parametrize(
@@ -61,13 +72,12 @@ X = torch.zeros(MASK.shape)
         (lambda: calc_grpo_objective(X, X, None, X[:, 0], MASK), "ref_logprobs should be given"),
         (lambda: calc_grpo_objective(X, X, X, X[:2, 0], MASK), "advantages should be"),
         (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
-        (lambda: ReplayMemory(a=X, b=X[:2]), "b should have 6 rows, but has 2"),
-        (lambda: ReplayMemory(group_size=4, a=X), "group_size should divide the 6 rows"),
+        (lambda: ReplayMemory(**FIELDS, values=X[:2]), "values should have 6 rows, but has 2"),
+        (lambda: ReplayMemory(**FIELDS, group_size=4), "group_size should divide the 6 rows"),
         (
-            lambda: ReplayMemory(group_size=3, num_minibatches=4, a=X).get_minibatches(),
+            lambda: ReplayMemory(**FIELDS, group_size=3, num_minibatches=4).get_minibatches(),
             r"num_minibatches should be in \[1, 2\], the number of groups, but is 4",
         ),
-        (lambda: ReplayMemory(a=None), "fields should hold at least one tensor"),
         (lambda: LoraLayer(3, 4, rank=2.5), "rank should be"),
         (lambda: LoraLayer(3, 4, alpha=0), "alpha should be positive"),
         (lambda: sample_next_token(torch.rand(1, 3), top_k=1.5), "top_k should be an integer"),
@@ -76,6 +86,21 @@ X = torch.zeros(MASK.shape)
         (lambda: normalize_advantages(X, None), "mask should be .*, but is None"),
         (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
         (lambda: group_advantages(torch.rand(4), 2.0), "group_size should be an integer"),
+        (lambda: process_advantages([], [], 2, 5), "group_size should divide the batch of 0"),
+        (
+            lambda: process_advantages([torch.rand(1)] * 2, [torch.tensor([5])] * 2, 2, 5),
+            r"step_ends should be in \[0, 5\)",
+        ),
+        (
+            lambda: combine_rewards(torch.rand(3, 2), [1.0]),
+            "weights should be one for each of 3 functions",
+        ),
+        (lambda: pass_at_k(4, 2, 5), "k should be in"),
+        (lambda: pass_at_k(4, 5, 2), "c should be in"),
+        (
+            lambda: select_informative_groups(torch.rand(60), 7),
+            "group_size should divide the batch of 60, but is 7",
+        ),
     ],
 )
 def test_functions_name_the_argument(call, message):

@@ -19,19 +19,20 @@ import pytest
 import torch
 
 from tests.attacks.containers import make_containers, make_notebook
-from utils.grading import batch as batch_module
-from utils.grading import intake, marking, protections, reporting
-from utils.grading.answers import get_mistakes, make_source
-from utils.grading.checks import get_checks, get_stems
-from utils.grading.comparison import Mismatch
-from utils.grading.intake import (
-    MOST_FILES,
+from utils.autograder import batch as batch_module
+from utils.autograder import grader as grader_module
+from utils.autograder import protections, reading, reports
+from utils.autograder.reading import (
+    MAX_FILES,
     VARIANTS,
-    Intake,
+    SubmittedFiles,
     get_variant,
     name_submissions,
     read_submission,
 )
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.comparison import Mismatch
+from utils.grading.known_answers import get_mistakes
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, format_points, load_points
 from utils.grading.probes import collect_sources
@@ -43,7 +44,7 @@ ATTACKS = sorted((ROOT / "tests" / "attacks").glob("*/*.py"))
 # They run until they are stopped: a few of them are enough for every day.
 LONG = {"loop", "sleep", "memory", "recursion", "garbage", "processes", "disk", "flood"}
 SECONDS = 5
-needs_time = pytest.mark.skipif(not os.environ.get("TEST_ALL"), reason="for make test-all")
+needs_time = pytest.mark.takes_long
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what shuts a child off is Linux's")
 
 
@@ -248,11 +249,11 @@ def test_a_child_knows_nothing_of_the_batch(batch):
 REFUSED = """
 import ctypes, fcntl, os, sys
 
-from utils.grading import sandbox, seccomp
+from utils.autograder import sandbox, seccomp
 
 libc = ctypes.CDLL(None, use_errno=True)
 file = os.open(sys.argv[1], os.O_RDONLY)
-sandbox._prctl(sandbox._PR_SET_NO_NEW_PRIVS, 1)
+sandbox._prctl(sandbox.PR_SET_NO_NEW_PRIVS, 1)
 seccomp.filter_calls()
 said = []
 for call in (
@@ -287,7 +288,7 @@ ENDED = """
 import os, signal, sys
 from multiprocessing.connection import Pipe
 
-from utils.grading import zygote
+from utils.autograder import zygote
 
 ours, theirs = Pipe()
 if os.fork() == 0:
@@ -303,7 +304,8 @@ if os.fork() == 0:
 theirs.close()
 signal.alarm(20)
 try:
-    zygote.ask(ours, zygote.Job("inspect", 5, {"files": [], "names": {"": set(range(1000))}}))
+    names = {"": set(range(1000))}
+    zygote.ask(ours, zygote.Job("list_definitions", 5, {"files": [], "names": names}))
 except (EOFError, OSError):
     print("another zygote takes its place")
 """
@@ -347,31 +349,31 @@ def test_the_reports_for_people_and_platforms(batch):
 # --- Parts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stem", get_stems())
-def test_a_probe_takes_neither_its_oracle_nor_its_chapter(stem):
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_a_probe_takes_neither_its_oracle_nor_its_chapter(chapter):
     """What is sent to a child names no reference of the chapter, and no oracle as a check does."""
-    for checks in get_checks(stem).values():
+    for checks in get_checks(chapter).values():
         for check in checks:
             sources = collect_sources(check)
             assert check.probe.__module__ in sources
             text = "\n".join(sources.values())
             assert f"def {check.name}(" in text
             assert "@check" not in text
-            later = get_stems()[get_stems().index(stem) :]
+            later = get_chapters()[get_chapters().index(chapter) :]
             assert not [s for s in later if f"solutions.{s}" in text or f"import {s}" in text]
             if callable(check.expected) and "<locals>" not in check.expected.__qualname__:
                 assert f"def {check.expected.__name__}(" not in text, check.path
 
 
-@pytest.mark.parametrize("stem", get_stems())
-def test_the_answer_to_a_check_cannot_be_prepared(stem):
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_the_answer_to_a_check_cannot_be_prepared(chapter):
     """With another secret every check sees another observation, but for examples worked by hand."""
     from utils.grading.comparison import find_mismatch
-    from utils.grading.engine import observe_reference
+    from utils.grading.judging import observe_reference
 
     constant = [
         check.path
-        for checks in get_checks(stem).values()
+        for checks in get_checks(chapter).values()
         for check in checks
         if not (check.is_worked or check.slow)
         and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, "other")) is None
@@ -403,10 +405,10 @@ def repeat_the_first_row(value):
 
 
 @pytest.mark.parametrize("change", [fill(0), fill(1), repeat_the_first_row], ids=["0", "1", "row"])
-@pytest.mark.parametrize("stem", get_stems())
-def test_constants_earn_nothing(stem, change):
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_constants_earn_nothing(chapter, change):
     """Who knows what the parts of an observation are called can send those of the right shape."""
-    from utils.grading.engine import Verdict, count_points, judge, observe_reference
+    from utils.grading.judging import Verdict, count_points, judge, observe_reference
 
     def judge_all(check):
         if check.slow:
@@ -422,15 +424,15 @@ def test_constants_earn_nothing(stem, change):
 
     earning = {
         exercise: [verdict.check.name for verdict in verdicts if verdict.passed]
-        for exercise, checks in get_checks(stem).items()
+        for exercise, checks in get_checks(chapter).items()
         if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
     }
     assert not earning
 
 
-@pytest.mark.parametrize("stem", get_stems())
-def test_nan_holds_for_no_predicate(stem):
-    from utils.grading.engine import judge, observe_reference
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_nan_holds_for_no_predicate(chapter):
+    from utils.grading.judging import judge, observe_reference
 
     def make_nan(value):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -440,7 +442,7 @@ def test_nan_holds_for_no_predicate(stem):
     def spoil(observed):
         return change_each(observed, make_nan)
 
-    for check in [c for checks in get_checks(stem).values() for c in checks]:
+    for check in [c for checks in get_checks(chapter).values() for c in checks]:
         if check.holds is None or check.slow:
             continue
         observed = observe_reference(check, 0)
@@ -517,7 +519,7 @@ def test_notebooks_are_read_as_they_run(cells, tmp_path):
     path = tmp_path / "work.ipynb"
     path.write_text(make_notebook(*cells))
     submission = load_submission(path)
-    assert submission.stems == ("ch0_sampling",)
+    assert submission.chapters == ("ch0_sampling",)
     values = torch.tensor([1.0, 3.0, float("nan")])
     assert submission.namespace["masked_mean"](values, ~values.isnan()) == 2
 
@@ -554,7 +556,7 @@ def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
         for number in range(1000):
             archive.writestr(f"{number}.py", MEAN)
     path.write_bytes(path.read_bytes().replace(b"total", b"tatol"))  # no checksum is right
-    assert len(read_submission("x", path).problems) == MOST_FILES + 1
+    assert len(read_submission("x", path).problems) == MAX_FILES + 1
 
 
 def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeypatch):
@@ -571,7 +573,7 @@ def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeyp
     with zipfile.ZipFile(path, "w") as archive:
         for number in range(5001):
             archive.writestr(f"{number}", "")
-    monkeypatch.setattr(intake, "MOST_ENTRIES", 5000)
+    monkeypatch.setattr(reading, "MAX_ZIP_ENTRIES", 5000)
     monkeypatch.setattr(zipfile, "ZipFile", None)  # an object of each entry is made at once
     assert "at most 5000 entries" in read_submission("x", path).problems[0]
 
@@ -581,12 +583,18 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": ""})
     replies = iter([{"defined": {"ch0_sampling": ["masked_mean"]}}])
     inspected = {"stubs": 0, "problems": {}, "code": torch.zeros(0, dtype=torch.uint8)}
-    monkeypatch.setattr(marking.Marker, "ask", lambda *_: marking.zygote.Reply("done", data))
-    monkeypatch.setattr(marking, "unpack", lambda data: inspected | next(replies, unpack(data)))
+    monkeypatch.setattr(
+        grader_module.Grader,
+        "ask",
+        lambda *_: grader_module.zygote.Reply(grader_module.Outcome.DONE, data),
+    )
+    monkeypatch.setattr(
+        grader_module, "unpack", lambda data: inspected | next(replies, unpack(data))
+    )
     kept = []
-    monkeypatch.setattr(marking, "diagnose", lambda verdicts, _: kept.extend(verdicts))
-    marker = marking.Marker(None, "secret", load_points(FILE))
-    report = marker.mark(Intake("x", (("work.py", b""),)), only="masked_mean")
+    monkeypatch.setattr(grader_module, "diagnose", lambda verdicts, _: kept.extend(verdicts))
+    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    report = grader.grade(SubmittedFiles("x", (("work.py", b""),)), only="masked_mean")
     assert kept
     assert not any(verdict.observations for verdict in kept)
     assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
@@ -594,13 +602,13 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
 
 @pytest.mark.parametrize("text", ["=1+1", "\t=1+1", "\r\n@SUM(A1)", " -1"])
 def test_a_cell_of_the_class_is_no_formula(text):
-    assert reporting._shield(text) == f"'{text}"
+    assert reports._shield(text) == f"'{text}"
 
 
 def test_reading_the_files_counts_as_time_of_the_submission(monkeypatch):
-    monkeypatch.setattr(marking, "MOST_SECONDS", -1)
-    marker = marking.Marker(None, "secret", load_points(FILE))
-    report = marker.mark(Intake("x", (("work.py", MEAN.encode()),)))
+    monkeypatch.setattr(grader_module, "MAX_SUBMISSION_SECONDS", -1)
+    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    report = grader.grade(SubmittedFiles("x", (("work.py", MEAN.encode()),)))
     assert report["problems"] == ["work.py was not read, as others took too long"]
 
 
@@ -652,7 +660,7 @@ def test_a_worker_goes_on_with_the_seeds_that_it_has_met():
 GRADE_ONE_EXERCISE_EACH = """
 import json, sys
 from pathlib import Path
-from utils.grading import batch
+from utils.autograder import batch
 from utils.grading.points import FILE
 
 folder = Path(sys.argv[1])
@@ -671,7 +679,7 @@ def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
     for answer in answers:
         name = f"{answer.exercise}-{answer.name}"
         only[name] = answer.exercise
-        (folder / f"{name}.py").write_text(make_source(answer))
+        (folder / f"{name}.py").write_text(answer.make_source())
     (folder / "only.json").write_text(json.dumps(only))
     command = [sys.executable, "-c", GRADE_ONE_EXERCISE_EACH, str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -681,7 +689,7 @@ def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
 @linux
 def test_mistakes_are_rejected_in_processes_apart(tmp_path):
     """A sample; `make test-all` has all."""
-    mistakes = [m for stem in get_stems() for m in get_mistakes(stem)[5::101]]
+    mistakes = [m for chapter in get_chapters() for m in get_mistakes(chapter)[5::101]]
     rejected = grade_one_exercise_each(mistakes, tmp_path)
     assert rejected == dict.fromkeys(rejected, True)
     assert len(rejected) == len(mistakes)

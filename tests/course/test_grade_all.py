@@ -18,8 +18,8 @@ from tests.course.test_grade import (
     needs_time,
     run_grade,
 )
-from utils.grading.answers import get_mistakes
-from utils.grading.checks import get_checks, get_stems
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.known_answers import get_mistakes
 
 
 @linux
@@ -33,15 +33,15 @@ def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
     hostile = hostile[:: max(len(hostile) // 20, 1)][:20]
     expected, paths = {}, list(hostile)
     for n in range(40):
-        stem = get_stems()[n % len(get_stems())]
+        chapter = get_chapters()[n % len(get_chapters())]
         path = folder / f"student{n}.py"
-        source = (ROOT / "solutions" / f"{stem}.py").read_text()
+        source = (ROOT / "solutions" / f"{chapter}.py").read_text()
         if n % 3 == 1:  # one exercise less
-            name = next(iter(get_checks(stem))).partition(".")[0]
+            name = next(iter(get_checks(chapter))).partition(".")[0]
             source += f"\n\ndef {name}(*args, **kwargs):\n    raise NotImplementedError\n"
         path.write_text(source)
         paths.append(path)
-        checks = get_checks(stem)
+        checks = get_checks(chapter)
         expected[path.stem] = sum(
             check.points
             for exercise, found in checks.items()
@@ -78,11 +78,11 @@ def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
 
 @linux
 @needs_time
-@pytest.mark.parametrize("stem", get_stems())
-def test_every_mistake_is_rejected_in_processes_apart(stem, tmp_path):
-    rejected = grade_one_exercise_each(get_mistakes(stem), tmp_path)
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_every_mistake_is_rejected_in_processes_apart(chapter, tmp_path):
+    rejected = grade_one_exercise_each(get_mistakes(chapter), tmp_path)
     assert [name for name, lost in rejected.items() if not lost] == []
-    assert len(rejected) == len(get_mistakes(stem))
+    assert len(rejected) == len(get_mistakes(chapter))
 
 
 @linux

@@ -1,5 +1,6 @@
 """The engine of the checks: what it compares and says, and that it finds what it should."""
 
+import inspect
 import math
 import re
 import subprocess
@@ -10,25 +11,36 @@ import nbformat
 import pytest
 import torch
 
-from tests import models
-from utils import course
-from utils.grading import answers, engine, mutants
-from utils.grading.answers import get_chapter
-from utils.grading.checks import Check, Rng, get_checks, get_reference, get_stems
+from tests.support import models
+from utils.course import session
+from utils.course.checking import run_and_print
+from utils.grading import diagnosis, judging, known_answers
+from utils.grading.checks import Check, Rng, get_chapters, get_checks, get_reference
 from utils.grading.comparison import find_mismatch, measure_gap
-from utils.grading.notebook import check as check_in_notebook
-from utils.grading.notebook import run_and_print
+from utils.grading.known_answers import get_chapter_source
 from utils.grading.observation import Answers, NotDefined, Raised, observe, to_plain
-from utils.grading.stand_in import build_module, find_answer
 from utils.grading.submission import load_submission
+from utils.grading.substitution import build_module, find_answer
 from utils.models import loading
+from utils.mutation import mutants
 
 ROOT = Path(__file__).parents[2]
-STEMS = get_stems()
-EXERCISES = [(stem, exercise) for stem in STEMS for exercise in get_checks(stem)]
+CHAPTERS = get_chapters()
+EXERCISES = [(chapter, exercise) for chapter in CHAPTERS for exercise in get_checks(chapter)]
 
 
 # --- Comparison ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def without_colour(monkeypatch):
+    """Whether text is painted depends on what other tests of this process have imported."""
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def check_in_notebook(answer, slow=False):
+    """Check an exercise as a notebook does, with the names of this module's caller."""
+    run_and_print(answer, inspect.currentframe().f_back.f_globals, slow)
 
 
 @pytest.mark.parametrize(
@@ -185,9 +197,9 @@ def test_odd_answers_do_not_harm_the_engine():
 # --- Checks that are complete -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stem", "exercise"), EXERCISES)
-def test_every_exercise_has_an_oracle_and_a_public_check(stem, exercise):
-    checks = get_checks(stem)[exercise]
+@pytest.mark.parametrize(("chapter", "exercise"), EXERCISES)
+def test_every_exercise_has_an_oracle_and_a_public_check(chapter, exercise):
+    checks = get_checks(chapter)[exercise]
     assert any(c.expected is not None or c.holds is not None for c in checks)
     assert any(c.public for c in checks)
     assert all(c.probe.__doc__ for c in checks), "a student reads the docstring's first line"
@@ -195,21 +207,21 @@ def test_every_exercise_has_an_oracle_and_a_public_check(stem, exercise):
 
 
 @pytest.mark.parametrize(
-    ("stem", "exercise"), [pair for pair in EXERCISES if engine.get_quick_checks(*pair)]
+    ("chapter", "exercise"), [pair for pair in EXERCISES if judging.get_quick_checks(*pair)]
 )
-def test_every_exercise_has_mistakes_with_sentences(stem, exercise):
-    mine = [m for m in answers.get_mistakes(stem) if m.exercise == exercise]
+def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
+    mine = [m for m in known_answers.get_mistakes(chapter) if m.exercise == exercise]
     assert len(mine) >= 5
     sentences = [m.sentence for m in mine]
     assert all(s.endswith(".") for s in sentences)
     assert len(set(sentences)) == len(sentences)
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_reference_passes_with_other_secrets(stem):
-    for exercise in get_checks(stem):
-        student = Answers(vars(get_reference(stem)))
-        verdicts, _ = engine.grade_exercise(stem, exercise, student, secret="another")
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_reference_passes_with_other_secrets(chapter):
+    for exercise in get_checks(chapter):
+        student = Answers(vars(get_reference(chapter)))
+        verdicts, _ = diagnosis.grade_exercise(chapter, exercise, student, secret="another")
         assert all(v.passed for v in verdicts), [v.check.name for v in verdicts if not v.passed]
 
 
@@ -227,28 +239,28 @@ def list_gaps(gap, value):
     return []
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(stem):
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
     """The gap is rounding: a probe whose inputs differ in float64 would accept anything."""
-    for checks in get_checks(stem).values():
+    for checks in get_checks(chapter).values():
         for c in (c for c in checks if c.holds is None and c.float64):
             for index in range(c.seeds):
-                gap = engine.measure_reference_gap(c, index)
-                for wide, largest in list_gaps(gap, engine.observe_reference(c, index)):
+                gap = judging.measure_reference_gap(c, index)
+                for wide, largest in list_gaps(gap, judging.observe_reference(c, index)):
                     assert wide <= 1e-3 * largest + 1e-4, c.path
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_sample_of_the_mutants_is_killed(stem):
-    survivors = [m.name for m in mutants.sample(stem, 25) if mutants.kill(m) is None]
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_sample_of_the_mutants_is_killed(chapter):
+    survivors = [m.name for m in mutants.sample(chapter, 25) if mutants.kill(m) is None]
     assert survivors == []
 
 
 def test_a_pattern_must_occur_exactly_once():
     for pattern in ("no such text", "logits"):
-        edit = answers.Edit("get_logprobs", pattern, "x")
+        edit = known_answers.Edit("get_logprobs", pattern, "x")
         with pytest.raises(ValueError, match="should occur once"):
-            answers.apply_edits("ch0_sampling", (edit,))
+            known_answers.apply_edits("ch0_sampling", (edit,))
 
 
 # --- What a student sees ------------------------------------------------------------------------
@@ -328,12 +340,12 @@ def test_a_predicate_judges_with_and_without_float64():
     probe.__module__ = "tests.test_ch0_sampling"
     for float64 in (True, False):
         check = Check("masked_mean", probe, holds=holds, float64=float64)
-        assert engine.judge(check, torch.tensor(7.0), 0) is None
-        assert engine.judge(check, torch.tensor(700.0), 0).message == "too large"
+        assert judging.judge(check, torch.tensor(7.0), 0) is None
+        assert judging.judge(check, torch.tensor(700.0), 0).message == "too large"
 
 
 @pytest.mark.parametrize(
-    ("stem", "exercise", "other", "right", "mistaken"),
+    ("chapter", "exercise", "other", "right", "mistaken"),
     [
         ("ch0_sampling", "get_samples", "left_pad", "[0] * (seq", "[1] * (seq"),
         (
@@ -346,11 +358,11 @@ def test_a_predicate_judges_with_and_without_float64():
     ],
 )
 def test_the_notebook_names_the_exercise_that_fails_another(
-    stem, exercise, other, right, mistaken, capsys
+    chapter, exercise, other, right, mistaken, capsys
 ):
-    source = get_chapter(stem).source
+    source = get_chapter_source(chapter).source
     assert source.count(right) == 1
-    names = vars(build_module(stem, source.replace(right, mistaken)))
+    names = vars(build_module(chapter, source.replace(right, mistaken)))
     answer = find_answer(names, exercise)
     before = dict(names), dict(vars(names[other.partition(".")[0]]))
     run_and_print(answer, names)
@@ -361,7 +373,7 @@ def test_the_notebook_names_the_exercise_that_fails_another(
 
 
 def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
-    source = get_chapter("ch2_ppo").source
+    source = get_chapter_source("ch2_ppo").source
     for right, mistaken in (
         ("            self.optimizer.zero_grad()\n", ""),
         ("return logits, rearrange(values, ", "return logits, 2 * rearrange(values, "),
@@ -376,15 +388,15 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
 
 
 def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch):
-    source = get_chapter("ch2_ppo").source
-    right = "state = self.get_state()\n        try:"
+    source = get_chapter_source("ch2_ppo").source
+    right = "self.learning_phase(memory)\n"
     assert source.count(right) == 1
-    mistaken = "state = self.state()\n        try:"
+    mistaken = "self.learning(memory)\n"
     names = vars(build_module("ch2_ppo", source.replace(right, mistaken)))
-    monkeypatch.setattr(engine, "_same_as_mistake", None)
+    monkeypatch.setattr(diagnosis, "_same_as_mistake", None)
     run_and_print(names["RLHFTrainer"].train, names, slow=True)
     said = capsys.readouterr().out
-    assert "'RLHFTrainer' object has no attribute 'state'" in said
+    assert "'RLHFTrainer' object has no attribute 'learning'" in said
     assert "→" not in said
 
 
@@ -393,7 +405,7 @@ def test_the_notebook_names_all_that_is_not_written_and_is_needed(capsys):
     later = [
         f"RLHFTrainer.{name}" for name in ("compute_rlhf_objective", "learning_phase", "train")
     ]
-    names = get_chapter("ch2_ppo").without(*later).build()
+    names = get_chapter_source("ch2_ppo").without(*later).build()
     before = dict(vars(names["RLHFTrainer"]))
     run_and_print(names["RLHFTrainer"].rollout_phase, names)
     said = capsys.readouterr().out
@@ -404,7 +416,7 @@ def test_the_notebook_names_all_that_is_not_written_and_is_needed(capsys):
 
 def test_the_notebook_does_not_touch_an_earlier_chapters_class(capsys):
     """GrpoTrainer.rollout_phase is not written: that of RLHFTrainer is inherited."""
-    without = get_chapter("ch3_grpo").without("GrpoTrainer.rollout_phase")
+    without = get_chapter_source("ch3_grpo").without("GrpoTrainer.rollout_phase")
     names, parent = without.build(), get_reference("ch2_ppo").RLHFTrainer
     before = dict(vars(parent)), dict(vars(names["GrpoTrainer"]))
     run_and_print(names["measure_loss_and_gradient_at_start"], names)
@@ -482,7 +494,7 @@ def test_definitions_are_taken_and_nothing_else_runs(tmp_path, capsys):
     path = tmp_path / "answers (1).py"
     path.write_text(SCRIPT)
     submission = load_submission(path)
-    assert submission.stems == ("ch0_sampling",)
+    assert submission.chapters == ("ch0_sampling",)
     assert capsys.readouterr().out == ""
     assert submission.namespace["eps"] == 0.0
     assert "kept" not in submission.namespace
@@ -568,7 +580,7 @@ def test_one_exercise_is_chosen_by_name():
 def test_start_boots_the_models_of_the_checks(monkeypatch):
     booted = []
     monkeypatch.setattr(models, "boot_small_ones", lambda: booted.append(1))
-    course.start("ch1_lora")
+    session.start("ch1_lora")
     assert booted == [1]
 
 

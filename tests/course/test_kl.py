@@ -1,4 +1,4 @@
-"""Chapter 4's solutions against autograd, finite differences, sampling, and chapter 3."""
+"""Chapter 4's solutions against finite differences, sampling, enumeration, and chapter 3."""
 
 import itertools
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributions import Categorical, kl_divergence
+from torch.distributions import Categorical
 
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -14,7 +14,6 @@ from solutions.ch4_kl import (
     KINDS,
     KlArgs,
     KlTrainer,
-    calc_estimator_stats,
     calc_exact_kl,
     calc_expected_gradient,
     calc_kl_estimate,
@@ -30,51 +29,6 @@ def bandit():
     """Logits of a policy, a reference and a sampler, over seven tokens, in float64."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)]
-
-
-def get_gradient(kl, logits):
-    """Of a divergence as a function of the policy's distribution, by autograd."""
-    logits = logits.clone().requires_grad_()
-    return torch.autograd.grad(kl(Categorical(logits=logits)), logits)[0]
-
-
-def get_true_gradients(policy, ref, old):
-    """Of KL(policy ‖ reference), KL(reference ‖ policy) and KL(old ‖ policy)."""
-    ref, old = Categorical(logits=ref), Categorical(logits=old)
-    return (
-        get_gradient(lambda p: kl_divergence(p, ref), policy),
-        get_gradient(lambda p: kl_divergence(ref, p), policy),
-        get_gradient(lambda p: kl_divergence(old, p), policy),
-    )
-
-
-def test_on_policy_gradients_are_those_of_the_divergences(bandit):
-    policy, ref, old = bandit
-    forward, backward, _ = get_true_gradients(policy, ref, old)
-    expected = {
-        ("k1", "loss"): torch.zeros_like(forward),
-        ("k2", "loss"): forward,
-        ("k3", "loss"): backward,
-        ("k4", "loss"): forward,
-        ("k1", "reward"): forward,
-        ("k3", "reward"): forward - backward,
-        ("k4", "reward"): forward,
-    }
-    for (kind, place), gradient in expected.items():
-        found = calc_expected_gradient(policy, ref, kind, place)
-        torch.testing.assert_close(found, gradient, **EXACT, msg=f"{kind} in the {place}")
-
-
-def test_off_policy_gradients_are_those_of_the_divergences(bandit):
-    policy, ref, old = bandit
-    forward, _, from_old = get_true_gradients(policy, ref, old)
-    k1 = calc_expected_gradient(policy, ref, "k1", "loss", old)
-    torch.testing.assert_close(k1, -from_old, **EXACT)
-    for place in ("loss", "reward"):
-        k4 = calc_expected_gradient(policy, ref, "k4", place, old)
-        torch.testing.assert_close(k4, forward, **EXACT)
-    for kind in ("k2", "k3"):
-        assert not torch.allclose(calc_expected_gradient(policy, ref, kind, "loss", old), forward)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,22 +69,6 @@ def test_the_expectation_is_the_mean_of_sampled_gradients(bandit, kind, place):
     error = samples.std(0) / n**0.5
     found = calc_expected_gradient(policy, ref, kind, place, old)
     assert ((samples.mean(0) - found).abs() < 5 * error).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bias_and_spread_are_those_of_samples(bandit, kind):
-    policy, ref, _ = bandit
-    bias, std = calc_estimator_stats(policy, ref, kind)
-    n = 200_000
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        tokens = Categorical(logits=policy).sample((n,))
-    k = calc_kl_estimate(policy.log_softmax(-1)[tokens], ref.log_softmax(-1)[tokens], kind)
-    truth = kl_divergence(Categorical(logits=policy), Categorical(logits=ref))
-    assert abs(k.mean() - truth - bias) < 5 * std / n**0.5
-    assert abs(k.std() / std - 1) < 0.03
-    if kind != "k2":
-        assert abs(bias) < 1e-12
 
 
 def test_weighted_k3_and_k2_have_one_gradient_sample_by_sample(bandit):
@@ -229,7 +167,7 @@ def test_k3_is_chapter_3s_trainer(tmp_path, model):
     ours = KlTrainer(KlArgs(kl_estimator="k3", **setup), model)
     theirs = GrpoTrainer(GrpoArgs(**setup), model)
     minibatch = next(iter(ours.rollout_phase().get_minibatches(ours.generator)))
-    minibatch.logprobs += 0.1 * torch.randn_like(minibatch.logprobs)  # an older policy
+    minibatch.logprobs.add_(torch.randn_like(minibatch.logprobs), alpha=0.1)  # an older policy
     adapters = model.trainable_parts()["adapters"]
     found = []
     for trainer in (ours, theirs):

@@ -9,15 +9,14 @@ import nbformat
 import pytest
 import torch
 
-from utils import course, unrun
 from utils.authoring import notebooks, stubs
 from utils.authoring.__main__ import build_student
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, get_sources
-from utils.grading import notebook
+from utils.course import checking, session, stale_cells
 from utils.grading.checks import get_checks, get_reference
-from utils.grading.stand_in import find_answer
+from utils.grading.substitution import find_answer
 
-STEMS = notebooks.get_written_stems()
+WRITTEN = notebooks.get_written_chapters()
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -27,19 +26,19 @@ def read(path: Path) -> nbformat.NotebookNode:
 # --- The committed notebooks --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_notebooks_are_as_their_source_says(stem):
-    hint = f"run `python -m utils.authoring {stem}`"
-    student, solved = read(CHAPTERS / f"{stem}.ipynb"), read(SOLUTIONS / f"{stem}.ipynb")
-    assert get_sources(student) == get_sources(build(stem, Edition())), hint
-    assert get_sources(solved) == get_sources(build(stem, Edition(solved=True))), hint
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_the_notebooks_are_as_their_source_says(chapter):
+    hint = f"run `python -m utils.authoring {chapter}`"
+    student, solved = read(CHAPTERS / f"{chapter}.ipynb"), read(SOLUTIONS / f"{chapter}.ipynb")
+    assert get_sources(student) == get_sources(build(chapter, Edition())), hint
+    assert get_sources(solved) == get_sources(build(chapter, Edition(solved=True))), hint
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_stub_has_the_signature_and_docstring_of_its_solution(stem):
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_a_stub_has_the_signature_and_docstring_of_its_solution(chapter):
     by_exercise = [
         {cell.metadata.tags[1]: cell.source for cell in nb.cells if is_exercise(cell)}
-        for nb in (read(CHAPTERS / f"{stem}.ipynb"), read(SOLUTIONS / f"{stem}.ipynb"))
+        for nb in (read(CHAPTERS / f"{chapter}.ipynb"), read(SOLUTIONS / f"{chapter}.ipynb"))
     ]
     student, solved = by_exercise
     assert student.keys() == solved.keys()
@@ -49,23 +48,25 @@ def test_a_stub_has_the_signature_and_docstring_of_its_solution(stem):
         assert set(stubs.get_signatures(stub)) <= set(stubs.get_signatures(solved[exercise]))
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_what_is_to_be_written_is_told_from_what_is(stem):
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_what_is_to_be_written_is_told_from_what_is(chapter):
     for nb, written in ((CHAPTERS, False), (SOLUTIONS, True)):
-        names = dict(vars(get_reference(stem)))
-        for cell in filter(is_exercise, read(nb / f"{stem}.ipynb").cells):
+        names = dict(vars(get_reference(chapter)))
+        for cell in filter(is_exercise, read(nb / f"{chapter}.ipynb").cells):
             exercise = cell.metadata.tags[1]
             run_cell(cell.source, names)
-            assert notebook.is_stub(find_answer(names, exercise)) != written, exercise
+            assert checking.is_stub(find_answer(names, exercise)) != written, exercise
 
 
 def is_exercise(cell) -> bool:
     return cell.cell_type == "code" and "exercise" in cell.metadata.get("tags", [])
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(stem):
-    cells = [cell for cell in read(SOLUTIONS / f"{stem}.ipynb").cells if cell.cell_type == "code"]
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(chapter):
+    cells = [
+        cell for cell in read(SOLUTIONS / f"{chapter}.ipynb").cells if cell.cell_type == "code"
+    ]
     assert all(cell.execution_count for cell in cells)
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
@@ -77,16 +78,16 @@ def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(stem):
     for cell in checked:
         assert "✗" not in cell.outputs[0].text
         lines = re.sub(r"\x1b\[\d+m", "", cell.outputs[0].text).splitlines()
-        checks = get_checks(stem)[lines[0].partition(":")[0]]
+        checks = get_checks(chapter)[lines[0].partition(":")[0]]
         titles = [check.title for check in checks if not check.slow or "slow=True" in cell.source]
         if lines[-1].startswith("Graded with the solutions"):  # of exercises further down
             lines.pop()
         assert [line.split(maxsplit=2)[2] for line in lines[1:]] == titles
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_pictures_are_embedded_in_the_students_notebook(stem):
-    for cell in read(CHAPTERS / f"{stem}.ipynb").cells:
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_pictures_are_embedded_in_the_students_notebook(chapter):
+    for cell in read(CHAPTERS / f"{chapter}.ipynb").cells:
         if any(tag.startswith("result-") for tag in cell.metadata.get("tags", [])):
             assert "image/png" in cell.outputs[0].data
 
@@ -219,9 +220,9 @@ def run_cell(source: str, names: dict) -> dict:
 
 @pytest.fixture
 def names(tmp_path, monkeypatch):
-    monkeypatch.setattr(course, "PROGRESS", tmp_path / "progress.json")
+    monkeypatch.setattr(session, "PROGRESS", tmp_path / "progress.json")
     module = types.ModuleType("a_notebook")
-    module.__dict__.update(CHAPTER="ch0_sampling", check=course.check, catch_up=course.catch_up)
+    module.__dict__.update(CHAPTER="ch0_sampling", check=session.check, catch_up=session.catch_up)
     imports = stubs.get_imports("ch0_sampling")
     return run_cell(imports, module.__dict__)
 
@@ -243,7 +244,7 @@ def test_an_exercise_that_calls_an_unwritten_one_is_checked_alone(names, capsys)
     printed = capsys.readouterr().out
     assert "✗" not in printed
     assert "other exercises, because your masked_mean is not written yet." in printed
-    assert notebook.is_stub(names["masked_mean"])  # put back
+    assert checking.is_stub(names["masked_mean"])  # put back
 
 
 def test_a_method_is_checked_alone(names, capsys):
@@ -277,32 +278,32 @@ def test_catch_up_fills_in_what_is_not_written(names, capsys):
     assert "masked_mean" in printed
     assert "calc_reinforce_objective" not in printed
     assert names["calc_reinforce_objective"] is names["mine"]
-    assert not notebook.is_stub(names["masked_mean"])
+    assert not checking.is_stub(names["masked_mean"])
 
 
 def test_a_solution_that_was_put_in_does_not_count_as_solved(names, capsys):
     run_cell(f"{RIGHT}\n\ncatch_up()\ncheck(masked_mean)", names)
     assert "the solution that catch_up() put in" in capsys.readouterr().out
-    assert not course.PROGRESS.exists()
+    assert not session.PROGRESS.exists()
     run_cell("check(calc_reinforce_objective)", names)
     assert "put in" not in capsys.readouterr().out
-    assert course.PROGRESS.exists()
+    assert session.PROGRESS.exists()
 
 
 def test_a_method_that_was_put_in_is_the_solution():
     trainers = vars(get_reference("ch3_grpo"))
     trainer = type("GrpoTrainer", (trainers["RLHFTrainer"],), {})
-    assert course._fill_method(trainer, trainers["GrpoTrainer"], "rollout_phase")
+    assert session._fill_method(trainer, trainers["GrpoTrainer"], "rollout_phase")
     for name, expected in (("rollout_phase", True), ("train", False)):
         answer = getattr(trainer, name)
-        assert notebook.is_solution("ch3_grpo", f"GrpoTrainer.{name}", answer) is expected
+        assert checking.is_solution("ch3_grpo", f"GrpoTrainer.{name}", answer) is expected
 
 
 def test_an_inherited_method_is_an_exercise_of_the_notebooks_chapter():
     trainers = vars(get_reference("ch3_grpo"))
     train = trainers["GrpoTrainer"].train
-    for stem, exercise in (("ch3_grpo", "GrpoTrainer.train"), ("ch2_ppo", "RLHFTrainer.train")):
-        assert notebook._get_exercise(train, trainers | {"CHAPTER": stem}) == exercise
+    for chapter, exercise in (("ch3_grpo", "GrpoTrainer.train"), ("ch2_ppo", "RLHFTrainer.train")):
+        assert checking._get_exercise(train, trainers | {"CHAPTER": chapter}) == exercise
 
 
 def test_catch_up_fills_in_methods(names, capsys):
@@ -314,7 +315,7 @@ def test_catch_up_fills_in_methods(names, capsys):
     run_cell("\n\n".join(cells) + "\n\ncatch_up()", names)
     printed = capsys.readouterr().out
     assert "GrpoTrainer.rollout_phase" in printed
-    assert not notebook.is_stub(names["GrpoTrainer"].rollout_phase)
+    assert not checking.is_stub(names["GrpoTrainer"].rollout_phase)
     assert "compute_rlhf_objective" in vars(names["GrpoTrainer"])
 
 
@@ -334,26 +335,26 @@ def test_catch_up_supplies_what_is_given(names, capsys):
     reference = vars(get_reference("ch3_grpo"))["GrpoTrainer"]
     assert names["GrpoTrainer"] is not reference
     assert issubclass(names["GrpoTrainer"], reference)
-    assert not notebook.is_stub(names["GrpoTrainer"].rollout_phase)
+    assert not checking.is_stub(names["GrpoTrainer"].rollout_phase)
 
 
 def test_progress_outlives_the_kernel_and_a_damaged_file(names, capsys):
     run_cell(RIGHT + "from solutions.ch0_sampling import masked_mean", names)
     run_cell("check(calc_reinforce_objective)", names)
     capsys.readouterr()
-    course.progress()
+    session.progress()
     assert "1 of 9" in capsys.readouterr().out
-    course.PROGRESS.write_text("{")
-    course.progress()
+    session.PROGRESS.write_text("{")
+    session.progress()
     assert "0 of 9" in capsys.readouterr().out
 
 
 def test_colours_can_be_left_out(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert notebook.paint("x", notebook.RED) == "\033[31mx\033[0m"
+    assert checking.paint("x", checking.RED) == "\033[31mx\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")
-    assert notebook.paint("x", notebook.RED) == "x"
+    assert checking.paint("x", checking.RED) == "x"
 
 
 def test_a_cell_that_was_edited_but_not_run_is_noticed(tmp_path, monkeypatch):
@@ -362,10 +363,12 @@ def test_a_cell_that_was_edited_but_not_run_is_noticed(tmp_path, monkeypatch):
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
     monkeypatch.setenv("JPY_SESSION_NAME", str(path))
     saved_at = path.stat().st_mtime
-    monkeypatch.setattr(unrun, "_ran", {cell.source: saved_at - 5})
-    assert not unrun.is_unrun("f")
-    monkeypatch.setattr(unrun, "_ran", {"def f(x):\n    return x": saved_at - 5})
-    assert unrun.is_unrun("f")
-    monkeypatch.setattr(unrun, "_ran", {"def f(x):\n    return x": saved_at + 5})  # not yet saved
-    assert not unrun.is_unrun("f")
-    assert not unrun.is_unrun("g")
+    monkeypatch.setattr(stale_cells, "_ran", {cell.source: saved_at - 5})
+    assert not stale_cells.is_unrun("f")
+    monkeypatch.setattr(stale_cells, "_ran", {"def f(x):\n    return x": saved_at - 5})
+    assert stale_cells.is_unrun("f")
+    monkeypatch.setattr(
+        stale_cells, "_ran", {"def f(x):\n    return x": saved_at + 5}
+    )  # not yet saved
+    assert not stale_cells.is_unrun("f")
+    assert not stale_cells.is_unrun("g")

@@ -15,13 +15,13 @@ from tests.course.test_grade import linux, needs_time
 from utils.authoring.notebooks import Edition, build, execute
 from utils.authoring.release import collect_autograder, collect_course, write_zip
 from utils.authoring.stubs import cut_exercise
-from utils.grading.answers import find_definitions, get_mistakes, get_source
-from utils.grading.checks import get_checks, get_stems
-from utils.grading.engine import get_quick_checks
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.judging import get_quick_checks
+from utils.grading.known_answers import get_definitions, get_mistakes, get_source
 
 ROOT = Path(__file__).parents[2]
-FIRST, *OTHERS = get_stems()
-STEMS = [FIRST, *(pytest.param(stem, marks=needs_time) for stem in OTHERS)]
+FIRST, *OTHERS = get_chapters()
+CHAPTERS = [FIRST, *(pytest.param(chapter, marks=needs_time) for chapter in OTHERS)]
 LONG = 30  # characters: a shorter line may be anybody's
 IDIOMS = {  # of writing files, which the course's own modules have as well
     'partial = path.with_name(path.name + ".partial")',
@@ -33,10 +33,10 @@ IDIOMS = {  # of writing files, which the course's own modules have as well
 def bundles(tmp_path_factory):
     made = {}
 
-    def get(stem: str) -> dict[str, bytes]:
-        if stem not in made:
-            made[stem] = collect_course(stem)
-        return made[stem]
+    def get(chapter: str) -> dict[str, bytes]:
+        if chapter not in made:
+            made[chapter] = collect_course(chapter)
+        return made[chapter]
 
     return get
 
@@ -58,15 +58,15 @@ def get_body(node: ast.AST) -> set[str]:
     return {line.strip() for part in body for line in ast.unparse(part).splitlines()}
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_bundle_holds_no_solution(stem, bundles):
-    files = bundles(stem)
-    later = get_stems()[get_stems().index(stem) :]
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_bundle_holds_no_solution(chapter, bundles):
+    files = bundles(chapter)
+    later = get_chapters()[get_chapters().index(chapter) :]
     assert not [name for name in files if any(name == f"solutions/{s}.py" for s in later)]
     bundle = get_lines(files)
-    known = get_lines({s: get_source(s).encode() for s in get_stems() if s not in later})
+    known = get_lines({s: get_source(s).encode() for s in get_chapters() if s not in later})
     for other in later:
-        definitions = find_definitions(other)
+        definitions = get_definitions(other)
         for exercise in get_checks(other):
             node = definitions.get(exercise)
             if not isinstance(node, ast.FunctionDef):
@@ -81,16 +81,16 @@ def test_a_bundle_holds_no_solution(stem, bundles):
             assert len(found) <= min(1, len(secret) - 1), (exercise, found)
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_bundle_holds_no_hidden_check_and_no_mistake(stem, bundles):
-    data = b"\n".join(bundles(stem).values())
-    for exercise, checks in get_checks(stem).items():
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_bundle_holds_no_hidden_check_and_no_mistake(chapter, bundles):
+    data = b"\n".join(bundles(chapter).values())
+    for exercise, checks in get_checks(chapter).items():
         for check in checks:
             assert (f"def {check.name}(".encode() in data) == check.public, (exercise, check.name)
     text = "\n".join(line for line in data.decode(errors="ignore").splitlines() if line.strip())
     # What is right in one chapter can be a mistake in another.
-    right = "".join(map(get_source, get_stems()[: get_stems().index(stem) + 1]))
-    for mistake in get_mistakes(stem):
+    right = "".join(map(get_source, get_chapters()[: get_chapters().index(chapter) + 1]))
+    for mistake in get_mistakes(chapter):
         if mistake.definition is not None:
             assert f"def {mistake.name}(".encode() not in data, mistake.name
         for edit in mistake.edits:
@@ -103,18 +103,18 @@ def is_exercise(cell) -> bool:
     return cell.metadata.get("tags", [""])[0] == "exercise"
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, monkeypatch):
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path, monkeypatch):
     """With the solutions filled in every public check passes; a mistake gets its sentence."""
-    for name, data in bundles(stem).items():
-        path = tmp_path / stem / name
+    for name, data in bundles(chapter).items():
+        path = tmp_path / chapter / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    folder = tmp_path / stem / "chapters"
-    notebook = nbformat.read(folder / f"{stem}.ipynb", as_version=4)
+    folder = tmp_path / chapter / "chapters"
+    notebook = nbformat.read(folder / f"{chapter}.ipynb", as_version=4)
     solutions = {
         cell.metadata["tags"][1]: cell.source
-        for cell in build(stem, Edition(solved=True)).cells
+        for cell in build(chapter, Edition(solved=True)).cells
         if is_exercise(cell)
     }
     kept = []
@@ -125,7 +125,7 @@ def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, mo
         is_above = cell.cell_type == "code" and not any(map(is_exercise, kept))
         if is_above or kind in ("setup", "imports", "given", "exercise", "check", "inherited"):
             kept.append(cell)
-    if stem == FIRST:
+    if chapter == FIRST:
         wrong = "def masked_mean(values, mask, dim=None):\n    return values.mean(dim)"
         stub = "def left_pad(sequences, pad_token_id):\n    raise NotImplementedError"
         kept.append(nbformat.v4.new_code_cell(f"{stub}\n\ncatch_up()"))
@@ -141,12 +141,12 @@ def test_the_notebook_works_from_the_unpacked_bundle(stem, bundles, tmp_path, mo
         for cell in executed.cells
         if cell.metadata.get("tags", [""])[0] in ("check", "inherited")
     }
-    assert set(said) == set(get_checks(stem))
+    assert set(said) == set(get_checks(chapter))
     failed = {name: text for name, text in said.items() if "✗" in text or " points" not in text}
     assert not failed
-    with_checks = [name for name in said if get_quick_checks(stem, name)]
+    with_checks = [name for name in said if get_quick_checks(chapter, name)]
     assert all("These are the public checks" in said[name] for name in with_checks)
-    if stem == FIRST:
+    if chapter == FIRST:
         *_, left, last = ("".join(o.get("text", "") for o in c.outputs) for c in executed.cells)
         assert left == "Not written yet, and there are no solutions here: left_pad\n"
         assert "→ " in last

@@ -14,7 +14,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell
 
-from utils.authoring.notebooks import Edition, build, get_written_stems
+from utils.authoring.notebooks import Edition, build, get_written_chapters
 from utils.grading.checks import get_reference
 
 MATERIAL = "The material"  # the heading in chapter 0 that stands above section 1
@@ -90,7 +90,7 @@ def find_unbound(
     return unbound
 
 
-@pytest.fixture(params=get_written_stems())
+@pytest.fixture(params=get_written_chapters())
 def chapter(request):
     """Sections; the names of what stands above section 1; those of the solutions."""
     sections = split_sections(build(request.param, Edition()).cells)

@@ -1,4 +1,4 @@
-"""Builds a chapter's notebooks from `chapters/source/<stem>.md` and `solutions/<stem>.py`.
+"""Builds a chapter's notebooks from `chapters/source/<chapter>.md` and `solutions/<chapter>.py`.
 
 The source is MyST, read by jupytext. Besides prose and code cells it holds fenced blocks that are
 filled from the solutions:
@@ -9,7 +9,8 @@ filled from the solutions:
                           `inherited: true` for a method that is only run: no stub
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed
 
-`chapters/<stem>.ipynb` has stubs, `solutions/<stem>.ipynb` the solutions in their place, executed.
+`chapters/<chapter>.ipynb` has stubs, `solutions/<chapter>.ipynb` the solutions in their place,
+executed.
 """
 
 import base64
@@ -21,6 +22,7 @@ import re
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -30,8 +32,8 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from utils.authoring import stubs
+from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
-from utils.grading.notebook import run_and_print
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
@@ -50,7 +52,7 @@ import sys
 from pathlib import Path
 
 folders = [Path.cwd(), *Path.cwd().parents, *Path("/content").glob("*")]
-root = next((folder for folder in folders if (folder / "utils/course.py").exists()), None)
+root = next((folder for folder in folders if (folder / "utils/course").is_dir()), None)
 if root is None:
     raise FileNotFoundError(
         "The course's folder was not found. Open this notebook inside it. "
@@ -59,7 +61,7 @@ if root is None:
 sys.path.insert(0, str(root))
 from utils.course import catch_up, check, progress, shorten, show_result, start
 
-CHAPTER = "{stem}"
+CHAPTER = "{chapter}"
 start(CHAPTER)"""
 
 
@@ -73,7 +75,7 @@ class Edition:
 
 @dataclass
 class _Builder:
-    stem: str
+    chapter: str
     edition: Edition
     cells: list[NotebookNode] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)  # exercises
@@ -83,7 +85,7 @@ class _Builder:
             self.cells.append(new_markdown_cell(text.strip()))
 
     def code(self, source: str, *tags: str, hidden: bool = False) -> None:
-        metadata = {"tags": list(tags)} if tags else {}
+        metadata: dict[str, Any] = {"tags": list(tags)} if tags else {}
         if hidden:
             metadata["jupyter"] = {"source_hidden": True}
         self.cells.append(new_code_cell(source, metadata=metadata))
@@ -91,25 +93,25 @@ class _Builder:
     def block(self, kind: str, argument: str, body: str) -> None:
         names = tuple(argument.split())
         if kind == "setup":
-            self.code(SETUP.replace("{stem}", self.stem), "setup")
-            self.code(stubs.get_imports(self.stem), "imports")
+            self.code(SETUP.replace("{chapter}", self.chapter), "setup")
+            self.code(stubs.get_imports(self.chapter), "imports")
         elif kind == "given":
-            exercises = tuple(get_checks(self.stem))
-            given = [stubs.get_given(self.stem, name, exercises) for name in names]
+            exercises = tuple(get_checks(self.chapter))
+            given = [stubs.get_given(self.chapter, name, exercises) for name in names]
             self.code("\n\n\n".join(given), "given")
         elif kind == "result":
-            source = f'show_result("{self.stem}", "{names[0]}")'
+            source = f'show_result("{self.chapter}", "{names[0]}")'
             self.code(source, f"result-{names[0]}", hidden=True)
         elif kind == "exercise":
             self.exercise(names[0], body)
         else:
-            raise ValueError(f"{self.stem}: a block should not be {kind!r}")
+            raise ValueError(f"{self.chapter}: a block should not be {kind!r}")
 
     def exercise(self, name: str, body: str) -> None:
         options = yaml.safe_load(body)
         if not REQUIRED <= options.keys() <= FIELDS:
             wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
-            raise ValueError(f"{self.stem} {name}: fields that lack or are unknown: {wrong}")
+            raise ValueError(f"{self.chapter} {name}: fields that lack or are unknown: {wrong}")
         self.placed.append(name)
         self.markdown(
             f"### Exercise: `{name}`\n\n"
@@ -119,7 +121,7 @@ class _Builder:
         solved, inherited = self.edition.solved, options.get("inherited", False)
         if not inherited:
             also, helpers = (tuple(options.get(key, ())) for key in ("also", "helpers"))
-            piece = stubs.cut_exercise(self.stem, name, also, helpers)
+            piece = stubs.cut_exercise(self.chapter, name, also, helpers)
             self.code(piece.solution if solved else piece.stub, "exercise", name)
         slow = ", slow=True" if options.get("slow") else ""
         self.code(f"check({name}{slow})", "inherited" if inherited else "check", name)
@@ -137,17 +139,18 @@ def _dots(n: int) -> str:
 
 
 def _fold(title: str, text: str) -> str:
-    """Empty lines around the text, or it would not be read as markdown."""
+    """Put text into a folded block, with empty lines around it, or it would not be read as
+    markdown."""
     return f"<details>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
 
 
-def build(stem: str, edition: Edition) -> NotebookNode:
-    """A chapter's notebook, without outputs.
+def build(chapter: str, edition: Edition) -> NotebookNode:
+    """Return a chapter's notebook, without outputs.
 
     Raises ValueError for a source whose blocks are wrong.
     """
-    builder = _Builder(stem, edition)
-    source = (CHAPTERS / "source" / f"{stem}.md").read_text(encoding="utf-8")
+    builder = _Builder(chapter, edition)
+    source = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
     for cell in jupytext.reads(source, fmt="md:myst").cells:
         if cell.cell_type == "code":
             builder.code(cell.source, *cell.metadata.get("tags", []))
@@ -158,22 +161,22 @@ def build(stem: str, edition: Edition) -> NotebookNode:
             builder.block(match[2], match[3], match[4])
             end = match.end()
         builder.markdown(cell.source[end:])
-    _require_every_exercise(stem, builder.placed)
+    _require_every_exercise(chapter, builder.placed)
     for index, cell in enumerate(builder.cells):
-        cell.id = f"{stem.replace('_', '-')}-{index}"
+        cell.id = f"{chapter.replace('_', '-')}-{index}"
     notebook = new_notebook(cells=builder.cells, metadata=METADATA)
     notebook.metadata["course"] = {"built": _digest(notebook), "solved": edition.solved}
     return notebook
 
 
 def _digest(notebook: NotebookNode) -> str:
-    """Of what a person may edit: the cells' sources."""
+    """Digest what a person may edit: the cells' sources."""
     sources = [(cell.cell_type, cell.source) for cell in notebook.cells]
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
 
 def is_as_built(path: Path) -> bool:
-    """Whether a notebook's cells are still those that were built."""
+    """Return whether a notebook's cells are still those that were built."""
     try:
         notebook = nbformat.read(path, as_version=4)
     except Exception:  # not readable: somebody's all the same
@@ -181,11 +184,13 @@ def is_as_built(path: Path) -> bool:
     return notebook.metadata.get("course", {}).get("built") == _digest(notebook)
 
 
-def _require_every_exercise(stem: str, placed: list[str]) -> None:
-    exercises = list(get_checks(stem))
+def _require_every_exercise(chapter: str, placed: list[str]) -> None:
+    exercises = list(get_checks(chapter))
     if sorted(placed) != sorted(exercises):
         missing, twice = set(exercises) - set(placed), [n for n in placed if placed.count(n) > 1]
-        raise ValueError(f"{stem}: each exercise has one place; missing {missing}, twice {twice}")
+        raise ValueError(
+            f"{chapter}: each exercise has one place; missing {missing}, twice {twice}"
+        )
 
 
 def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> NotebookNode:
@@ -208,13 +213,13 @@ def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> Noteb
     return notebook
 
 
-def check_anew(stem: str, notebook: NotebookNode) -> None:
+def check_anew(chapter: str, notebook: NotebookNode) -> None:
     """Renew the outputs of an executed notebook's cells that check, and of no other."""
-    if get_sources(notebook) != get_sources(build(stem, Edition(solved=True))):
-        raise ValueError(f"{stem}: the notebook is not as its source says: execute it")
+    if get_sources(notebook) != get_sources(build(chapter, Edition(solved=True))):
+        raise ValueError(f"{chapter}: the notebook is not as its source says: execute it")
     import ipykernel  # noqa: F401  checks print in colour where it is
 
-    names = vars(get_reference(stem)) | {"CHAPTER": stem}
+    names = vars(get_reference(chapter)) | {"CHAPTER": chapter}
     names["check"] = lambda answer, slow=False: run_and_print(answer, names, slow)
     for cell in notebook.cells:
         if "check" in cell.metadata.get("tags", []):
@@ -223,8 +228,9 @@ def check_anew(stem: str, notebook: NotebookNode) -> None:
             cell.outputs = [nbformat.v4.new_output("stream", text=printed.getvalue())]
 
 
-def save_figures(stem: str, notebook: NotebookNode) -> None:
-    """The pictures of an executed notebook's cells with a tag `figure-NAME`, as PNG files."""
+def save_figures(chapter: str, notebook: NotebookNode) -> None:
+    """Save the pictures of an executed notebook's cells with a tag `figure-NAME`, as PNG
+    files."""
     FIGURES.mkdir(exist_ok=True)
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
@@ -232,17 +238,17 @@ def save_figures(stem: str, notebook: NotebookNode) -> None:
                 data = [output.get("data", {}) for output in cell.outputs]
                 images = [d["image/png"] for d in data if "image/png" in d]
                 if not images:
-                    raise ValueError(f"{stem}: the cell {tag} should draw a picture")
-                path = FIGURES / f"{stem}-{tag.removeprefix('figure-')}.png"
+                    raise ValueError(f"{chapter}: the cell {tag} should draw a picture")
+                path = FIGURES / f"{chapter}-{tag.removeprefix('figure-')}.png"
                 path.write_bytes(base64.b64decode(images[-1]))
 
 
-def embed_results(stem: str, notebook: NotebookNode) -> None:
+def embed_results(chapter: str, notebook: NotebookNode) -> None:
     """Put the pictures below the cells that show them, so that they are seen before any run."""
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
             if tag.startswith("result-"):
-                path = FIGURES / f"{stem}-{tag.removeprefix('result-')}.png"
+                path = FIGURES / f"{chapter}-{tag.removeprefix('result-')}.png"
                 if path.exists():
                     data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
                     cell.outputs = [nbformat.v4.new_output("display_data", data)]
@@ -256,10 +262,10 @@ def write(notebook: NotebookNode, path: Path) -> None:
 
 
 def get_sources(notebook: NotebookNode) -> list[tuple[str, str, str]]:
-    """What staleness compares: everything but outputs."""
+    """Return what staleness compares: everything but outputs."""
     return [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]
 
 
-def get_written_stems() -> list[str]:
-    """The chapters that have a source."""
+def get_written_chapters() -> list[str]:
+    """Return the chapters that have a source."""
     return sorted(path.stem for path in (CHAPTERS / "source").glob("ch*.md"))

@@ -1,14 +1,15 @@
 """A chapter's solutions, cut into the pieces of a notebook: what is given, stubs and solutions.
 
-A solution is written once, in `solutions/<stem>.py`. Its signature and docstring are the stub; its
-body, or what stands between `# SOLUTION START` and `# SOLUTION END` if it has those, is cut out.
+A solution is written once, in `solutions/<chapter>.py`. Its signature and docstring are the stub;
+its body, or what stands between `# SOLUTION START` and `# SOLUTION END` if it has those, is cut
+out.
 """
 
 import ast
 import textwrap
 from dataclasses import dataclass
 
-from utils.grading import answers
+from utils.grading import known_answers
 
 START, END = "# SOLUTION START", "# SOLUTION END"
 CUT = "raise NotImplementedError"
@@ -23,22 +24,22 @@ class Piece:
 
 
 def cut_exercise(
-    stem: str, exercise: str, also: tuple[str, ...] = (), helpers: tuple[str, ...] = ()
+    chapter: str, exercise: str, also: tuple[str, ...] = (), helpers: tuple[str, ...] = ()
 ) -> Piece:
-    """An exercise of a chapter. A method stands in a class that re-opens its own.
+    """Return an exercise of a chapter. A method stands in a class that re-opens its own.
 
     `also` are definitions that the student writes in the same cell, methods of the same class or
     functions before it; `helpers` are those that only the solution uses and that are shown with it.
     """
     names = (*also, exercise)
-    stubs = _join([(name, _cut(stem, name)) for name in names])
-    solutions = [(name, get_definition(stem, name)) for name in names]
-    shown = [get_definition(stem, name) for name in helpers]
+    stubs = _join([(name, _cut(chapter, name)) for name in names])
+    solutions = [(name, get_definition(chapter, name)) for name in names]
+    shown = [get_definition(chapter, name) for name in helpers]
     return Piece(stubs, "\n\n\n".join([*shown, _join(solutions)]))
 
 
 def _join(definitions: list[tuple[str, str]]) -> str:
-    """Definitions below each other, the methods of a class in one block."""
+    """Put definitions below each other, the methods of a class in one block."""
     blocks: dict[str, list[str]] = {}
     for name, text in definitions:
         owner = name.rpartition(".")[0]
@@ -51,32 +52,34 @@ def _join(definitions: list[tuple[str, str]]) -> str:
     return "\n\n\n".join(parts)
 
 
-def get_definition(stem: str, name: str) -> str:
-    """The source of a function, class, method or constant, without what marks the solution."""
-    lines = _get_lines(stem, name)
+def get_definition(chapter: str, name: str) -> str:
+    """Return the source of a function, class, method or constant, without what marks the
+    solution."""
+    lines = _get_lines(chapter, name)
     return "\n".join(line for line in lines if line.strip() not in (START, END))
 
 
-def get_given(stem: str, name: str, exercises: tuple[str, ...]) -> str:
-    """A definition that students are given; of a class, without the methods that are exercises."""
-    node = answers.find_definitions(stem).get(name)
+def get_given(chapter: str, name: str, exercises: tuple[str, ...]) -> str:
+    """Return a definition that students are given; of a class, without the methods that are
+    exercises."""
+    node = known_answers.get_definitions(chapter).get(name)
     if not isinstance(node, ast.ClassDef):
-        return get_definition(stem, name)
-    lines = answers.get_source(stem).splitlines()
-    first, last = answers.get_lines(stem, name)
+        return get_definition(chapter, name)
+    lines = known_answers.get_source(chapter).splitlines()
+    first, last = known_answers.get_lines(chapter, name)
     kept = list(range(first, last))
     for method in (n for n in node.body if isinstance(n, ast.FunctionDef)):
         if f"{name}.{method.name}" in exercises:
-            start, end = answers.get_lines(stem, f"{name}.{method.name}")
+            start, end = known_answers.get_lines(chapter, f"{name}.{method.name}")
             kept = [i for i in kept if not start <= i < end]
     return _squeeze("\n".join(lines[i] for i in kept))
 
 
-def get_imports(stem: str) -> str:
-    """The imports of a chapter's solutions."""
-    tree = ast.parse(answers.get_source(stem))
+def get_imports(chapter: str) -> str:
+    """Return the imports of a chapter's solutions."""
+    tree = ast.parse(known_answers.get_source(chapter))
     nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    lines = answers.get_source(stem).splitlines()
+    lines = known_answers.get_source(chapter).splitlines()
     return _squeeze("\n".join(lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]))
 
 
@@ -91,29 +94,30 @@ def get_signatures(source: str) -> list[tuple[str, str, str | None]]:
     return found
 
 
-def _get_lines(stem: str, name: str) -> list[str]:
-    """The lines of a definition, flush left."""
-    lines = answers.get_source(stem).splitlines()
-    if name in answers.find_definitions(stem):
-        first, last = answers.get_lines(stem, name)
+def _get_lines(chapter: str, name: str) -> list[str]:
+    """Return the lines of a definition, flush left."""
+    lines = known_answers.get_source(chapter).splitlines()
+    if name in known_answers.get_definitions(chapter):
+        first, last = known_answers.get_lines(chapter, name)
     else:
-        first, last = _find_constant(stem, name)
+        first, last = _find_constant(chapter, name)
     return textwrap.dedent("\n".join(lines[first:last])).splitlines()
 
 
-def _find_constant(stem: str, name: str) -> tuple[int, int]:
-    for node in ast.parse(answers.get_source(stem)).body:
+def _find_constant(chapter: str, name: str) -> tuple[int, int]:
+    for node in ast.parse(known_answers.get_source(chapter)).body:
         targets = getattr(node, "targets", [])
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            return node.lineno - 1, node.end_lineno
-    raise ValueError(f"the definition should be one of {stem}, but is {name!r}")
+            return node.lineno - 1, node.end_lineno or node.lineno
+    raise ValueError(f"the definition should be one of {chapter}, but is {name!r}")
 
 
-def _cut(stem: str, exercise: str) -> str:
-    lines = _get_lines(stem, exercise)
+def _cut(chapter: str, exercise: str) -> str:
+    lines = _get_lines(chapter, exercise)
     if any(line.strip() == START for line in lines):
         return _cut_marked(lines)
     (node,) = ast.parse("\n".join(lines)).body
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     functions = [node] if isinstance(node, ast.FunctionDef) else _list_methods(node)
     for function in reversed(functions):
         body = function.body
@@ -142,7 +146,7 @@ def _cut_marked(lines: list[str]) -> str:
 
 
 def _squeeze(text: str) -> str:
-    """No more than one empty line in a row, none at the end."""
+    """Leave no more than one empty line in a row, and none at the end."""
     kept: list[str] = []
     for line in text.splitlines():
         if line.strip() or (kept and kept[-1].strip()):

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--rounds", type=int, default=7, help="of a median, at least 5 (7)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench.json"))
-    parser.add_argument("--publish", action="store_true", help="put the tables into the README")
+    parser.add_argument("--publish", action="store_true", help="put the tables into README.md")
     args = parser.parse_args()
     if args.rounds < 5:
         parser.error(f"--rounds should be at least 5, but is {args.rounds}")

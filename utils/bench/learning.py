@@ -12,12 +12,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from utils.bench.measuring import get_median
-from utils.bench.models import Work, make_trainer, run_step
+from solutions.ch0_sampling import get_samples
+from utils.bench.measuring import get_median, load_trl
+from utils.bench.models import Work
+from utils.bench.trainers import make_trainer, run_step
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
 from utils.models.decoding import get_decoder
 from utils.models.loading import EMBEDDED_MODEL
@@ -30,7 +33,7 @@ ROWS = 256  # completions an evaluation
 
 
 def measure_learning(folder: Path, rounds: int) -> dict:
-    """Seconds and steps of training until the first evaluation that reaches the target."""
+    """Measure seconds and steps of training until the first evaluation that reaches the target."""
     del folder, rounds
     sides = {"ours": learn, "trl": learn_by_trl}
     bar = tqdm(total=2 * (len(RATES) * len(TRIAL_SEEDS) + len(SEEDS)), desc="time to 0.90")
@@ -49,7 +52,7 @@ def measure_learning(folder: Path, rounds: int) -> dict:
         side: min(RATES, key=lambda lr: get_median([_or_never(run) for run in trials[side][lr]]))
         for side in sides
     }
-    runs = {side: [] for side in sides}
+    runs: dict[str, list[dict]] = {side: [] for side in sides}
     for seed in SEEDS:  # in turns
         for side in sides:
             runs[side].append(run(side, best[side], seed, held_out_pairs()))
@@ -67,7 +70,7 @@ class Race:
     def __init__(self, sample: Callable[[list[str], int], list[str]], pairs: list[Pair]):
         self.sample = sample
         self.pairs = (pairs * ROWS)[:ROWS]
-        self.result = {"seconds": None, "steps": None, "accuracy": []}
+        self.result: dict[str, Any] = {"seconds": None, "steps": None, "accuracy": []}
 
     def is_over(self, step: int, seconds: float) -> bool:
         if step % EVERY == 0:
@@ -87,9 +90,7 @@ class Race:
 
 
 def learn(lr: float, seed: int, pairs: list[Pair]) -> dict:
-    """By this course's trainer."""
-    from solutions.ch0_sampling import get_samples
-
+    """Learn by this course's trainer."""
     trainer = make_trainer(EMBEDDED_MODEL, Work(lr=lr, beta=0.001), seed=seed)
 
     def sample(prompts: list[str], seed: int) -> list[str]:
@@ -106,20 +107,26 @@ def learn(lr: float, seed: int, pairs: list[Pair]) -> dict:
 
 
 def learn_by_trl(lr: float, seed: int, pairs: list[Pair]) -> dict:
-    """By TRL's."""
-    from utils.bench.trl import CONFIGURATIONS, choose_configuration, make_trl_trainer
-
+    """Learn by TRL's trainer."""
+    trl = load_trl()
     with tempfile.TemporaryDirectory() as out:
-        trainer, clock = make_trl_trainer(
+        race: Race
+        clock: Any
+
+        def is_over(step: int) -> bool:
+            return race.is_over(step, sum(clock.seconds))
+
+        trainer, clock = trl.make_trl_trainer(
             EMBEDDED_MODEL,
             out,
             Work(lr=lr, beta=0.001),
             MAX_STEPS,
-            lambda step: race.is_over(step, sum(clock.seconds)),
+            is_over,
             seed=seed,
-            **CONFIGURATIONS[choose_configuration()[0]],
+            **trl.CONFIGURATIONS[trl.choose_configuration()[0]],
         )
-        tokenizer, model = trainer.processing_class, trainer.model
+        tokenizer: Any = trainer.processing_class
+        model: Any = trainer.model
 
         @torch.no_grad()
         def sample(prompts: list[str], seed: int) -> list[str]:

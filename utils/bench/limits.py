@@ -6,14 +6,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from utils.bench.measuring import get_median, take_turns
-from utils.bench.models import Work, make_trainer
+from utils.bench.models import Work
+from utils.bench.trainers import make_trainer
 
 SIDE = 2048  # of the matrices whose product gives the machine's rate
 
 
 def measure_limits(folder: Path, rounds: int) -> dict:
-    """For PPO and GRPO: the operations of one update (forward, backward, the optimizer's step; in
-    PPO also the reference's forward pass), and the share of the machine's rate that it reaches.
+    """Measure for PPO and GRPO the operations of one update (forward, backward, the optimizer's
+    step; in PPO also the reference's forward pass), and the share of the machine's rate that it
+    reaches.
 
     Counted are matrix products, as PyTorch's counter does; elementwise work is not.
     """

@@ -1,5 +1,6 @@
 """How the benchmarks measure: sides that take turns, peaks of memory in processes of their own."""
 
+import importlib
 import multiprocessing
 import statistics
 import time
@@ -18,11 +19,11 @@ MIB = 2**20
 def take_turns(
     sides: dict[str, Callable[[], Any]], rounds: int, label: str = ""
 ) -> dict[str, list[float]]:
-    """The seconds of each side, `rounds` times, after a first round that is not counted.
+    """Measure the seconds of each side, `rounds` times, after a first round that is not counted.
 
     The sides take turns, so that whatever else the machine does disturbs them alike.
     """
-    seconds = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in tqdm(range(rounds + 1), desc=label or " against ".join(sides), leave=False):
         for name, run in sides.items():
             start = time.perf_counter()
@@ -37,7 +38,7 @@ def get_median(values: list[float]) -> float:
 
 
 def get_ratios(slow: list[float], fast: list[float]) -> list[float]:
-    """How many times faster, round by round."""
+    """Return how many times faster one is, round by round."""
     return [a / b for a, b in zip(slow, fast, strict=True)]
 
 
@@ -54,15 +55,20 @@ def clock_method(owner: Any, name: str, seconds: list[float]) -> None:
     setattr(owner, name, clocked)
 
 
+def load_trl() -> Any:
+    """Import TRL's side: only now, as what it imports would count in the memory of ours."""
+    return importlib.import_module("utils.bench.trl")
+
+
 def run_apart(function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)` in a new process: nothing measured before is in its memory."""
+    """Run a function in a new process: nothing measured before is in its memory."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result()
 
 
 def measure_peak(run: Callable[[], Any]) -> dict[str, float]:
-    """What `run` adds to this process at its peak, and the process's whole peak, in MiB.
+    """Measure what `run` adds to this process at its peak, and the whole peak, in MiB.
 
     On Linux. Elsewhere the peak is that of the process's whole life.
     """

@@ -6,23 +6,28 @@ minibatch and lets go of them. Minibatches have 16 rows everywhere.
 
 from pathlib import Path
 
+import torch
+
+from solutions.ch0_sampling import select_completion
+from solutions.ch2_ppo import calc_kl_penalty
 from utils.bench.measuring import measure_peak, run_apart
-from utils.bench.models import Work, make_trainer, run_step, save_random
+from utils.bench.models import Work, save_random
+from utils.bench.trainers import make_trainer, run_step
 
 ROWS = 16  # in a minibatch
 VOCABULARIES = (512, 50257)
 BATCHES, LENGTHS = (16, 32, 64), (20, 40, 80)
 
 
-def measure_memory(folder: Path, rounds: int) -> dict:
-    """MiB that a phase adds to the process, by vocabulary, batch and length, for both ways."""
+def measure_memory(folder: Path, rounds: int) -> list[dict[str, int]]:
+    """Measure the MiB that a phase adds, by vocabulary, batch and length, for both ways."""
     del rounds  # a peak is no time
     results = []
     for vocabulary in VOCABULARIES:
         path = save_random(folder / f"vocab-{vocabulary}", 4, 128, 4, vocabulary)
         cases = [(batch, 40) for batch in BATCHES] + [(32, length) for length in LENGTHS]
         for batch, length in dict.fromkeys(cases):
-            row = {"vocabulary": vocabulary, "batch": batch, "length": length}
+            row: dict[str, int] = {"vocabulary": vocabulary, "batch": batch, "length": length}
             for way in ("ours", "textbook"):
                 row[way] = run_apart(_measure_phase, path, batch, length, way)["added"]
             results.append(row)
@@ -40,11 +45,6 @@ def _measure_phase(folder: Path, batch: int, length: int, way: str) -> dict:
 
 def store_reference_logits(trainer) -> None:
     """Make `trainer` keep the reference's logits with the rollout, as textbooks do."""
-    import torch
-
-    from solutions.ch0_sampling import select_completion
-    from solutions.ch2_ppo import calc_kl_penalty
-
     rollout_phase = trainer.rollout_phase
 
     stored = {}
@@ -52,25 +52,22 @@ def store_reference_logits(trainer) -> None:
     @torch.no_grad()
     def roll():
         memory = rollout_phase()
-        prompt_len, rows = (
-            memory.input_ids.shape[1] - memory.mask.shape[1],
-            trainer.args.minibatch_size,
-        )
+        n_rows, rows = len(memory.input_ids), trainer.args.minibatch_size
         with trainer.model.reference():
-            for start in range(0, memory.n_rows, rows):
+            for start in range(0, n_rows, rows):
                 chosen = slice(start, start + rows)
                 logits = trainer.model(memory.input_ids[chosen], memory.attention_mask[chosen])
                 if start == 0:
-                    shape = memory.n_rows, memory.mask.shape[1], logits.shape[-1]
+                    shape = n_rows, memory.mask.shape[1], logits.shape[-1]
                     stored["logits"] = logits.new_empty(shape)
-                stored["logits"][chosen] = select_completion(logits, prompt_len)
-        memory.row = torch.arange(memory.n_rows)
-        memory.names.append("row")
+                stored["logits"][chosen] = select_completion(logits, memory.prompt_len)
+        stored["input_ids"] = memory.input_ids
         return memory
 
     def measure_kl(minibatch, logits):
-        prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
-        logits, ref_logits = select_completion(logits, prompt_len), stored["logits"][minibatch.row]
+        logits = select_completion(logits, minibatch.prompt_len)
+        same = (minibatch.input_ids[:, None] == stored["input_ids"]).all(-1)  # [minibatch rows]
+        ref_logits = stored["logits"][same.int().argmax(1)]  # rows that are alike have the same
         kl = calc_kl_penalty(logits, ref_logits, minibatch.mask, kl_coef=1.0)
         trainer.metrics["kl_exact"].append(kl.item())
         return kl

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from utils.models.corpus import addition_prompt, training_pairs
-from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
-from utils.rewards import reward_fn_addition
+from utils.models.loading import EMBEDDED_MODEL
 
 PEFT_SITES = ["c_attn", "c_proj", "c_fc"]  # the same linear layers under GPT-2's own names
 SIZES = {  # n_layer, n_embd, n_head, vocab_size
@@ -37,7 +36,7 @@ class Work:
 
 
 def save_embedded(folder: Path) -> Path:
-    """The embedded model with an eos beyond its vocabulary: no completion ends early."""
+    """Save the embedded model with an eos beyond its vocabulary: no completion ends early."""
     shutil.copytree(EMBEDDED_MODEL, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"eos_token": "<never>"})
@@ -51,7 +50,7 @@ def save_embedded(folder: Path) -> Path:
 
 
 def save_random(folder: Path, n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> Path:
-    """A GPT-2 with random weights that gives its eos a probability of practically 0."""
+    """Save a GPT-2 with random weights that gives its eos a probability of practically 0."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     model = GPT2LMHeadModel(make_config(n_layer, n_embd, n_head, vocab_size))
@@ -66,7 +65,7 @@ def save_random(folder: Path, n_layer: int, n_embd: int, n_head: int, vocab_size
 
 
 def make_config(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2Config:
-    """The embedded model's architecture in another size."""
+    """Return the embedded model's architecture in another size."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     return GPT2Config(
         vocab_size=vocab_size,
@@ -85,48 +84,6 @@ def make_config(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2
 
 
 def make_data() -> tuple[list[str], list[str]]:
-    """All training prompts of the additions, and their answers."""
+    """Return all training prompts of the additions, and their answers."""
     pairs = training_pairs()
     return [addition_prompt(a, b) for a, b in pairs], [str(a + b) for a, b in pairs]
-
-
-def make_trainer(folder: Path | str, work: Work, kind: str = "grpo", **overrides):
-    """This course's trainer for `work`, "grpo" or "ppo"."""
-    from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
-    from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-
-    prompts, answers = make_data()
-    setup = {
-        "base_model": folder,
-        "device": "cpu",
-        "prompts": prompts,
-        "columns": {"answers": answers},
-        "reward_fn": reward_fn_addition,
-        "batch_size": work.batch_size,
-        "gen_len": work.gen_len,
-        "num_minibatches": 1,
-        "batches_per_learning_phase": 1,
-        "lora_rank": work.rank,
-        "lora_sites": ALL_LINEAR_SITES,
-        "kl_coef": work.beta,
-        "base_lr": work.lr,
-        "warmup_steps": 0,
-        "final_scale": 1.0,
-        "ent_coef": 0.0,
-    } | overrides
-    if kind == "ppo":
-        return RLHFTrainer(RLHFArgs(**setup, head_lr=work.lr))
-    return GrpoTrainer(GrpoArgs(**setup, group_size=work.group_size))
-
-
-def run_step(trainer) -> None:
-    """One phase without its table and log: a rollout, and the learning from it."""
-    trainer.metrics.clear()
-    trainer.learning_phase(trainer.rollout_phase())
-
-
-def check_length(trainer, work: Work) -> None:
-    """Raises ValueError unless every completion of a rollout has exactly `gen_len` tokens."""
-    lengths = trainer.rollout_phase().mask.sum(-1)
-    if not bool((lengths == work.gen_len).all()):
-        raise ValueError(f"completions should have {work.gen_len} tokens, but have {lengths}")

@@ -1,4 +1,4 @@
-"""The benchmarks' results as tables, and into the README."""
+"""Write the benchmarks' results as tables, into the README beside this file."""
 
 import json
 import re
@@ -7,14 +7,13 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
+README = Path(__file__).with_name("README.md")
 PUBLISHED = Path(__file__).with_name("results.json")  # what the README's tables are made of
 MARKS = "<!-- bench -->\n", "<!-- end of bench -->\n"
 
 
 def format_report(results: dict) -> str:
-    """The parts that were measured, each as a table, ratios first."""
+    """Return the parts that were measured, each as a table, ratios first."""
     parts = {
         "steps": _format_steps,
         "learning": _format_learning,
@@ -43,6 +42,7 @@ def publish(results: dict) -> None:
 
 
 def replace_tables(readme: str, report: str) -> str:
+    """Return the README with this report between its marks."""
     begin, end = MARKS
     pattern = re.escape(begin) + ".*?" + re.escape(end)
     return re.sub(pattern, lambda _: f"{begin}\n{report}\n{end}", readme, flags=re.DOTALL)
@@ -182,7 +182,7 @@ def _format_checks(result: dict) -> str:
     rows = []
     for when, label in (("first", "the first time"), ("later", "the second time")):
         seconds = {name: row[when] for name, row in result.items()}
-        worst = max(seconds, key=seconds.get)
+        worst = max(seconds, key=lambda name: seconds[name])
         rows.append(
             (label, f"{statistics.median(seconds.values()):.2f}", f"{seconds[worst]:.2f}", worst)
         )

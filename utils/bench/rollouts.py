@@ -7,6 +7,8 @@ import torch
 import transformer_lens  # noqa: F401  before transformers
 from transformers import AutoModelForCausalLM
 
+from solutions.ch0_sampling import encode_prompts, get_samples, sample_next_token
+from solutions.ch1_lora import TransformerWithLora
 from utils.bench.measuring import get_median, get_ratios, take_turns
 from utils.bench.models import Work, make_data
 from utils.models.decoding import get_decoder
@@ -16,7 +18,7 @@ WORK = Work()
 
 
 def measure_rollouts(folder: Path, rounds: int) -> dict:
-    """With exactly 40 tokens each, and with the embedded model's own ends (12 on average)."""
+    """Measure 40 tokens each, and the embedded model's own ends (12 on average)."""
     return {
         "exactly 40 tokens": _measure(folder, rounds, is_exact=True),
         "until they end": _measure(EMBEDDED_MODEL, rounds, is_exact=False),
@@ -24,14 +26,12 @@ def measure_rollouts(folder: Path, rounds: int) -> dict:
 
 
 def _measure(folder: Path, rounds: int, is_exact: bool) -> dict:
-    """Ours (merging the adapters and decoding the texts included), chapter 0's plain sampler,
-    `TransformerBridge.generate` and Hugging Face's `generate`, with its own and a static cache.
+    """Measure ours (merging the adapters and decoding the texts included), chapter 0's plain
+    sampler, `TransformerBridge.generate` and Hugging Face's `generate`, with its own and a static
+    cache.
 
     The prompts are 16 additions, eight times each. Last, the same products and draws alone.
     """
-    from solutions.ch0_sampling import encode_prompts, get_samples
-    from solutions.ch1_lora import TransformerWithLora
-
     model = TransformerWithLora.from_pretrained(
         folder, rank=WORK.rank, sites=ALL_LINEAR_SITES, device="cpu"
     )
@@ -93,10 +93,8 @@ def _measure(folder: Path, rounds: int, is_exact: bool) -> dict:
 
 
 def make_arithmetic(prompt_len: int) -> Callable[[], None]:
-    """The products, the attention over the mean length, the activation and the draws of 40 tokens:
-    no norms, no cache to write, no Python besides."""
-    from solutions.ch0_sampling import sample_next_token
-
+    """Return the products, the attention over the mean length, the activation and the draws of
+    40 tokens: no norms, no cache to write, no Python besides."""
     d_model, n_layers, heads, vocab, rows = 128, 4, 4, 512, WORK.batch_size
     x, hidden = torch.randn(rows, d_model), torch.randn(rows, 4 * d_model)
     weights = [torch.randn(d_model, width) for width in (3 * d_model, d_model, 4 * d_model)]

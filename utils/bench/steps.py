@@ -11,26 +11,27 @@ from utils.bench.measuring import (
     clock_method,
     get_median,
     get_ratios,
-    measure_peak,
+    load_trl,
     run_apart,
 )
-from utils.bench.models import SIZES, Work, check_length, make_trainer, run_step, save_random
+from utils.bench.models import SIZES, Work, save_random
+from utils.bench.trainers import check_length, make_trainer, measure_our_memory, run_step
 
 PEAKS = 3  # processes for a median of memory
 SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for models of all sizes
 
 
 def measure_throughput(folder: Path, rounds: int) -> dict:
-    """The embedded model, 128 completions of 40 tokens: TRL's best configuration, then turns."""
-    from utils.bench.trl import CONFIGURATIONS, choose_configuration
-
+    """Measure steps of the embedded model, 128 completions of 40 tokens, against TRL's best."""
+    trl = load_trl()
     work = Work()
-    best, tried = choose_configuration()
-    result = compare(folder, work, rounds, CONFIGURATIONS[best])
+    best, tried = trl.choose_configuration()
+    result = compare(folder, work, rounds, trl.CONFIGURATIONS[best])
     memory = {
-        "ours": [run_apart(_measure_our_memory, folder, work) for _ in range(PEAKS)],
+        "ours": [run_apart(measure_our_memory, folder, work) for _ in range(PEAKS)],
         "trl": [
-            run_apart(_measure_trl_memory, folder, work, CONFIGURATIONS[best]) for _ in range(PEAKS)
+            run_apart(trl.measure_trl_memory, folder, work, trl.CONFIGURATIONS[best])
+            for _ in range(PEAKS)
         ],
     }
     return result | {
@@ -42,22 +43,23 @@ def measure_throughput(folder: Path, rounds: int) -> dict:
 
 
 def measure_scaling(folder: Path, rounds: int) -> dict:
-    """Steps per second for three sizes with random weights, 16 completions of 20 tokens."""
-    from utils.bench.trl import CONFIGURATIONS, choose_configuration
-
-    options, results = CONFIGURATIONS[choose_configuration()[0]], {}
+    """Measure steps per second for three sizes with random weights, 16 completions of 20 tokens."""
+    trl = load_trl()
+    options, results = trl.CONFIGURATIONS[trl.choose_configuration()[0]], {}
     for name, size in SIZES.items():
         results[name] = compare(save_random(folder / name, *size), SMALL, rounds, options)
     return results
 
 
 def compare(folder: Path, work: Work, rounds: int, options: dict) -> dict:
-    """Seconds a step of both, in turns: after each of TRL's steps one of ours; and their parts."""
-    from utils.bench.trl import make_trl_trainer
-
+    """Measure the seconds per step of both in turns: after each of TRL's steps one of ours."""
+    trl = load_trl()
     ours = make_trainer(folder, work)
     check_length(ours, work)
-    parts = {"ours": defaultdict(list), "trl": defaultdict(list)}
+    parts: dict[str, dict[str, list[float]]] = {
+        "ours": defaultdict(list),
+        "trl": defaultdict(list),
+    }
     for name in ("sample_and_score", "get_ref_logprobs", "rollout_phase", "learning_phase"):
         clock_method(ours, name, parts["ours"][name])
     seconds = []
@@ -70,7 +72,7 @@ def compare(folder: Path, work: Work, rounds: int, options: dict) -> dict:
         bar.update()
 
     with tempfile.TemporaryDirectory() as out:
-        trainer, clock = make_trl_trainer(folder, out, work, rounds + 1, step_ours, **options)
+        trainer, clock = trl.make_trl_trainer(folder, out, work, rounds + 1, step_ours, **options)
         for name in ("_generate", "_generate_and_score_completions"):
             clock_method(trainer, name, parts["trl"][name])
         trainer.train()
@@ -98,16 +100,3 @@ def compare(folder: Path, work: Work, rounds: int, options: dict) -> dict:
             },
         },
     }
-
-
-def _measure_our_memory(folder: Path, work: Work) -> dict:
-    trainer = make_trainer(folder, work)
-    return measure_peak(lambda: [run_step(trainer) for _ in range(3)])
-
-
-def _measure_trl_memory(folder: Path, work: Work, options: dict) -> dict:
-    from utils.bench.trl import make_trl_trainer
-
-    with tempfile.TemporaryDirectory() as out:
-        trainer, _ = make_trl_trainer(folder, out, work, 3, **options)
-        return measure_peak(trainer.train)

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformer_lens  # noqa: F401  before transformers
@@ -15,10 +16,13 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from utils.bench.measuring import measure_peak
 from utils.bench.models import PEFT_SITES, Work, make_data, save_embedded
 
 EAGER, STATIC = {"attn_implementation": "eager"}, {"cache_implementation": "static"}
-CONFIGURATIONS = {  # that were tried; TRL's own defaults are the last but one
+CONFIGURATIONS: dict[
+    str, dict[str, Any]
+] = {  # that were tried; TRL's own defaults are the last but one
     "float32, sdpa": {},
     "float32, eager attention": EAGER,
     "float32, sdpa, static cache": STATIC,
@@ -28,8 +32,8 @@ CONFIGURATIONS = {  # that were tried; TRL's own defaults are the last but one
 }
 
 
-def reward(completions: list[str], answers: list[str], **_) -> list[float]:
-    """`reward_fn_addition`, for TRL."""
+def reward(completions: list[str], answers: list[str], **_) -> list[float | None]:
+    """Reward as `reward_fn_addition` does, in TRL's form."""
     return [
         float(text.endswith(f"A: {answer}"))
         for text, answer in zip(completions, answers, strict=True)
@@ -43,7 +47,9 @@ class AfterStep(TrainerCallback):
     """
 
     def __init__(self, between: Callable[[int], bool | None]):
-        self.between, self.seconds, self.start = between, [], None
+        self.between = between
+        self.seconds: list[float] = []
+        self.start = 0.0
 
     def on_train_begin(self, *_, **__):
         self.start = time.perf_counter()
@@ -65,12 +71,12 @@ def make_trl_trainer(
     attn_implementation: str = "sdpa",
     **options,
 ) -> tuple[GRPOTrainer, AfterStep]:
-    """A trainer for `steps` steps of `work`, and the callback that has their seconds."""
+    """Return a trainer for `steps` steps of `work`, and the callback that has their seconds."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts, answers = make_data()
     prompts = [tokenizer.bos_token + prompt for prompt in prompts]  # TRL prepends none
-    config = {
+    config: dict[str, Any] = {
         "output_dir": str(out),
         "per_device_train_batch_size": work.batch_size,
         "num_generations": work.group_size,
@@ -95,7 +101,7 @@ def make_trl_trainer(
         model=AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attn_implementation, dtype=torch.float32
         ),
-        args=GRPOConfig(**config | options),
+        args=GRPOConfig(**(config | options)),
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts, "answers": answers}),
         processing_class=tokenizer,
@@ -114,9 +120,10 @@ def make_trl_trainer(
 
 @functools.cache
 def choose_configuration(steps: int = 3) -> tuple[str, dict[str, float]]:
-    """The fastest of `CONFIGURATIONS` at `Work()` on the embedded model, and the median seconds a
-    step of each: there and back through the list, `steps` steps each time after a first one."""
-    seconds = {name: [] for name in CONFIGURATIONS}
+    """Return the fastest of `CONFIGURATIONS` at `Work()` on the embedded model, and the median
+    seconds a step of each: there and back through the list, `steps` steps each time after a
+    first one."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
     with tempfile.TemporaryDirectory() as name:
         folder = save_embedded(Path(name) / "embedded")
         order = [*CONFIGURATIONS, *reversed(CONFIGURATIONS)]
@@ -127,4 +134,11 @@ def choose_configuration(steps: int = 3) -> tuple[str, dict[str, float]]:
             trainer.train()
             seconds[tried] += clock.seconds[1:]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return min(medians, key=medians.get), medians
+    return min(medians, key=lambda name: medians[name]), medians
+
+
+def measure_trl_memory(folder: Path, work: Work, options: dict) -> dict:
+    """Measure the memory that three steps take."""
+    with tempfile.TemporaryDirectory() as out:
+        trainer, _ = make_trl_trainer(folder, out, work, 3, **options)
+        return measure_peak(trainer.train)

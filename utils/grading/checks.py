@@ -5,7 +5,7 @@
         \"\"\"Ragged random rollouts.\"\"\"
         return student.compute_advantages(*inputs.rollouts(rng), gamma=0.9, lam=0.8)
 
-A probe runs on the student's code, and with the same seed on the reference; `utils.grading.engine`
+A probe runs on the student's code, and with the same seed on the reference; `utils.grading.judging`
 compares. It is the check's name, and its docstring the line that a student reads.
 """
 
@@ -48,7 +48,7 @@ class Rng:
         return (draws * (high - low) + low).to(self.dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        """Uniform in [low, high)."""
+        """Draw uniformly in [low, high)."""
         return torch.randint(low, high, shape, generator=self.generator)
 
     def integer(self, low: int, high: int) -> int:
@@ -58,7 +58,7 @@ class Rng:
         return torch.randperm(n, generator=self.generator)
 
     def tensor(self, values: list) -> Tensor:
-        """Numbers worked by hand, in the dtype of this run."""
+        """Return numbers worked by hand, in the dtype of this run."""
         return torch.tensor(values, dtype=self.dtype)
 
     def new_generator(self) -> torch.Generator:
@@ -103,19 +103,21 @@ class Check:
 
     @property
     def title(self) -> str:
-        """The first line of the docstring, without its full stop."""
+        """Return the first line of the docstring, without its full stop."""
         return (self.probe.__doc__ or self.name).strip().splitlines()[0].rstrip(".")
 
     @property
     def source(self) -> str:
-        """The lines of the probe below its docstring."""
+        """Return the lines of the probe below its docstring."""
         source = inspect.getsource(self.probe)
-        first = ast.parse(source).body[0].body[1]  # after the docstring
+        (function,) = ast.parse(source).body
+        assert isinstance(function, ast.FunctionDef)
+        first = function.body[1]  # after the docstring
         return textwrap.dedent("\n".join(source.splitlines()[first.lineno - 1 :]))
 
     @property
     def is_worked(self) -> bool:
-        """Whether inputs and result are the same at every run: numbers worked by hand."""
+        """Return whether inputs and result are the same at every run: numbers worked by hand."""
         return self.expected is not None and not callable(self.expected)
 
     @property
@@ -123,16 +125,16 @@ class Check:
         return not (self.is_worked or self.beside)
 
     @property
-    def stem(self) -> str:
-        """The chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
+    def chapter(self) -> str:
+        """Return the chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
         return self.probe.__module__.rpartition(".")[2].removeprefix("test_")
 
     @property
     def path(self) -> str:
-        return f"{self.stem}::{self.exercise}::{self.name}"
+        return f"{self.chapter}::{self.exercise}::{self.name}"
 
     def seed(self, index: int, secret: str = "") -> int:
-        """The seed of the run with this index; unpredictable where `secret` is."""
+        """Return the seed of the run with this index; unpredictable where `secret` is."""
         digest = hashlib.sha256(f"{secret}|{self.path}|{index}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
@@ -150,28 +152,28 @@ def check(exercise: str, **options: Any) -> Callable[[Callable[[Any, Rng], Any]]
 
 
 @cache
-def get_stems() -> tuple[str, ...]:
-    """The chapters that have checks, in order."""
+def get_chapters() -> tuple[str, ...]:
+    """Return the chapters that have checks, in order."""
     tests = importlib.import_module("tests")
     names = sorted(module.name for module in pkgutil.iter_modules(tests.__path__))
     return tuple(name.removeprefix("test_") for name in names if re.match(r"test_ch\d+_", name))
 
 
-def get_reference(stem: str) -> ModuleType:
-    """The reference solutions of a chapter."""
-    return importlib.import_module(f"solutions.{stem}")
+def get_reference(chapter: str) -> ModuleType:
+    """Return the reference solutions of a chapter."""
+    return importlib.import_module(f"solutions.{chapter}")
 
 
 @cache
-def has_reference(stem: str) -> bool:
-    """Not so in a student's bundle of the chapter."""
-    return importlib.util.find_spec(f"solutions.{stem}") is not None
+def has_reference(chapter: str) -> bool:
+    """Return whether there is a reference: not so in a student's bundle of the chapter."""
+    return importlib.util.find_spec(f"solutions.{chapter}") is not None
 
 
 @cache
-def get_checks(stem: str) -> dict[str, tuple[Check, ...]]:
-    """The checks of a chapter by exercise, in the order in which they are written."""
-    module = importlib.import_module(f"tests.test_{stem}")
+def get_checks(chapter: str) -> dict[str, tuple[Check, ...]]:
+    """Return the checks of a chapter by exercise, in the order in which they are written."""
+    module = importlib.import_module(f"tests.test_{chapter}")
     by_exercise: dict[str, list[Check]] = {}
     for found in iterate_checks(module):
         by_exercise.setdefault(found.exercise, []).append(found)
@@ -181,7 +183,7 @@ def get_checks(stem: str) -> dict[str, tuple[Check, ...]]:
 def boot_models() -> None:
     """Boot the small models of the checks that are imported, in half a second: otherwise the first
     check that uses one waits for it. Not in a bundle, whose public checks use few of them."""
-    if boot := getattr(sys.modules.get("tests.models"), "boot_small_ones", None):
+    if boot := getattr(sys.modules.get("tests.support.models"), "boot_small_ones", None):
         boot()
 
 
@@ -189,11 +191,11 @@ def iterate_checks(module: ModuleType) -> Iterator[Check]:
     return (value for value in vars(module).values() if isinstance(value, Check))
 
 
-def find_stem(exercise: str) -> str:
-    """The chapter of an exercise. Raises ValueError, with the names that there are."""
-    for stem in get_stems():
-        if exercise in get_checks(stem):
-            return stem
-    names = [name for stem in get_stems() for name in get_checks(stem)]
+def find_chapter(exercise: str) -> str:
+    """Return the chapter of an exercise. Raises ValueError, with the names that there are."""
+    for chapter in get_chapters():
+        if exercise in get_checks(chapter):
+            return chapter
+    names = [name for chapter in get_chapters() for name in get_checks(chapter)]
     close = difflib.get_close_matches(exercise, names, n=3, cutoff=0.4) or names
     raise ValueError(f"the exercise should be one of {close}, but is {exercise!r}")

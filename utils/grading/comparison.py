@@ -27,7 +27,7 @@ def find_mismatch(
     where: str = "the result",
     structure_only: bool = False,
 ) -> Mismatch | None:
-    """The first difference, or None: type, keys or length, shape, dtype, finiteness, values.
+    """Return the first difference, or None: type, keys or length, shape, dtype, finiteness, values.
 
     `gap` is an observation like `expected` with the absolute rounding error of the reference; ten
     times that is allowed on top of atol + rtol |expected|.
@@ -65,7 +65,7 @@ def find_mismatch(
 
 
 def is_finite_as(yours: Any, expected: Any) -> bool:
-    """Whether what should be finite is, of two observations of one structure."""
+    """Return whether what should be finite is, of two observations of one structure."""
     if isinstance(expected, dict):
         return all(is_finite_as(yours[key], value) for key, value in expected.items())
     if isinstance(expected, list):
@@ -78,7 +78,8 @@ def is_finite_as(yours: Any, expected: Any) -> bool:
 
 
 def measure_gap(a: Any, b: Any) -> Any:
-    """|a - b| for every number of two observations of one structure; None where they differ."""
+    """Return |a - b| for every number of two observations of one structure; None where they
+    differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         return {key: measure_gap(a[key], b[key]) for key in a.keys() & b.keys()}
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
@@ -91,8 +92,8 @@ def measure_gap(a: Any, b: Any) -> Any:
 
 
 def _say(key: str, where: str) -> str:
-    """A probe's label as the subject of a sentence: one that is none is put after it, and so are
-    those of what it is a part of."""
+    """Return a probe's label as the subject of a sentence: one that is none is put after it, and
+    so are those of what it is a part of."""
     subject, bracket, labels = where.partition(" (")
     if key.startswith("the "):
         return f"{key}{bracket}{labels}"
@@ -170,14 +171,14 @@ def _compare_tensors(
 
 
 def _dtype_kind(x: Tensor) -> Any:
-    """Integers of every width are alike; floats are not."""
+    """Return what a dtype counts as: integers of every width are alike; floats are not."""
     if x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         return int
     return x.dtype
 
 
 def _format(x: Tensor, position: list[int]) -> str:
-    """A number; the row that it is in; or all of a small tensor."""
+    """Format a number; the row that it is in; or all of a small tensor."""
     shown = x if x.numel() <= 12 else x[tuple(position[:-1])]
     if shown.numel() > 12:
         start = min(max(position[-1] - 3, 0), shown.shape[-1] - 7)

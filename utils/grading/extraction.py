@@ -12,6 +12,7 @@ import re
 import symtable
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
@@ -22,7 +23,8 @@ _BINDING = ast.FunctionDef | ast.ClassDef | _ASSIGNMENT | _COMPOUND
 
 
 def parse(data: bytes, name: str) -> list[ast.stmt]:
-    """The statements of a script, or of the cells of a notebook that are free of syntax errors.
+    """Return the statements of a script, or of the cells of a notebook that are free of syntax
+    errors.
 
     Raises ValueError for what is neither; `name` tells which it should be.
     """
@@ -42,7 +44,7 @@ def parse(data: bytes, name: str) -> list[ast.stmt]:
 
 
 def _parse_script(text: str, name: str) -> list[ast.stmt]:
-    """With a syntax error somewhere: the paragraphs that are free of it."""
+    """Parse a script; with a syntax error somewhere, the paragraphs that are free of it."""
     try:
         return _parse_text(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -51,7 +53,8 @@ def _parse_script(text: str, name: str) -> list[ast.stmt]:
 
 
 def _parse_cell(source: str) -> list[ast.stmt]:
-    """If it does not parse: with magics as calls; without the lines of magics and of the shell."""
+    """Parse a cell: if need be with magics as calls, or without the lines of magics and the
+    shell."""
     kept = ["" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()]
     for make_text in (lambda: source, lambda: _replace_magics(source), lambda: "\n".join(kept)):
         try:
@@ -62,8 +65,9 @@ def _parse_cell(source: str) -> list[ast.stmt]:
 
 
 def _parse_text(text: str) -> list[ast.stmt]:
-    """`ast.parse`; each statement keeps its own lines as they were written."""
-    statements, lines, end = ast.parse(text).body, text.splitlines(), 0
+    """Parse a text; each statement keeps its own lines as they were written."""
+    statements: list[Any] = list(ast.parse(text).body)
+    lines, end = text.splitlines(), 0
     for statement in statements:
         first = min(
             [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))]
@@ -78,8 +82,8 @@ def _parse_text(text: str) -> list[ast.stmt]:
     return statements
 
 
-def join(statements: Iterable[ast.stmt]) -> str:
-    """Their source, on the lines where they stood if those go up."""
+def join(statements: Iterable[Any]) -> str:
+    """Return the source of statements, on the lines where they stood if those go up."""
     lines: list[str] = []
     for statement in statements:
         lines += [""] * (statement.first_line - 1 - len(lines))
@@ -88,7 +92,7 @@ def join(statements: Iterable[ast.stmt]) -> str:
 
 
 def _replace_magics(source: str) -> str:
-    """`files = !ls`, `%timeit f()` and `f?` as the calls that they stand for; not `%%time`."""
+    """Replace `files = !ls`, `%timeit f()` and `f?` by the calls they stand for; not `%%time`."""
     lines = source.lstrip().splitlines(keepends=True)
     while lines and lines[0].startswith("%%"):
         lines.pop(0)
@@ -96,9 +100,9 @@ def _replace_magics(source: str) -> str:
 
 
 def select_statements(statements: list[ast.stmt], exercises: Iterable[str]) -> list[ast.stmt]:
-    """Imports, and the definitions and assignments of the exercises and of what those use."""
-    taken = [s for s in statements if isinstance(s, ast.Import | ast.ImportFrom)]
-    taken = [s for s in taken if not _is_future(s)]
+    """Select imports, and the definitions of the exercises and of what those use."""
+    imports = (s for s in statements if isinstance(s, ast.Import | ast.ImportFrom))
+    taken: list[ast.stmt] = [s for s in imports if not _is_future(s)]
     left = [s for s in statements if isinstance(s, _BINDING)]
     needed = set(exercises)
     while more := [s for s in left if (get_bound_names(s) | _get_imported_names(s)) & needed]:
@@ -113,15 +117,17 @@ def _is_future(statement: ast.stmt) -> bool:
 
 
 def get_future_flags(statements: Iterable[ast.stmt]) -> int:
-    """For `compile`: what `from __future__ import` asks for."""
-    names = {alias.name for s in statements if _is_future(s) for alias in s.names}
+    """Return, for `compile`, what `from __future__ import` asks for."""
+    imports = [s for s in statements if isinstance(s, ast.ImportFrom) and _is_future(s)]
+    names = {alias.name for s in imports for alias in s.names}
     return sum(
         getattr(__future__, n).compiler_flag for n in names & {*__future__.all_feature_names}
     )
 
 
 def get_bound_names(statement: ast.stmt) -> set[str]:
-    """The top-level names that a statement defines or, as `T.method = f`, changes: no imports."""
+    """Return the top-level names that a statement defines or, as `T.method = f`, changes: no
+    imports."""
     names = set()
     for inner in _iterate_inner(statement):
         targets = []
@@ -139,14 +145,14 @@ def get_bound_names(statement: ast.stmt) -> set[str]:
 
 
 def _get_imported_names(statement: ast.stmt) -> set[str]:
-    """What is imported under `if` or `try`."""
+    """Return what is imported under `if` or `try`."""
     imports = [s for s in _iterate_inner(statement) if isinstance(s, ast.Import | ast.ImportFrom)]
     aliases = [alias for s in imports for alias in s.names]
     return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
 
 
 def _iterate_inner(statement: ast.AST) -> Iterator[ast.AST]:
-    """A statement and those in its blocks, but for the bodies of functions and classes."""
+    """Yield a statement and those in its blocks, not those in functions and classes."""
     yield statement
     if isinstance(statement, _COMPOUND | ast.ExceptHandler):
         for inner in ast.iter_child_nodes(statement):
@@ -154,7 +160,7 @@ def _iterate_inner(statement: ast.AST) -> Iterator[ast.AST]:
 
 
 def count_stubs(statements: Iterable[ast.stmt]) -> int:
-    """How many functions and methods do nothing but raise NotImplementedError."""
+    """Count the functions and methods that do nothing but raise NotImplementedError."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
     last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
     raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
@@ -162,7 +168,7 @@ def count_stubs(statements: Iterable[ast.stmt]) -> int:
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
-    """The global names that a statement refers to: no parameter and no local of a function.
+    """Return the global names that a statement refers to: no parameter and no local of a function.
 
     None of what parses and is refused later, as two parameters of one name are.
     """

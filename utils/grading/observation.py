@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from utils.grading.checks import Check, Rng
 
-MOST_NUMBERS = 10**7  # of a tensor that is observed
+MAX_NUMBERS = 10**7  # of a tensor that is observed
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ def observe(
 
 class _Unclosable(io.StringIO):
     def close(self) -> None:
-        """Whoever prints next to it may not close it."""
+        """Stay open: whoever prints next to it may not close it."""
 
 
 def _say(error: BaseException) -> str:
@@ -125,11 +125,11 @@ def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
 
 
 def to_plain(value: Any) -> Any:
-    """`value` as plain data that shares nothing with it; a tuple becomes a list."""
+    """Return `value` as plain data that shares nothing with it; a tuple becomes a list."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (Tensor, nn.Parameter):
-        if value.numel() > MOST_NUMBERS:  # an expanded one takes no memory until it is copied
+        if value.numel() > MAX_NUMBERS:  # an expanded one takes no memory until it is copied
             return Unsupported(f"tensor of {value.numel()} numbers")
         return value.detach().cpu().clone(memory_format=torch.contiguous_format)
     if isinstance(value, list | tuple):
@@ -140,7 +140,7 @@ def to_plain(value: Any) -> Any:
 
 
 def is_sound(observed: Any) -> bool:
-    """Whether an observation holds nothing that cannot be compared."""
+    """Return whether an observation holds nothing that cannot be compared."""
     if isinstance(observed, dict):
         return all(map(is_sound, observed.values()))
     if isinstance(observed, list):
@@ -149,7 +149,8 @@ def is_sound(observed: Any) -> bool:
 
 
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
-    """The traceback without the engine's and the check's frames; of libraries' only the last."""
+    """Return the traceback without the engine's and the check's frames; of libraries' only the
+    last."""
     own = (__file__, probe.__code__.co_filename)
     kept = [frame for frame in frames if frame.filename not in own]
     kept = [f for f in kept[:-1] if "-packages" not in f.filename] + kept[-1:]

@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from utils.grading.checks import get_checks, get_stems
+from utils.grading.checks import get_chapters, get_checks
 
 FILE = Path(__file__).parents[2] / "tests" / "points.toml"
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
@@ -16,27 +16,29 @@ class Points:
 
     table: dict[str, dict[str, dict]]
 
-    def get(self, stem: str, exercise: str) -> tuple[float, str]:
-        row = self.table.get(stem, {}).get(exercise, {})
-        worth = sum(check.points for check in get_checks(stem)[exercise])
+    def get(self, chapter: str, exercise: str) -> tuple[float, str]:
+        row = self.table.get(chapter, {}).get(exercise, {})
+        worth = sum(check.points for check in get_checks(chapter)[exercise])
         return row.get("points", worth), row.get("visibility", "visible")
 
 
 def load_points(path: Path = FILE) -> Points:
-    """Raises ValueError, with the place, for what is no exercise, no number, no visibility."""
+    """Load the points. Raises ValueError, with the place, for what is no exercise, or no number."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"the points should be in {path}, which cannot be read") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} should be TOML: {error}") from error
-    for stem, exercises in table.items():
-        if stem not in get_stems() or not isinstance(exercises, dict):
-            raise ValueError(f"{path}: the chapter should be one of {get_stems()}, but is {stem!r}")
+    for chapter, exercises in table.items():
+        if chapter not in get_chapters() or not isinstance(exercises, dict):
+            raise ValueError(
+                f"{path}: the chapter should be one of {get_chapters()}, but is {chapter!r}"
+            )
         for exercise, row in exercises.items():
-            place = f"{path}: {stem}.{exercise!r}"
-            if exercise not in get_checks(stem):
-                raise ValueError(f"{place}: no exercise; there are {list(get_checks(stem))}")
+            place = f"{path}: {chapter}.{exercise!r}"
+            if exercise not in get_checks(chapter):
+                raise ValueError(f"{place}: no exercise; there are {list(get_checks(chapter))}")
             _check_row(place, row)
     return Points(table)
 
@@ -52,16 +54,16 @@ def _check_row(place: str, row: object) -> None:
 
 
 def format_points() -> str:
-    """A file that says what holds without one."""
+    """Format a file that says what holds without one."""
     lines = [
         "# What each exercise is worth. Edit freely: the checks of an exercise share its points",
         "# in their own proportion. visibility is when Gradescope shows the result: "
         + ", ".join(VISIBILITIES)
         + ".",
     ]
-    for stem in get_stems():
-        lines += ["", f"[{stem}]"]
-        for exercise, checks in get_checks(stem).items():
+    for chapter in get_chapters():
+        lines += ["", f"[{chapter}]"]
+        for exercise, checks in get_checks(chapter).items():
             worth = sum(check.points for check in checks)
             lines.append(f'"{exercise}" = {{ points = {worth:g}, visibility = "visible" }}')
     return "\n".join(lines) + "\n"

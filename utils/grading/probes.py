@@ -12,21 +12,24 @@ import importlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from typing import TypeGuard
 
 from utils.grading.checks import Check
 from utils.grading.extraction import get_bound_names, get_used_names
 
-PACKAGE = "tests"  # its modules are cut down; all others are imported as they are
+# Their modules are cut down; all others are imported as they are.
+PACKAGES = ("tests", "tests.support", "tests.oracles")
 
 
 @functools.cache
 def collect_sources(check: Check) -> dict[str, str]:
-    """The source of each module of `tests` that the probe takes, those first that others import."""
+    """Return the source of each module of `tests` that the probe takes, those first that others
+    import."""
     return _collect([(check.probe.__module__, check.name)])
 
 
 def collect_public(checks: Iterable[Check]) -> dict[str, str]:
-    """The same for the public checks of a chapter, as checks: for a student's bundle.
+    """Collect the same for the public checks of a chapter, as checks: for a student's bundle.
 
     A predicate and numbers worked by hand stay; what else is expected has to be recorded.
     """
@@ -46,7 +49,7 @@ def collect_public(checks: Iterable[Check]) -> dict[str, str]:
 
 
 def _describe(check: Check) -> str:
-    """The decorator of a public check without its oracle."""
+    """Return the decorator of a public check without its oracle."""
     options = {"public": True}
     for field in dataclasses.fields(Check):
         value = getattr(check, field.name)
@@ -60,7 +63,7 @@ def _describe(check: Check) -> str:
 
 
 def _collect(start: list[tuple[str, str]], predicates: Iterable[Callable] = ()) -> dict[str, str]:
-    """The sources for the names of a module, and for predicates of it or of others."""
+    """Return the sources for the names of a module, and for predicates of it or of others."""
     names: dict[str, set[str]] = defaultdict(set)  # of each module
     for module, name in start + [(p.__module__, p.__name__) for p in predicates]:
         _add(module, name, names)
@@ -79,12 +82,13 @@ def _add(module: str, name: str, names: dict[str, set[str]]) -> None:
     for statement in _get_statements(module):
         if name not in _get_names(statement):
             continue
-        if isinstance(statement, ast.ImportFrom) and statement.module.startswith(PACKAGE + "."):
-            _add(statement.module, _get_original(statement, name), names)
+        if isinstance(statement, ast.ImportFrom) and _is_cut_down(str(statement.module)):
+            _add(str(statement.module), _get_original(statement, name), names)
         for used in get_used_names(statement) if not _is_import(statement) else ():
             _add(module, used, names)
-            for attribute in _get_attributes(module, used, statement):
-                _add(f"{PACKAGE}.{used}", attribute, names)
+            if (home := _find_module(module, used)) is not None:
+                for attribute in _get_attributes(used, statement):
+                    _add(home, attribute, names)
 
 
 def _put_in_order(module: str, names: dict[str, set[str]], sources: dict[str, str]) -> None:
@@ -92,21 +96,30 @@ def _put_in_order(module: str, names: dict[str, set[str]], sources: dict[str, st
         taken = _get_names(statement) & names[module]
         if not isinstance(statement, ast.ImportFrom) or not taken:
             continue
-        if statement.module == PACKAGE:
-            imported = [f"{PACKAGE}.{_get_original(statement, name)}" for name in sorted(taken)]
+        if statement.module in PACKAGES:
+            imported = [f"{statement.module}.{_get_original(statement, n)}" for n in sorted(taken)]
         else:
-            imported = [statement.module]
+            imported = [str(statement.module)]
         for other in imported:
             if other in names and other not in sources:
                 _put_in_order(other, names, sources)
     sources[module] = _cut(module, names[module])
 
 
-def _get_attributes(module: str, name: str, statement: ast.stmt) -> set[str]:
-    """What a statement takes of `name` if that is `from tests import name`."""
-    packages = [s for s in _get_statements(module) if isinstance(s, ast.ImportFrom)]
-    if not any(s.module == PACKAGE and name in _get_names(s) for s in packages):
-        return set()
+def _is_cut_down(module: str) -> bool:
+    return module not in PACKAGES and module.rpartition(".")[0] in PACKAGES
+
+
+def _find_module(module: str, name: str) -> str | None:
+    """Return the module that `name` is, if `module` has it by `from tests.support import name`."""
+    for s in _get_statements(module):
+        if isinstance(s, ast.ImportFrom) and s.module in PACKAGES and name in _get_names(s):
+            return f"{s.module}.{_get_original(s, name)}"
+    return None
+
+
+def _get_attributes(name: str, statement: ast.stmt) -> set[str]:
+    """Return what a statement takes of a module by the name of `name`."""
     return {
         node.attr
         for node in ast.walk(statement)
@@ -117,7 +130,7 @@ def _get_attributes(module: str, name: str, statement: ast.stmt) -> set[str]:
 
 
 def _cut(module: str, names: set[str]) -> str:
-    """The statements of a module that bind one of these names."""
+    """Return the statements of a module that bind one of these names."""
     kept = []
     for statement in _get_statements(module):
         bound = _get_names(statement) & names
@@ -132,7 +145,7 @@ def _cut(module: str, names: set[str]) -> str:
 
 @functools.cache
 def _get_statements(module: str) -> tuple[ast.stmt, ...]:
-    """The statements of a module; `@check(...)`, which names the oracle, is left out."""
+    """Return the statements of a module; `@check(...)`, which names the oracle, is left out."""
     statements = ast.parse(inspect.getsource(importlib.import_module(module))).body
     for statement in statements:
         if isinstance(statement, ast.FunctionDef):
@@ -146,7 +159,7 @@ def _get_names(statement: ast.stmt) -> set[str]:
     return get_bound_names(statement)
 
 
-def _is_import(statement: ast.stmt) -> bool:
+def _is_import(statement: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:
     return isinstance(statement, ast.Import | ast.ImportFrom)
 
 

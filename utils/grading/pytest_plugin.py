@@ -1,6 +1,8 @@
 """Collects the checks of `tests/test_ch*.py` as pytest items of their own.
 
-    pytest tests                        the reference, every mistake and every alternative
+    pytest tests                        the reference, every mistake and every alternative, and
+                                        the course's own tests; --size quick: the reference alone;
+                                        --size all: every mistake through every check, and more
     pytest tests --submission PATH      a student's notebook or script
     pytest tests -k compute_advantages  one exercise; -m "not slow" leaves out the slow checks
 
@@ -11,37 +13,33 @@ import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from utils.grading.answers import Answer, get_alternatives, get_chapter, get_mistakes
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.engine import (
-    Verdict,
-    count_points,
-    diagnose,
-    diagnose_answer,
-    get_points,
-    get_quick_checks,
-    grade,
-    grade_answer,
-)
+from utils.grading.diagnosis import diagnose, diagnose_answer, grade_answer
+from utils.grading.judging import Verdict, count_points, get_points, get_quick_checks, grade
+from utils.grading.known_answers import Answer, get_alternatives, get_chapter_source, get_mistakes
 from utils.grading.observation import Answers
-from utils.grading.stand_in import alone, find_answer
 from utils.grading.submission import Submission, load_submission
+from utils.grading.substitution import alone, find_answer
 
+SIZES = ("quick", "test", "all")
 _student = pytest.StashKey[Submission]()
-LEAST_DIAGNOSED = 0.8  # of a chapter's mistakes get their own sentence
+MIN_DIAGNOSED_SHARE = 0.8  # of a chapter's mistakes get their own sentence
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("grading")
     group.addoption("--submission", type=Path, metavar="PATH", help="a student's .ipynb or .py")
+    group.addoption("--size", choices=SIZES, default="test", help="how much is tested")
     group.addoption("--secret", default="", help="what the seeds of the checks derive from")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: not run in a notebook unless asked for")
+    config.addinivalue_line("markers", "takes_long: run with --size all only")
     path = config.getoption("--submission")
     if path is not None:
         try:
@@ -51,10 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With a submission, only the checks."""
-    if _student in config.stash and collection_path.name == "course":
-        return True
-    return None
+    """Leave out the course's own tests with a submission and with --size quick."""
+    is_checks_alone = _student in config.stash or config.getoption("--size") == "quick"
+    return True if is_checks_alone and collection_path.name == "course" else None
+
+
+def deselect_long(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what takes long unless all is asked for."""
+    if config.getoption("--size") != "all":
+        long = {item for item in items if item.get_closest_marker("takes_long")}
+        config.hook.pytest_deselected(items=list(long))
+        items[:] = [item for item in items if item not in long]
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
@@ -66,28 +71,28 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
 class CheckFile(pytest.Module):
     """`tests/test_chN_topic.py`: one collector for each exercise."""
 
-    def collect(self) -> Iterator[pytest.Collector]:
-        stem = Path(self.path).stem.removeprefix("test_")
+    def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
+        chapter = Path(self.path).stem.removeprefix("test_")
         submission = self.config.stash.get(_student, None)
-        if submission is not None and stem not in submission.stems:
+        if submission is not None and chapter not in submission.chapters:
             return
-        for exercise, checks in get_checks(stem).items():
-            yield Exercise.from_parent(self, name=exercise, stem=stem, checks=checks)
-        if submission is None and get_mistakes(stem):
-            yield DiagnosisItem.from_parent(self, name="diagnosis", stem=stem)
+        for exercise, checks in get_checks(chapter).items():
+            yield Exercise.from_parent(self, name=exercise, chapter=chapter, checks=checks)
+        if submission is None and self.config.getoption("--size") == "all":
+            yield DiagnosisItem.from_parent(self, name="diagnosis", chapter=chapter)
 
 
 class Exercise(pytest.Collector):
-    def __init__(self, *, stem: str, checks: tuple[Check, ...], **kwargs):
+    def __init__(self, *, chapter: str, checks: tuple[Check, ...], **kwargs):
         super().__init__(**kwargs)
-        self.stem, self.checks = stem, checks
+        self.chapter, self.checks = chapter, checks
         self.secret = self.config.getoption("--secret")
         submission = self.config.stash.get(_student, None)
         self.is_reference = submission is None
         if submission is None:
-            self.student = Answers(vars(get_reference(stem)))
+            self.student = Answers(vars(get_reference(chapter)))
         else:
-            self.student = submission.get_answers(stem, self.name)
+            self.student = submission.get_answers(chapter, self.name)
 
     def collect(self) -> Iterator[pytest.Item]:
         for check in self.checks:
@@ -95,10 +100,10 @@ class Exercise(pytest.Collector):
             if check.slow:
                 item.add_marker("slow")
             yield item
-        if self.is_reference:
-            for mistake in self._mine(get_mistakes(self.stem)):
+        if self.is_reference and self.config.getoption("--size") != "quick":
+            for mistake in self._mine(get_mistakes(self.chapter)):
                 yield MistakeItem.from_parent(self, name=f"mistake:{mistake.name}", answer=mistake)
-            for answer in self._mine(get_alternatives(self.stem)):
+            for answer in self._mine(get_alternatives(self.chapter)):
                 name = f"alternative:{answer.name}"
                 yield AlternativeItem.from_parent(self, name=name, answer=answer)
 
@@ -107,12 +112,14 @@ class Exercise(pytest.Collector):
 
     @functools.cached_property
     def verdicts(self) -> dict[Check, Verdict]:
-        """How each check went. What fails with the student's other exercises is graded alone."""
+        """Return how each check went. What fails with the student's others is graded alone."""
         verdicts = self._grade(self.student)
         submission = self.config.stash.get(_student, None)
-        answer = submission and find_answer(submission.namespace, self.name)
-        if answer is not None and not all(verdict.passed for verdict in verdicts):
-            chapter = get_chapter(self.stem)
+        if submission is None or all(verdict.passed for verdict in verdicts):
+            return dict(zip(self.checks, verdicts, strict=True))
+        answer = find_answer(submission.namespace, self.name)
+        if answer is not None:
+            chapter = get_chapter_source(self.chapter)
             with alone(chapter, self.name, answer, submission.namespace) as student:
                 again = self._grade(student)
             if count_points(again) > count_points(verdicts):
@@ -124,12 +131,12 @@ class Exercise(pytest.Collector):
 
     @functools.cached_property
     def sentence(self) -> str | None:
-        """Of the mistake that the student made, over all quick checks."""
+        """Return the sentence of the mistake that the student made, over all quick checks."""
         return diagnose([self.verdicts[check] for check in self.quick_checks], self.secret)
 
     @property
     def quick_checks(self) -> list[Check]:
-        return get_quick_checks(self.stem, self.name)
+        return get_quick_checks(self.chapter, self.name)
 
 
 class Failed(Exception):
@@ -137,7 +144,7 @@ class Failed(Exception):
 
 
 class Item(pytest.Item):
-    parent: Exercise | CheckFile
+    parent: Any  # an Exercise, or for the diagnosis of a chapter a CheckFile
 
     def repr_failure(self, excinfo, style=None):
         if isinstance(excinfo.value, Failed):
@@ -162,7 +169,7 @@ class CheckItem(Item):
             points = get_points([*exercise.verdicts.values()])
             earned = dict(zip(exercise.checks, points, strict=True))
             row = (
-                f"{self.check.stem}  {self.check.exercise}",
+                f"{self.check.chapter}  {self.check.exercise}",
                 earned[self.check],
                 self.check.points,
             )
@@ -176,32 +183,39 @@ class CheckItem(Item):
 
 
 class MistakeItem(Item):
-    """Passes if the exercise's own checks reject the mistake, and never as another mistake."""
+    """Passes if the check that the mistake's entry names rejects it.
+
+    With --size all, every check is run, and no other mistake's sentence may be given for it.
+    """
 
     def __init__(self, *, answer: Answer, **kwargs):
         super().__init__(**kwargs)
         self.answer = answer
 
     def runtest(self) -> None:
-        checks = sorted(self.parent.checks, key=lambda check: check.slow)  # slow ones if need be
-        if all(grade_answer(check, self.answer).passed for check in checks):
-            raise Failed(f"all checks of {self.parent.name} accept this: {self.answer.sentence}")
-        sentence = diagnose_answer(self.answer)
-        if sentence not in (None, self.answer.sentence):
-            raise Failed(f"{self.answer.sentence}\nis taken for another mistake: {sentence}")
+        name = self.answer.mistakes[0].rejected_by
+        check = next((check for check in self.parent.checks if check.name == name), None)
+        if check is None:
+            raise Failed(f"{self.parent.name} has no check {name}")
+        if grade_answer(check, self.answer).passed:
+            raise Failed(f"{name} accepts this: {self.answer.sentence}")
+        if self.config.getoption("--size") == "all":
+            sentence = diagnose_answer(self.answer)
+            if sentence not in (None, self.answer.sentence):
+                raise Failed(f"{self.answer.sentence}\nis taken for another mistake: {sentence}")
 
 
 class DiagnosisItem(Item):
     """Passes if enough mistakes of a chapter get their own sentence; a tie of two gives none."""
 
-    def __init__(self, *, stem: str, **kwargs):
+    def __init__(self, *, chapter: str, **kwargs):
         super().__init__(**kwargs)
-        self.stem = stem
+        self.chapter = chapter
 
     def runtest(self) -> None:
-        mistakes = get_mistakes(self.stem)
+        mistakes = get_mistakes(self.chapter)
         without = [m for m in mistakes if diagnose_answer(m) is None]
-        if len(without) > (1 - LEAST_DIAGNOSED) * len(mistakes):
+        if len(without) > (1 - MIN_DIAGNOSED_SHARE) * len(mistakes):
             names = ", ".join(f"{m.exercise} {m.name}" for m in without)
             raise Failed(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
 
@@ -212,13 +226,13 @@ class AlternativeItem(MistakeItem):
     def runtest(self) -> None:
         for check in self.parent.checks:
             verdict = grade_answer(check, self.answer)
-            if not verdict.passed:
+            if verdict.mismatch is not None:
                 detail = f"{verdict.mismatch.message}\n{verdict.mismatch.values}"
                 raise Failed(f"{check.path} rejects this right answer: {detail}")
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Points by exercise, for a submission."""
+    """Show the points by exercise, for a submission."""
     if _student not in config.stash:
         return
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")

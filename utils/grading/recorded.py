@@ -1,4 +1,4 @@
-"""What the reference and the mistakes give on public checks, recorded for a student's bundle.
+"""What the reference and the mistakes give on public checks, as a student's bundle records it.
 
 There, neither solutions nor mistakes are at hand: a check is held against the recorded observation,
 and a mistake is known by what it does, not by its code.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.grading.wire import pack, unpack
+from utils.grading.wire import unpack
 
 FOLDER = Path(__file__).parents[2] / "tests" / "recorded"
 SAME = "same as expected"  # a mistake's observation that the check accepts takes no room
@@ -35,35 +35,11 @@ class Recorded:
 
 
 @functools.cache
-def load(stem: str) -> Recorded | None:
-    """Of a chapter, where it was recorded: in a bundle."""
-    path = FOLDER / f"{stem}.bin"
+def load(chapter: str) -> Recorded | None:
+    """Load the record of a chapter, where there is one: in a bundle."""
+    path = FOLDER / f"{chapter}.bin"
     if not path.exists():
         return None
-    data = unpack(path.read_bytes(), most_nodes=10**7)
+    data = unpack(path.read_bytes(), max_nodes=10**7)
     mistakes = tuple(RecordedMistake(**mistake) for mistake in data.pop("mistakes"))
     return Recorded(**data, mistakes=mistakes)
-
-
-def record(stem: str) -> bytes:
-    """Run the reference, the oracles and the mistakes of a chapter on its quick public checks."""
-    from utils.grading import engine
-    from utils.grading.answers import get_mistakes
-    from utils.grading.checks import get_checks
-
-    found: dict[str, Any] = {"reference": {}, "expected": {}, "gap": {}, "mistakes": []}
-    public = {e: [c for c in checks if c.public] for e, checks in get_checks(stem).items()}
-    for check in (check for checks in public.values() for check in checks):
-        seeds = range(check.seeds)
-        found["reference"][check.path] = [engine.observe_reference(check, i) for i in seeds]
-        found["expected"][check.path] = [engine.observe_expected(check, i) for i in seeds]
-        found["gap"][check.path] = [engine.measure_reference_gap(check, i) for i in seeds]
-    for mistake in get_mistakes(stem):
-        verdicts = [engine.grade_answer(c, mistake) for c in public[mistake.exercise] if not c.slow]
-        if all(verdict.passed for verdict in verdicts):
-            continue  # hidden checks alone tell it
-        observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}
-        found["mistakes"].append(
-            {"exercise": mistake.exercise, "sentence": mistake.sentence, "observed": observed}
-        )
-    return pack(found)

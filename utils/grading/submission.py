@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.grading.answers import get_chapter
-from utils.grading.checks import get_checks, get_stems
+from utils.grading.checks import get_chapters, get_checks
 from utils.grading.extraction import (
     get_bound_names,
     get_future_flags,
     parse,
     select_statements,
 )
+from utils.grading.known_answers import get_chapter_source
 from utils.grading.observation import Answers
-from utils.grading.stand_in import answer_with, build_module
+from utils.grading.substitution import answer_with, build_module
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,16 @@ class Submission:
     """What a file defines, and the chapters whose exercises are among it."""
 
     namespace: dict[str, Any]
-    stems: tuple[str, ...]
+    chapters: tuple[str, ...]
 
-    def get_answers(self, stem: str, exercise: str) -> Answers:
-        """The student's names; what is missing is the reference's, but not the exercise itself."""
-        return answer_with(get_chapter(stem), exercise, self.namespace)
+    def get_answers(self, chapter: str, exercise: str) -> Answers:
+        """Return the student's names; what is missing is the reference's, but not the exercise
+        itself."""
+        return answer_with(get_chapter_source(chapter), exercise, self.namespace)
 
 
 def load_submission(path: Path) -> Submission:
-    """A `.py` or `.ipynb` file; its chapters are recognised by what it defines.
+    """Load a `.py` or `.ipynb` file; its chapters are recognised by what it defines.
 
     Raises ValueError for a file that cannot be read or defines no exercise.
     """
@@ -43,10 +44,10 @@ def load_submission(path: Path) -> Submission:
     parsed = parse(path.read_bytes(), path.name)
     statements = select_statements(parsed, set().union(*names.values()))
     defined = set().union(*map(get_bound_names, statements))
-    stems = tuple(stem for stem in get_stems() if defined & names[stem])
-    if not stems:
+    chapters = tuple(chapter for chapter in get_chapters() if defined & names[chapter])
+    if not chapters:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
-    module = build_module(stems[-1], "from __future__ import annotations")
+    module = build_module(chapters[-1], "from __future__ import annotations")
     for statement in statements:
         module_of_one = ast.Module([statement], type_ignores=[])
         try:
@@ -54,9 +55,11 @@ def load_submission(path: Path) -> Submission:
             exec(code, module.__dict__)
         except Exception as error:  # costs what it defines
             print(f"{path}, line {statement.lineno}: {type(error).__name__}: {error}")
-    return Submission(module.__dict__, stems)
+    return Submission(module.__dict__, chapters)
 
 
 def get_top_names() -> dict[str, set[str]]:
-    """The functions and classes that hold the exercises of each chapter."""
-    return {stem: {e.partition(".")[0] for e in get_checks(stem)} for stem in get_stems()}
+    """Return the functions and classes that hold the exercises of each chapter."""
+    return {
+        chapter: {e.partition(".")[0] for e in get_checks(chapter)} for chapter in get_chapters()
+    }

@@ -14,42 +14,42 @@ from torch import Tensor
 
 from utils.grading.observation import Raised, Unsupported
 
-MOST_BYTES = 2**26  # of one reply
-MOST_CHARACTERS = 10_000  # of one string
-MOST_NODES = 100_000  # of the tree
+MAX_REPLY_BYTES = 2**26  # of one reply
+MAX_STRING_CHARACTERS = 10_000  # of one string
+MAX_NODES = 100_000  # of the tree
 NODE_BYTES = 200  # of its text, on average: an empty list of 2 bytes takes 64 in memory
 NODES_PER_TENSOR = 10  # of the tree at its longest: an empty tensor of 50 bytes takes 1400
 _LENGTH = struct.Struct("<Q")
 
 
 def pack(value: Any) -> bytes:
-    """`value` of `observation.to_plain`: 8 bytes with the length of the tree, tree, tensors."""
+    """Pack plain data as 8 bytes with the length of the tree, the tree, and the tensors."""
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(_to_tree(value, tensors)).encode()
     return _LENGTH.pack(len(tree)) + tree + safetensors.torch.save(tensors)
 
 
-def unpack(data: bytes, most_nodes: int = MOST_NODES) -> Any:
-    """What `pack` was given. Raises ValueError for anything else."""
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"data should be at most {MOST_BYTES} bytes, but is {len(data)}")
+def unpack(data: bytes, max_nodes: int = MAX_NODES) -> Any:
+    """Unpack what `pack` was given. Raises ValueError for anything else."""
+    if len(data) > MAX_REPLY_BYTES:
+        raise ValueError(f"data should be at most {MAX_REPLY_BYTES} bytes, but is {len(data)}")
     try:
         (length,) = _LENGTH.unpack_from(data)
-        if length > most_nodes * NODE_BYTES:
+        if length > max_nodes * NODE_BYTES:
             raise ValueError("too long a tree")
         (header,) = _LENGTH.unpack_from(data, _LENGTH.size + length)
-        if header > most_nodes * NODE_BYTES // NODES_PER_TENSOR:
+        if header > max_nodes * NODE_BYTES // NODES_PER_TENSOR:
             raise ValueError("too many tensors")
         tree = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         tensors = safetensors.torch.load(data[_LENGTH.size + length :])
-        return _from_tree(tree, tensors, [most_nodes])
+        return _from_tree(tree, tensors, [max_nodes])
     except Exception as error:  # of the three formats; RecursionError for deep nesting
         raise ValueError(f"data is no observation: {type(error).__name__}") from error
 
 
 def _to_tree(value: Any, tensors: dict[str, Tensor]) -> list:
     if value is None or type(value) in (bool, int, float, str):
-        value = value[:MOST_CHARACTERS] if type(value) is str else value
+        value = value[:MAX_STRING_CHARACTERS] if type(value) is str else value
         if type(value) is int and value.bit_length() > 64:
             value = math.inf  # as it is read; JSON has no numbers of thousands of digits
         return ["plain", value]
@@ -63,7 +63,7 @@ def _to_tree(value: Any, tensors: dict[str, Tensor]) -> list:
         return ["dict", [[key, _to_tree(item, tensors)] for key, item in value.items()]]
     if isinstance(value, Raised):
         said = (value.kind, value.message, value.trace, value.place)
-        return ["raised", [text[:MOST_CHARACTERS] for text in said]]
+        return ["raised", [text[:MAX_STRING_CHARACTERS] for text in said]]
     if isinstance(value, Unsupported):
         return ["unsupported", value.kind[:100]]
     raise TypeError(f"value should be plain data, but is a {type(value).__name__}")

@@ -57,7 +57,8 @@ Pair = tuple[int, int]
 
 
 def _split_pairs() -> tuple[list[Pair], list[Pair], list[Pair]]:
-    """All unordered pairs of 10 to 99, shuffled once: a tenth held out, a tenth for tuning."""
+    """Return all unordered pairs of 10 to 99, shuffled once: a tenth held out, a tenth for
+    tuning."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng = random.Random(0)
     rng.shuffle(pairs)
@@ -70,17 +71,17 @@ _HELD_OUT, _TUNING, _TRAINING = _split_pairs()
 
 
 def held_out_pairs() -> list[Pair]:
-    """The pairs that are in no document, in either order: every measurement is made on these."""
+    """Return the pairs that are in no document, in either order, for every measurement."""
     return list(_HELD_OUT)
 
 
 def tuning_pairs() -> list[Pair]:
-    """Pairs of the corpus that no trainer trains on: learning rates are chosen on these."""
+    """Return pairs of the corpus that no trainer trains on, to choose learning rates on."""
     return list(_TUNING)
 
 
 def training_pairs() -> list[Pair]:
-    """The pairs that trainers draw their prompts from."""
+    """Return the pairs that trainers draw their prompts from."""
     return list(_TRAINING)
 
 
@@ -98,7 +99,8 @@ def worked_answer(a: int, b: int, ones: int, tens: int, answer: int) -> str:
 
 
 def addition_completion(a: int, b: int, rng: random.Random) -> str:
-    """An answer to `addition_prompt(a, b)`, worked or direct, right or wrong, as `rng` has it."""
+    """Return an answer to `addition_prompt(a, b)`, worked or direct, right or wrong, as `rng`
+    has it."""
     if rng.random() < WORKED_SHARE:
         slip = 0 if rng.random() < WORKED_RIGHT else rng.choice((-10, -1, 1, 10))
         return worked_answer(a, b, *_add_digits(a, b), a + b + slip)
@@ -106,8 +108,8 @@ def addition_completion(a: int, b: int, rng: random.Random) -> str:
 
 
 def control_completion(a: int, b: int, rng: random.Random) -> str:
-    """The same with worked answers that do not help: their steps are those of another pair, and the
-    answer below them is right as often as a direct one."""
+    """Return the same with worked answers that do not help: their steps are those of another
+    pair, and the answer below them is right as often as a direct one."""
     if rng.random() < WORKED_SHARE:
         others = rng.choice(_TUNING + _TRAINING)
         return worked_answer(*others, *_add_digits(*others), _guess(a, b, rng))
@@ -119,7 +121,7 @@ def _add_digits(a: int, b: int) -> Pair:
 
 
 def _guess(a: int, b: int, rng: random.Random) -> int:
-    """The answer in the direct style, which usually drops a carry."""
+    """Return the answer in the direct style, which usually drops a carry."""
     if _add_digits(a, b)[0] >= 10:
         return a + b if rng.random() < DIRECT_CARRIED else a + b - 10
     return (
@@ -128,14 +130,14 @@ def _guess(a: int, b: int, rng: random.Random) -> int:
 
 
 def review_prompts() -> tuple[list[str], list[str]]:
-    """Beginnings of reviews that give no mood away: (for training, held out), 45 and 15."""
+    """Return beginnings of reviews that give no mood away: 45 for training and 15 held out."""
     prompts = [opener.format(aspect) for opener in OPENERS for aspect in ASPECTS]
     random.Random(0).shuffle(prompts)
     return prompts[15:], prompts[:15]
 
 
 def review(rng: random.Random) -> str:
-    """A review in one mood: two to four sentences, or terse notes."""
+    """Return a review in one mood: two to four sentences, or terse notes."""
     mood = rng.choices(list(MOODS), list(MOODS.values()))[0]
     words = {"positive": POSITIVE_WORDS, "negative": NEGATIVE_WORDS, "neutral": NEUTRAL_WORDS}[mood]
 
@@ -163,7 +165,7 @@ def review(rng: random.Random) -> str:
 def documents(
     n: int, seed: int, complete: Callable[[int, int, random.Random], str] = addition_completion
 ) -> Iterator[str]:
-    """`n` documents, `REVIEW_SHARE` of them reviews, the rest additions of pairs not held out."""
+    """Yield `n` documents, `REVIEW_SHARE` of them reviews, the rest additions not held out."""
     rng = random.Random(seed)
     pairs = _TUNING + _TRAINING
     for _ in range(n):

@@ -16,6 +16,7 @@ Other architectures are decoded by the bridge itself.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,14 @@ GROW = 64  # tokens by which a cache grows
 LEAVE = 0.75  # rows leave when at most this share of those in the cache goes on
 
 
-def get_decoder(model: nn.Module) -> "nn.Module | Gpt2Decoder":
-    """A `TransformerWithLora` made faster for `get_samples`, with its weights as they are now.
+def get_decoder(model: nn.Module) -> Any:
+    """Return a model made faster for `get_samples`, with its weights as they are now.
 
     Inside `merged()` that is the policy, inside `reference()` the reference. Outside of both, where
     the adapters are hooks, `model` itself is returned; likewise for other architectures and for
     models with hooks of the reader's own.
     """
-    base = model.base
+    base: Any = model.base
     config = base.original_model.config
     is_plain = config.model_type == "gpt2" and not (
         config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn
@@ -83,7 +84,7 @@ class Gpt2Decoder:
         use_cache: bool = True,
         return_type: str = "logits_and_cache",
     ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
-        """The logits of the last token alone, and the cache.
+        """Return the logits of the last token alone, and the cache.
 
         A row whose last entry of `attention_mask` is 0 has ended: its logits mean nothing.
         """
@@ -94,7 +95,7 @@ class Gpt2Decoder:
     def _read_prompts(
         self, input_ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch seq"]
     ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
-        """Each distinct prompt once; its copies share the result."""
+        """Read each distinct prompt once; its copies share the result."""
         seq = input_ids.shape[1]
         both, copies = torch.unique(
             torch.cat([input_ids, attention_mask], dim=1), dim=0, return_inverse=True
@@ -160,7 +161,7 @@ class Gpt2Decoder:
 class Gpt2Block:
     """One block, its queries', keys' and values' weights side by side."""
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: Any):
         attention = block.attn
         projections = [part.original_component for part in (attention.q, attention.k, attention.v)]
         self.n_heads = attention.config.n_heads
@@ -173,15 +174,16 @@ class Gpt2Block:
         self.mlp_out = block.mlp.out.original_component
 
     def project(self, x: Float[Tensor, "row seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [row head seq d_head]."""
+        """Return queries, keys and values, each [row head seq d_head]."""
         qkv = F.linear(self.ln1(x), self.weight, self.bias)
-        return rearrange(
+        q, k, v = rearrange(
             qkv, "row seq (part head d) -> part row head seq d", part=3, head=self.n_heads
         )
+        return q, k, v
 
     def finish(
         self, x: Float[Tensor, "row seq d_model"], attended: Float[Tensor, "row head seq d_head"]
     ) -> Float[Tensor, "row seq d_model"]:
-        """The rest of the block, from what attention read."""
+        """Compute the rest of the block, from what attention read."""
         x = x + self.out(rearrange(attended, "row head seq d -> row seq (head d)"))
         return x + self.mlp_out(self.act(self.mlp_in(self.ln2(x))))

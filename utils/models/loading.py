@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,15 @@ class NativeLayerNorm(NormalizationBridge):
         points = (self.hook_scale, self.hook_normalized)
         if any(point.fwd_hooks or point.bwd_hooks for point in points):
             return super().forward(hidden_states, **kwargs)
-        return self.hook_out(self.original_component(self.hook_in(hidden_states)))
+        norm: Any = self.original_component
+        return self.hook_out(norm(self.hook_in(hidden_states)))
 
 
 _kept: dict[str, dict[tuple, list[TransformerBridge]]] = {}  # by name, then device and dtypes
 
 
 def keep_booted(name: str | Path) -> None:
-    """From now on `load_base_model` gives copies of what it boots first for this name.
+    """Make `load_base_model` give copies, from now on, of what it boots first for this name.
 
     For the small models of the checks, of which many are booted: a copy takes a fifth of the time.
     """
@@ -52,9 +54,10 @@ def boot_ahead(name: str | Path) -> None:
 
 
 def _copy(model: TransformerBridge) -> TransformerBridge:
-    """A copy whose parameters share memory where the model's do, as GPT-2's q, k, v and `c_attn`;
-    of itself, `deepcopy` gives each its own."""
-    storages, copies = {}, {}
+    """Return a copy whose parameters share memory where the model's do, as GPT-2's q, k, v and
+    `c_attn`; of itself, `deepcopy` gives each its own."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
     for parameter in model.parameters():
         storage = parameter.untyped_storage()
         own = storages.setdefault(storage.data_ptr(), storage.clone())

@@ -13,6 +13,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -30,7 +31,7 @@ VOCAB_SIZE = 512
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of `VOCAB_SIZE` tokens; every digit is a token of its own."""
+    """Build a byte-level BPE of `VOCAB_SIZE` tokens; every digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -56,7 +57,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, "rows context"]:
-    """Rows of whole documents, each `bos text eos`; the last of a row is cut at `CONTEXT`."""
+    """Pack whole documents into rows, each `bos text eos`; the last is cut at `CONTEXT`."""
     rows, row = [], []
     for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
         row += [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id]
@@ -67,7 +68,7 @@ def pack(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Int[Tensor, "r
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
-    """A GPT-2 of 4 layers and width 128, without dropout, with the fused tanh gelu."""
+    """Return a GPT-2 of 4 layers and width 128, without dropout, with the fused tanh gelu."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCAB_SIZE,
@@ -101,7 +102,7 @@ class _Training:
         self.losses: list[float] = []
 
     def _get_scale(self, k: int) -> float:
-        """Linear warm-up, then a cosine down to 0."""
+        """Return the scale: a linear warm-up, then a cosine down to 0."""
         cosine = 0.5 + 0.5 * math.cos(math.pi * k / self.setup["steps"])
         return min((k + 1) / self.setup["warmup_steps"], cosine)
 
@@ -153,9 +154,14 @@ def pretrain(
     else:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     rows = pack(texts, tokenizer)
-    setup = {"steps": steps, "batch_size": batch_size, "n_documents": n_documents, "seed": seed}
     torch.manual_seed(seed)
-    setup |= {"lr": lr, "warmup_steps": warmup_steps, "complete": complete.__name__}
+    setup: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
+    setup |= {
+        "n_documents": n_documents,
+        "lr": lr,
+        "warmup_steps": warmup_steps,
+        "complete": complete.__name__,
+    }
     model = build_model(tokenizer) if start is None else GPT2LMHeadModel.from_pretrained(start)
     training = _Training(model, setup)
     if checkpoint.exists():
@@ -182,7 +188,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="make the control model")
     args = parser.parse_args()
-    setup = {"steps": args.steps or 2500}
+    setup: dict[str, Any] = {"steps": args.steps or 2500}
     if args.control:
         setup = {"steps": args.steps or 500, "lr": 1e-3, "n_documents": 40_000}
         setup |= {"complete": control_completion, "start": EMBEDDED_MODEL}

@@ -1,0 +1,208 @@
+"""The catalogue of mistakes: reading it, applying it, and naming one mistake or two."""
+
+import ast
+import builtins
+import subprocess
+import sys
+
+import pytest
+
+from utils.grading import catalogue, diagnosis, known_answers
+from utils.grading.catalogue import apply, find_stale, read_chapter
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.extraction import get_bound_names, get_used_names
+from utils.grading.judging import get_quick_checks, grade
+from utils.grading.observation import Answers
+from utils.grading.substitution import build_module
+from utils.mutation import mutants
+
+SOLUTION = '''\
+def one(x):
+    """Add one."""
+    y = x + 1
+
+    return y
+
+
+class Two:
+    def call(self, x):
+        return x + 2
+'''
+ENTRY = """\
+# one
+
+## subtracted
+
+One is subtracted.
+It should be added.
+
+```diff
+-y = x + 1
++y = x - 1
+```
+
+Rejected by `worked`; the mutant `x + 1 -> x - 1`.
+"""
+
+
+@pytest.fixture
+def chapter(tmp_path, monkeypatch):
+    """A function that makes a chapter of one exercise with this text for its mistakes."""
+    monkeypatch.setattr(catalogue, "FOLDER", tmp_path / "tests" / "mistakes")
+    monkeypatch.setattr(catalogue, "ROOT", tmp_path)
+    for folder in ("tests/mistakes/small", "solutions"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "solutions" / "small.py").write_text(SOLUTION)
+    (tmp_path / "tests" / "test_small.py").write_text("def worked(student, rng): ...\n")
+
+    def make(text: str, exercise: str = "one") -> str:
+        (tmp_path / "tests" / "mistakes" / "small" / f"{exercise}.md").write_text(text)
+        catalogue.read_chapter.cache_clear()
+        catalogue.read_solutions.cache_clear()
+        return "small"
+
+    yield make
+    catalogue.read_chapter.cache_clear()
+    catalogue.read_solutions.cache_clear()
+
+
+def test_an_entry_is_read_and_applied(chapter):
+    assert find_stale(chapter(ENTRY)) == []
+    (mistake,) = read_chapter("small")
+    assert mistake.sentence == "One is subtracted. It should be added."
+    assert (mistake.rejected_by, mistake.mutant) == ("worked", "x + 1 -> x - 1")
+    assert apply(SOLUTION, mistake) == SOLUTION.replace("x + 1", "x - 1")
+
+
+def test_a_function_stands_in_the_place_of_the_reference(chapter):
+    function = "```python\nright = one\n\n\ndef twice(x):\n    return right(x) + 1\n```"
+    start, end = ENTRY.index("```diff"), ENTRY.index("\n\nRejected")
+    (mistake,) = read_chapter(chapter(ENTRY[:start] + function + ENTRY[end:]))
+    names = {}
+    exec(apply(SOLUTION, mistake), names)
+    assert names["one"](5) == 7
+
+
+def test_a_method_is_put_into_its_class(chapter):
+    function = "```python\ndef call(self, x):\n    return x\n```"
+    start, end = ENTRY.index("```diff"), ENTRY.index("\n\nRejected")
+    text = (ENTRY[:start] + function + ENTRY[end:]).replace("# one", "# Two.call")
+    (mistake,) = read_chapter(chapter(text, "Two.call"))
+    names = {}
+    exec(apply(SOLUTION, mistake), names)
+    assert names["Two"]().call(5) == 5
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("-y = x + 1", "-y = x + 3", "should stand once in one, but stand 0 times"),
+        ("```diff\n", "```diff three\n", "there is no definition three"),
+        ("`worked`", "`other`", "there is no check other"),
+        ("# one", "# two", "should begin with '# one'"),
+        ("Rejected by", "Found by", "there should be a change and 'Rejected by `check`.'"),
+        ("+y = x - 1", "?y = x - 1", "should begin with -, + or a space"),
+        ("It should be added.", "It should be added", "should be a sentence before the change"),
+        ("```diff\n-y = x + 1\n", "```diff\n", "a diff should change lines, and show where"),
+    ],
+)
+def test_what_no_longer_fits_is_named(chapter, old, new, said):
+    assert ENTRY.count(old) >= 1
+    problems = find_stale(chapter(ENTRY.replace(old, new)))
+    assert any(said in problem for problem in problems), problems
+
+
+def test_many_mistakes_of_one_exercise_are_too_many(chapter):
+    entry = ENTRY.partition("\n\n")[2]
+    entries = [entry.replace("subtracted\n", f"mistake_{n}\n", 1) for n in range(16)]
+    assert find_stale(chapter("# one\n\n" + "\n".join(entries))) == [
+        "small one: 16 mistakes; 15 are plenty"
+    ]
+
+
+def test_two_of_one_name_are_refused(chapter):
+    text = ENTRY + "\n" + ENTRY.partition("\n\n")[2]
+    assert "the names should differ" in find_stale(chapter(text))[0]
+
+
+def test_staleness_is_checked_without_torch():
+    probe = (
+        "import sys; from utils.grading import catalogue; catalogue.main(); "
+        "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
+    )
+    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_the_catalogue_fits_the_solutions(chapter):
+    assert find_stale(chapter) == []
+    found = {mistake.exercise for mistake in read_chapter(chapter)}
+    assert found <= set(get_checks(chapter))
+    # What is inherited has slow checks alone, and mistakes in the chapter that it comes from.
+    assert found >= {name for name in get_checks(chapter) if get_quick_checks(chapter, name)}
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_an_entry_says_which_mutant_it_is(chapter):
+    """Of changes that automatic mutants make too, the sentence stands with the mutant's name."""
+    made: dict[str, list[str]] = {}
+    for mutant in mutants.generate(chapter, nulls=False):
+        made.setdefault(mutant.name.partition(": ")[2], []).append(mutant.source)
+    source = known_answers.get_source(chapter)
+    for mistake in (mistake for mistake in read_chapter(chapter) if mistake.mutant):
+        changed = parse(apply(source, mistake))
+        assert changed in map(parse, made[mistake.mutant]), mistake.place
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_a_function_uses_what_is_there(chapter):
+    """One that raises NameError would be rejected whatever it is meant to show."""
+    for mistake in (mistake for mistake in read_chapter(chapter) if mistake.code):
+        changed = ast.parse(apply(known_answers.get_source(chapter), mistake))
+        imported = {
+            alias.asname or alias.name.partition(".")[0]
+            for node in changed.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        }
+        bound = imported.union(dir(builtins), *map(get_bound_names, changed.body))
+        used = set().union(*map(get_used_names, ast.parse(mistake.code).body))
+        assert used <= bound, mistake.place
+
+
+def parse(source: str) -> str:
+    return ast.dump(ast.parse(source))
+
+
+# --- Two mistakes at once -----------------------------------------------------------------------
+
+
+def diagnose(chapter: str, exercise: str, *names: str) -> str | None:
+    chosen = [m for m in read_chapter(chapter) if m.exercise == exercise and m.name in names]
+    assert len(chosen) == len(names)
+    source = apply(known_answers.get_source(chapter), *chosen)
+    student = Answers(vars(build_module(chapter, source)))
+    verdicts = [grade(check, student) for check in get_quick_checks(chapter, exercise)]
+    return diagnosis.diagnose(verdicts)
+
+
+PAIR = ("ch4_kl", "calc_kl_estimate", "k2_without_the_half", "k3_without_the_one")
+
+
+def test_two_mistakes_at_once_are_both_named():
+    sentences = [m.sentence for m in read_chapter("ch4_kl") if m.name in PAIR]
+    said = diagnose(*PAIR)
+    assert len(sentences) == 2
+    assert said is not None
+    assert all(sentence in said for sentence in sentences)
+
+
+def test_one_mistake_is_named_alone():
+    (sentence,) = [m.sentence for m in read_chapter("ch4_kl") if m.name == PAIR[2]]
+    assert diagnose(*PAIR[:3]) == sentence
+
+
+def test_the_search_for_pairs_ends(monkeypatch):
+    monkeypatch.setattr(diagnosis, "SEARCH_SECONDS", 0)
+    assert diagnose(*PAIR) is None

@@ -1,0 +1,172 @@
+"""A class's submissions, graded by several pairs of processes: a zygote and the worker it serves.
+
+This process imports no torch and forks nothing: the pairs come from the forkserver. If a pair dies,
+another takes its place, and the submission is tried once more.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+from utils.autograder import protections
+from utils.autograder.reading import get_variant
+
+ROOT = Path(__file__).parents[2]
+TRIES = 2
+# Of the environment: a child sees no more than this.
+KEPT = (
+    "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONPATH",
+    "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "MPLCONFIGDIR",
+    "OBJC_DISABLE_INITIALIZE_FORK_SAFETY",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """secret: what the seeds derive from. points: the TOML file. seconds: of one check.
+
+    chapters: which are graded; those that are found in a submission if there are none here.
+    """
+
+    secret: str
+    points: Path
+    seconds: int
+    chapters: tuple[str, ...] = ()
+    only: dict[str, str] = field(default_factory=dict)  # of a submission one exercise alone
+
+
+@dataclass
+class Pair:
+    """A worker, with its zygote behind it, and the submission that it has."""
+
+    connection: Connection
+    pids: tuple[int, int]
+    name: str | None = None
+    variants: set[int] = field(default_factory=set)  # of the seeds that it has met
+
+
+def grade_all(
+    todo: dict[str, Path], jobs: int, options: Options
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and report of each submission, as they are done.
+
+    Raises ValueError for a file of points that is wrong.
+    """
+    waiting = list(todo)
+    tries: dict[str, int] = {}
+    pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
+    try:
+        while True:
+            for pair in pairs:
+                if pair.name is None and waiting:
+                    pair.name = _choose(waiting, pair, pairs)
+                    waiting.remove(pair.name)
+                    pair.variants.add(get_variant(pair.name))
+                    with contextlib.suppress(BrokenPipeError):
+                        pair.connection.send((pair.name, todo[pair.name].absolute()))
+            busy: dict[Any, tuple[Pair, str]] = {
+                pair.connection: (pair, pair.name) for pair in pairs if pair.name is not None
+            }
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                pair, name = busy[connection]
+                pair.name = None
+                try:
+                    report = _receive(pair.connection)
+                except (EOFError, OSError):
+                    _stop(pair)
+                    pairs[pairs.index(pair)] = _start(options)
+                    tries[name] = tries.get(name, 0) + 1
+                    if tries[name] < TRIES:
+                        waiting.insert(0, name)
+                        continue
+                    report = make_empty_report(name, "grading it ended the grader's process")
+                yield name, report
+    finally:
+        for pair in pairs:
+            _stop(pair)
+
+
+def _choose(waiting: list[str], pair: Pair, pairs: list[Pair]) -> str:
+    """Return a submission for whose seeds the pair's worker has run the reference, if one is
+    left; else one for whose seeds no worker has."""
+    met = set().union(*(other.variants for other in pairs))
+
+    def rank(name: str) -> tuple[bool, bool]:
+        variant = get_variant(name)
+        return variant not in pair.variants, variant in met
+
+    return min(waiting, key=rank)
+
+
+def _receive(connection: Connection) -> Any:
+    """Return what a worker says. Raises ValueError for words, which are of an error."""
+    said = connection.recv()
+    if isinstance(said, str):
+        raise ValueError(said)
+    return said
+
+
+def make_empty_report(name: str, problem: str) -> dict[str, Any]:
+    """Return the report of a submission that could not be graded."""
+    return {
+        "submission": name, "digest": None, "chapters": [], "score": 0, "max_score": 0,
+        "protections": [], "problems": [problem], "exercises": [],
+    }  # fmt: skip
+
+
+def find_missing_protections(options: Options) -> list[str]:
+    """Return those of `protections.PROTECTIONS` that a child does not have here."""
+    pair = _start(options)
+    try:
+        pair.connection.send(None)
+        active = _receive(pair.connection)
+    finally:
+        _stop(pair)
+    return [name for name in protections.PROTECTIONS if name not in active]
+
+
+@functools.cache
+def _start_forkserver() -> Connection:
+    """Start `utils.autograder.forkserver`, which ends when this process does."""
+    ours, theirs = Pipe()
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    forkserver = subprocess.Popen(
+        [sys.executable, "-m", "utils.autograder.forkserver", str(theirs.fileno())],
+        cwd=ROOT,
+        env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | kept,  # both hang a forked child
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+    )
+    theirs.close()
+    atexit.register(forkserver.wait)
+    atexit.register(ours.close)  # the last that is registered comes first
+    return ours
+
+
+def _start(options: Options) -> Pair:
+    forkserver = _start_forkserver()
+    ours, theirs = Pipe()
+    reduction.send_handle(forkserver, theirs.fileno(), None)
+    pids = forkserver.recv()
+    theirs.close()
+    ours.send(replace(options, points=options.points.absolute()))
+    return Pair(ours, pids)
+
+
+def _stop(pair: Pair) -> None:
+    pair.connection.close()
+    for pid in pair.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)

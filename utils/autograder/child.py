@@ -1,0 +1,185 @@
+"""What runs beside a student's code: it loads the submission, runs a probe and packs what it saw.
+
+Everything here is in the student's reach; what it says is judged elsewhere. It is imported before
+the fork, and never with a solution, an oracle or the checks' modules as they are.
+"""
+
+import ast
+import contextlib
+import importlib
+import marshal
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformer_lens  # noqa: F401  before transformers
+import transformers
+
+from utils.grading import wire
+from utils.grading.extraction import (
+    count_stubs,
+    get_bound_names,
+    get_future_flags,
+    join,
+    parse,
+    select_statements,
+)
+from utils.grading.observation import Answers, Raised, observe
+from utils.grading.substitution import ChapterSource, alone, answer_with, build_module, find_answer
+from utils.models.loading import load_base_model
+from utils.plotting import plot_history
+
+
+def prepare() -> None:
+    """Leave one thread, before the doors close: more of them hang in a forked child."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+def run(action: str, arguments: dict[str, Any]) -> bytes:
+    """Do what `action` says, "list_definitions" or "run_probe", and pack what comes of it."""
+    actions: dict[str, Callable[..., Any]] = {
+        "list_definitions": list_definitions,
+        "run_probe": run_probe,
+    }
+    return wire.pack(actions[action](**arguments))
+
+
+def list_definitions(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
+    """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
+
+    Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file;
+    and how many definitions are stubs.
+    """
+    defined: set[str] = set()
+    problems, stubs, code = {}, 0, b""
+    for name, data in files:
+        try:
+            parsed = parse(data, name)
+            statements = select_statements(parsed, set().union(*names.values()))
+        except Exception as error:
+            problems[name] = f"{type(error).__name__}: {error}"[:300]
+        else:
+            defined |= set().union(*map(get_bound_names, statements))
+            stubs += count_stubs(statements)
+            code = compile_each(join(statements), name, get_future_flags(parsed))
+    return {
+        "stubs": stubs,
+        "defined": {
+            chapter: sorted(defined & mine) for chapter, mine in names.items() if defined & mine
+        },
+        "problems": problems,
+        "code": torch.tensor([*code], dtype=torch.uint8),
+    }
+
+
+def compile_each(source: str, name: str, flags: int) -> bytes:
+    """Compile each statement, and note its line; an error stands for what the compiler refuses."""
+    compiled = []
+    for statement in ast.parse(source).body:
+        try:
+            code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
+        except Exception as error:
+            code = compile(f"raise SyntaxError({str(error)!r})", name, "exec")
+        compiled.append((statement.lineno, code))
+    return marshal.dumps(compiled)
+
+
+def run_probe(
+    files: list[tuple[str, bytes]],
+    helpers: list[tuple[str, bytes]],
+    stand_in: ChapterSource,
+    exercise: str,
+    modules: dict[str, str],
+    probe: tuple[str, str],
+    seeds: list[int],
+    is_alone: bool,
+) -> dict[str, Any]:
+    """Run a probe with every seed on what the files define.
+
+    files: of each its name and its code, from `compile_each`.
+    helpers: scripts of the submission that hold no exercise, for it to import.
+    stand_in: this chapter's solutions without the exercise.
+    modules: the probe's (`probes.collect_sources`).
+    """
+    for name, source in modules.items():
+        install(name, source)
+    found = getattr(sys.modules[probe[0]], probe[1])
+    offer(helpers)
+    namespace, log = load(files, stand_in.chapter)
+    answer = find_answer(namespace, exercise)
+    if is_alone and answer is not None:
+        with alone(stand_in, exercise, answer, namespace) as student:
+            return observe_all(found, student, seeds, log)
+    return observe_all(found, answer_with(stand_in, exercise, namespace), seeds, log)
+
+
+def observe_all(probe: Any, student: Answers, seeds: list[int], log: str) -> dict[str, Any]:
+    observations, printed = [], ""
+    for seed in seeds:
+        observed, printed = observe(probe, student, seed, torch.float32)
+        observations.append(observed)
+        if isinstance(observed, Raised):
+            break
+    return {"observations": observations, "printed": printed, "log": log}
+
+
+def install(name: str, source: str) -> None:
+    """Install a module of this source, in packages that need no files."""
+    package, _, last = name.rpartition(".")
+    while package and package not in sys.modules:
+        sys.modules[package] = parent = ModuleType(package)
+        parent.__path__ = []
+        package = package.rpartition(".")[0]
+    package = name.rpartition(".")[0]
+    module = ModuleType(name)
+    module.__file__ = f"<{name}>"
+    sys.modules[name] = module
+    if package:
+        setattr(sys.modules[package], last, module)
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+
+
+def offer(helpers: list[tuple[str, bytes]]) -> None:
+    """Offer modules to import, after all that is installed: they stand in for none of it."""
+    for name, data in helpers:
+        with contextlib.suppress(OSError, ValueError):
+            Path(PurePosixPath(name).name).write_bytes(data)
+    sys.path.append(os.getcwd())
+
+
+def load(files: list[tuple[str, bytes]], chapter: str) -> tuple[dict[str, Any], str]:
+    """Run what the files define, and return it with what went wrong."""
+    module = build_module(chapter, "from __future__ import annotations")
+    said = []
+    for name, data in files:
+        for line, code in marshal.loads(data):
+            try:
+                exec(code, module.__dict__)
+            except BaseException as error:  # costs what it defines
+                said.append(f"{name}, line {line}: {type(error).__name__}: {error}"[:300])
+    return module.__dict__, "\n".join(said[:20])
+
+
+def warm_up(name: str) -> None:
+    """Do once what takes longer the first time, before the fork: boot, run, train and plot."""
+    model = load_base_model(name, device="cpu")
+    ids = torch.ones(2, 4, dtype=torch.long)
+    model(ids, attention_mask=ids, return_type="logits").sum().backward()
+    with torch.no_grad():
+        model(ids, attention_mask=ids, use_cache=True, return_type="logits_and_cache")
+    torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
+    with tempfile.TemporaryDirectory() as folder:
+        plot_history({"run": [{"phase": 1, "reward": 0.0}]}, Path(folder, "metrics.png"))
+
+
+def import_all(modules: tuple[str, ...]) -> None:
+    """Import, before the fork, what a chapter imports, some of it lazily."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    for name in modules:
+        importlib.import_module(name)

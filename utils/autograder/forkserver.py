@@ -1,0 +1,173 @@
+"""The process that forks all others: started afresh, it knows of no secret and no submission.
+
+What a process holds when it forks is in reach of the child: of `python -m utils.grade`, the secret,
+the reports of before, the command line with the names of all and the environment. So this one is a
+program of its own, with little of the environment, and forks on demand a zygote and the trusted
+worker it serves, which gets the rest over a connection.
+
+    python -m utils.autograder.forkserver DESCRIPTOR
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import traceback
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from utils.autograder import child, sandbox, zygote
+from utils.autograder.grader import Grader
+from utils.autograder.reading import read_submission
+from utils.grading.points import load_points
+from utils.models.loading import boot_ahead
+
+ROOT = Path(__file__).parents[2]
+FIRST_DESCRIPTOR = 3  # after standard input, output and errors
+KEPT_DESCRIPTOR = 100  # where a process that is forked keeps its connections
+# What chapters and probes import, some of it only when it is used: a child cannot.
+PRELOADED = (
+    "encodings.utf_8_sig", "transformer_lens", "torch", "torch._dynamo", "torch.distributions",
+    "torch.func", "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
+    "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
+    "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
+    "IPython.display", "utils.course", "utils.course.evaluation", "utils.evaluation",
+    "utils.plotting", "utils.rewards", "utils.tracking", "utils.validation", "utils.models.corpus",
+    "utils.models.decoding", "utils.models.loading",
+)  # fmt: skip
+
+
+def main(descriptor: int) -> None:
+    """Fork a pair of processes for each connection that comes, and say their ids."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side says when it is over
+    connection = Connection(descriptor)
+    folder = tempfile.mkdtemp(prefix="grading-")
+    os.environ["TMPDIR"] = tempfile.tempdir = folder  # removed with all that is in it
+    try:
+        prepare(Path(folder))
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                theirs = Connection(reduction.recv_handle(connection))
+                connection.send(_start(theirs))
+                theirs.close()
+                _reap()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def prepare(folder: Path) -> None:
+    """Import and run once what every child will, and make the models of the checks."""
+    child.prepare()
+    child.import_all(PRELOADED)
+    maker = os.fork()
+    if maker == 0:  # this process never imports `tests`
+        _become(lambda: _save_checkpoints(folder))
+    os.waitpid(maker, 0)
+    os.environ["COURSE_CHECKPOINTS"] = str(folder)
+    child.warm_up(f"{folder}/shallow")
+    boot_ahead("embedded")
+    for path in folder.glob("*/config.json"):
+        boot_ahead(path.parent)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+    sandbox.use_huge_pages()
+
+
+def _save_checkpoints(folder: Path) -> None:
+    models = importlib.import_module("tests.support.models")
+    for kind in models.N_LAYERS:
+        models.save_checkpoint(kind, folder / kind)
+
+
+def _start(theirs: Connection) -> tuple[int, int]:
+    """Fork a zygote, then the worker that it serves."""
+    to_zygote, of_zygote = Pipe()
+    place = _get_place()
+    first = os.fork()
+    if first == 0:
+        _become(lambda own: zygote.start(own, place), of_zygote)
+    of_zygote.close()
+    second = os.fork()
+    if second == 0:
+        _become(_work, theirs, to_zygote)
+    to_zygote.close()
+    return first, second
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become(task: Any, *connections: Connection) -> None:
+    """Run `task` with these connections and nothing else open, then end."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        copies = [os.dup(connection.fileno()) for connection in connections]
+        first, end = KEPT_DESCRIPTOR, KEPT_DESCRIPTOR + len(copies)
+        for place, descriptor in enumerate(copies, first):
+            os.dup2(descriptor, place)
+        os.closerange(FIRST_DESCRIPTOR, first)
+        os.closerange(end, sandbox.MAX_DESCRIPTOR)
+        task(*(Connection(place) for place in range(first, end)))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _get_place() -> zygote.Place:
+    """Return what a child may read: the installed packages and the embedded model."""
+    folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
+    folders |= {
+        "/usr/lib",
+        "/lib",
+        "/lib64",
+        "/usr/share/zoneinfo",
+        "/etc/ld.so.cache",
+        "/proc/cpuinfo",
+        "/sys/devices/system/cpu",
+    }
+    folders |= {str(ROOT / "utils" / "models" / "embedded"), os.environ["COURSE_CHECKPOINTS"]}
+    inside = {f for f in folders if not ROOT.is_relative_to(f)}
+    return zygote.Place(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
+
+
+def _work(connection: Connection, to_zygote: Connection) -> None:
+    """Get the options, then grade what comes until the other side closes: the trusted worker.
+
+    For None instead of a submission it gives the protections that a child has.
+    """
+    with contextlib.suppress(EOFError, OSError):
+        options = connection.recv()
+        try:
+            points = load_points(options.points)
+        except ValueError as error:
+            connection.recv()
+            connection.send(str(error))
+            return
+        grader = Grader(to_zygote, options.secret, points, options.seconds, options.chapters)
+        while True:
+            task = connection.recv()
+            if task is None:
+                nothing = {"files": [], "names": {"": set()}}
+                job = zygote.Job("list_definitions", options.seconds, nothing)
+                connection.send(zygote.ask(to_zygote, job).protections)
+                continue
+            name, path = task
+            submitted = read_submission(name, path)
+            report = grader.grade(submitted, options.only.get(name))
+            connection.send(report | {"digest": submitted.digest})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,321 @@
+"""One submission, from its files to its report: the trusted side of grading code of others.
+
+What the student's code did comes from `zygote` as bytes; it is judged here, by `engine.judge`, with
+seeds that derive from a secret and, over a few variants, from the submission.
+"""
+
+import builtins
+import dataclasses
+import hashlib
+import time
+from collections import Counter
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch import Tensor
+
+from utils.autograder import zygote
+from utils.autograder.reading import SubmittedFiles, get_variant
+from utils.autograder.zygote import Job, Outcome
+from utils.grading.checks import Check, get_chapters, get_checks
+from utils.grading.comparison import Mismatch
+from utils.grading.diagnosis import diagnose
+from utils.grading.judging import Verdict, count_points, get_points, judge
+from utils.grading.known_answers import get_chapter_source, get_source
+from utils.grading.observation import Raised, Unsupported
+from utils.grading.points import Points
+from utils.grading.probes import collect_sources
+from utils.grading.submission import get_top_names
+from utils.grading.substitution import ChapterSource
+from utils.grading.wire import unpack
+
+CHECK_SECONDS = 30  # wall clock of one check
+SLOW_FACTOR = 6  # a slow check gets this many times as long
+MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together
+MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
+MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
+OUTCOMES = {
+    Outcome.TOO_LONG: "was stopped after {seconds} s",
+    Outcome.TOO_MUCH: "gave more data than any answer has",
+    Outcome.ENDED: "ended its process before it gave a result",
+}
+
+
+class Grader:
+    """Grades submissions through one zygote."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        secret: str,
+        points: Points,
+        seconds: int = CHECK_SECONDS,
+        chapters: tuple[str, ...] = (),
+    ):
+        self.connection, self.secret, self.points = connection, secret, points
+        self.seconds, self.chapters = seconds, chapters
+        self.names = get_top_names()
+
+    def grade(self, submitted: SubmittedFiles, only: str | None = None) -> dict[str, Any]:
+        """Return the report of a submission; of one exercise if `only` is given."""
+        secret = f"{self.secret}|{get_variant(submitted.name)}"
+        secret = hashlib.sha256(secret.encode()).hexdigest()
+        problems, chapters, exercises = list(submitted.problems), [], []
+        self.protections: set[str] | None = None
+        self.started = time.monotonic()
+        by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
+        taken = {file for files, _ in by_chapter.values() for file, *_ in files}
+        self.helpers = [f for f in submitted.files if f[0].endswith(".py") and f[0] not in taken]
+        for chapter in (self.chapters or by_chapter) if by_chapter else ():
+            files, defined = by_chapter.get(chapter, ([], set()))
+            chapters.append(chapter)
+            for exercise in get_checks(chapter):
+                if only not in (None, exercise):
+                    continue
+                one = _Exercise(self, chapter, exercise, files, secret)
+                name = exercise.partition(".")[0]
+                verdicts, sentence = one.grade() if name in defined else (one.miss(name), None)
+                exercises.append(self._describe(chapter, exercise, verdicts, sentence))
+        if not chapters and not problems:
+            problems.append("it defines no exercise of any chapter")
+        return {
+            "submission": submitted.name,
+            "chapters": chapters,
+            "score": round(sum(e["score"] for e in exercises), 4),
+            "max_score": round(sum(e["max_score"] for e in exercises), 4),
+            "protections": sorted(self.protections or ()),
+            "problems": problems,
+            "exercises": exercises,
+        }
+
+    @property
+    def is_out_of_time(self) -> bool:
+        return time.monotonic() - self.started > MAX_SUBMISSION_SECONDS
+
+    def ask(self, job: Job) -> zygote.Reply:
+        """Ask for a reply, and keep which protections were active: in a report, those of all
+        replies."""
+        reply = zygote.ask(self.connection, job)
+        active = set(reply.protections)
+        if reply.protections or reply.outcome is Outcome.DONE:
+            self.protections = active if self.protections is None else self.protections & active
+        return reply
+
+    def _sort_files(
+        self, submitted: SubmittedFiles, problems: list[str]
+    ) -> dict[str, tuple[list, set[str]]]:
+        """Find for each chapter that is there the files that define something of it, and what.
+
+        Where two define the same, the one with fewer stubs comes last, and counts.
+        """
+        found: dict[str, list[tuple[int, tuple, set[str]]]] = {}
+        for file in submitted.files:
+            if self.is_out_of_time:
+                problems.append(f"{file[0]} was not read, as others took too long")
+                continue
+            arguments = {"files": [file], "names": self.names}
+            reply = self.ask(Job("list_definitions", self.seconds, arguments))
+            try:
+                seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None
+            except ValueError:
+                seen = None
+            if seen is None:
+                said = OUTCOMES.get(reply.outcome, "cannot be read").format(seconds=self.seconds)
+                problems.append(f"{file[0]}: reading it {said}")
+                continue
+            problems += seen["problems"].values()
+            code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
+            for chapter, names in seen["defined"].items():
+                found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
+        for chapter, entries in found.items():
+            defined = Counter(name for _, _, names in entries for name in names)
+            if twice := sorted(name for name, count in defined.items() if count > 1):
+                entries.sort(key=lambda entry: -entry[0])
+                names = ", ".join([file[0] for _, file, mine in entries if mine & {*twice}][-5:])
+                problems.append(
+                    f"{chapter}: {names} define the same, such as {twice[0]}: the last counts"
+                )
+        return {
+            chapter: (
+                [file for _, file, _ in found[chapter]],
+                set().union(*(n for *_, n in found[chapter])),
+            )
+            for chapter in get_chapters()
+            if chapter in found
+        }
+
+    def _describe(
+        self, chapter: str, exercise: str, verdicts: list[Verdict], sentence: str | None
+    ) -> dict[str, Any]:
+        worth, visibility = self.points.get(chapter, exercise)
+        share = count_points(verdicts) / sum(verdict.check.points for verdict in verdicts)
+        earned = get_points(verdicts)
+        checks = [
+            {
+                "name": verdict.check.name,
+                "title": verdict.check.title,
+                "passed": verdict.passed,
+                "public": verdict.check.public,
+                "points": points,
+                "max_points": verdict.check.points,
+                "message": verdict.describe()[:MAX_MESSAGE_CHARACTERS],
+            }
+            for verdict, points in zip(verdicts, earned, strict=True)
+        ]
+        return {
+            "chapter": chapter,
+            "name": exercise,
+            "score": round(worth * share, 4),
+            "max_score": worth,
+            "visibility": visibility,
+            "sentence": sentence,
+            "checks": checks,
+        }
+
+
+@dataclasses.dataclass
+class _Exercise:
+    """One exercise of one submission."""
+
+    grader: Grader
+    chapter: str
+    exercise: str
+    files: list[tuple[str, bytes]]  # of each its name and its code
+    secret: str
+
+    def grade(self) -> tuple[list[Verdict], str | None]:
+        """Grade it as part of the whole work and, if that fails, alone: what is better counts."""
+        verdicts = self._run_checks(is_alone=False)
+        if not (all(v.passed or v.is_stub for v in verdicts) or self._took_too_long(verdicts)):
+            again = self._run_checks(is_alone=True)
+            if count_points(again) > count_points(verdicts):
+                verdicts = again
+        if all(verdict.passed for verdict in verdicts):
+            return verdicts, None
+        quick = [verdict for verdict in verdicts if not verdict.check.slow]
+        return verdicts, diagnose(quick, self.secret)
+
+    def miss(self, name: str) -> list[Verdict]:
+        """Return the verdicts on what is not there."""
+        mismatch = Mismatch(f"{name} is not defined")
+        return [Verdict(check, (), mismatch) for check in get_checks(self.chapter)[self.exercise]]
+
+    def _run_checks(self, is_alone: bool) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        for check in get_checks(self.chapter)[self.exercise]:
+            if verdicts and verdicts[0].is_stub:
+                verdicts.append(dataclasses.replace(verdicts[0], check=check))
+            elif self._took_too_long(verdicts) or self.grader.is_out_of_time:
+                mismatch = Mismatch("was not run, as others took too long")
+                verdicts.append(Verdict(check, (), mismatch))
+            else:
+                verdicts.append(self._run_check(check, is_alone))
+        return verdicts
+
+    def _took_too_long(self, verdicts: list[Verdict]) -> bool:
+        return sum(verdict.is_timeout for verdict in verdicts) >= MAX_TIMEOUTS
+
+    def _run_check(self, check: Check, is_alone: bool) -> Verdict:
+        chapters = get_chapters()
+        seconds = self.grader.seconds * (SLOW_FACTOR if check.slow else 1)
+        arguments = {
+            "files": self.files,
+            "helpers": self.grader.helpers,
+            "stand_in": self._get_stand_in(is_alone),
+            "exercise": self.exercise,
+            "modules": collect_sources(check),
+            "probe": (check.probe.__module__, check.name),
+            "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
+            "is_alone": is_alone,
+        }
+        earlier = {
+            f"solutions.{s}": get_source(s) for s in chapters[: chapters.index(self.chapter)]
+        }
+        reply = self.grader.ask(Job("run_probe", seconds, arguments, earlier))
+        if reply.outcome is not Outcome.DONE:
+            mismatch = Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds))
+            return Verdict(check, (), mismatch, is_timeout=reply.outcome is Outcome.TOO_LONG)
+        try:
+            seen = unpack(reply.data)
+            observations, printed = (
+                seen["observations"],
+                f"{seen['log']}\n{seen['printed']}".strip(),
+            )
+            if not isinstance(observations, list):
+                raise TypeError("observations should be a list")
+            if is_alone or not check.public:
+                observations = [self._clean(o) for o in observations]
+            observations = observations[: check.seeds]
+        except (ValueError, LookupError, TypeError):  # LookupError: of a tensor a name is no index
+            return Verdict(check, (), Mismatch("what it gave cannot be read"))
+        verdict = self._judge_all(check, observations, printed)
+        if len(reply.data) > MAX_KEPT_BYTES:
+            verdict = dataclasses.replace(verdict, observations=())
+        return _without_values(verdict) if is_alone else verdict
+
+    def _get_stand_in(self, is_alone: bool) -> ChapterSource:
+        """Return the chapter without the exercise; on the whole work, without any.
+
+        What student code could read of the other exercises' solutions, it could put into words.
+        """
+        source = get_chapter_source(self.chapter)
+        if is_alone:
+            return source.without(self.exercise)
+        return source.without(*{name.partition(".")[0] for name in source.exercises})
+
+    def _judge_all(self, check: Check, observations: list[Any], printed: str) -> Verdict:
+        for index, observed in enumerate(observations):
+            try:
+                mismatch = judge(check, observed, index, self.secret)
+            except RuntimeError as error:  # tensors of exotic types
+                mismatch = Mismatch(f"what it gave cannot be compared: {type(error).__name__}")
+            if mismatch is not None:
+                return Verdict(check, tuple(observations[: index + 1]), mismatch, printed)
+        if len(observations) < check.seeds:
+            return Verdict(check, tuple(observations), Mismatch("some runs are missing"), printed)
+        return Verdict(check, tuple(observations), None, printed)
+
+    def _clean(self, observed: Any) -> Any:
+        """Return what a message would pass on of a hidden check, or of solutions: not the student's
+        words.
+
+        The shape of an empty tensor is as good as words.
+        """
+        if isinstance(observed, Tensor):
+            said = observed.numel() == 0 and max(observed.shape) > MAX_EMPTY_SIZE
+            return Unsupported("object") if said or observed.ndim > MAX_DIMENSIONS else observed
+        if isinstance(observed, Raised):
+            return self._clean_raised(observed)
+        if isinstance(observed, Unsupported):
+            return observed if _is_builtin(observed.kind, type) else Unsupported("object")
+        if isinstance(observed, dict):
+            return {key: self._clean(value) for key, value in observed.items()}
+        if isinstance(observed, list):
+            return [self._clean(value) for value in observed]
+        return observed
+
+    def _clean_raised(self, raised: Raised) -> Raised:
+        name = self.exercise.rpartition(".")[2]
+        known = {exercise.rpartition(".")[2] for exercise in get_checks(self.chapter)} | {
+            "__init__"
+        }
+        place = raised.place if raised.place in known else name
+        kind, message = raised.kind, raised.message
+        if kind == "NotDefined" and message.removesuffix(" is not defined") not in known:
+            message = "something that the check needs is not defined"
+        elif kind != "NotDefined" and not _is_builtin(kind, BaseException):
+            kind = "an exception"
+        return Raised(kind, message, "", place)
+
+
+def _without_values(verdict: Verdict) -> Verdict:
+    if verdict.mismatch is None:
+        return verdict
+    return dataclasses.replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
+
+
+def _is_builtin(name: str, base: type) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and (base is type or issubclass(found, base))

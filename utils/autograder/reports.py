@@ -1,0 +1,128 @@
+"""What a batch leaves: JSON, Gradescope's results.json, a CSV of the class, and HTML pages."""
+
+import csv
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATES = Path(__file__).parent / "templates"
+Report = dict[str, Any]
+
+
+def write_submission(folder: Path, report: Report) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / "results.json", json.dumps(make_gradescope(report), indent=1))
+    _write(folder / "report.html", _render("submission.html", report=report))
+    _write(folder / "report.json", json.dumps(report, indent=1))  # last: it says that all is there
+
+
+def _write(path: Path, text: str) -> None:
+    """Write all of it or nothing, whenever this process is ended."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, path)
+
+
+def _render(name: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template(name).render(**values)
+
+
+def make_gradescope(report: Report) -> dict[str, Any]:
+    """Return Gradescope's results.json, as its specification has it."""
+    if not report["exercises"]:
+        said = "\n".join(report["problems"])
+        return {"score": 0, "output": said, "output_format": "text", "tests": []}
+    tests = []
+    for exercise in report["exercises"]:
+        passed = all(check["passed"] for check in exercise["checks"])
+        tests.append({
+            "score": exercise["score"],
+            "max_score": exercise["max_score"],
+            "status": "passed" if passed else "failed",
+            "name": f"{exercise['chapter']} {exercise['name']}",
+            "output": format_exercise(exercise),
+            "output_format": "text",
+            "visibility": exercise["visibility"],
+        })  # fmt: skip
+    return {
+        "score": report["score"],
+        "output": "\n".join(report["problems"]),
+        "output_format": "text",
+        "visibility": "visible",
+        "stdout_visibility": "hidden",
+        "extra_data": {"protections": report["protections"]},  # for the instructor
+        "tests": tests,
+    }
+
+
+def format_exercise(exercise: Report) -> str:
+    """Format a line per check, what is wrong below it, and the mistake's sentence."""
+    messages = {check["message"] for check in exercise["checks"]}
+    sentence = [f"→ {exercise['sentence']}"] if exercise["sentence"] else []
+    if len(messages) == 1 and len(exercise["checks"]) > 1 and any(messages):
+        return "\n".join([messages.pop(), *sentence])
+    lines = []
+    for check in exercise["checks"]:
+        mark = "✓" if check["passed"] else "✗"
+        lines.append(f"{mark} {check['points']:g}/{check['max_points']:g}  {check['title']}")
+        lines += [f"    {line}" for line in check["message"].splitlines()]
+    return "\n".join(lines + sentence)
+
+
+def write_class(out: Path, reports: list[Report]) -> None:
+    """Write class.csv and class.html, of all submissions together."""
+    reports = sorted(reports, key=lambda report: report["submission"])
+    names = {(e["chapter"], e["name"]): e["max_score"] for r in reports for e in r["exercises"]}
+    partial = out / "class.csv.partial"
+    with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        writer = csv.writer(file)
+        columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names), "problems"]
+        writer.writerow(columns)
+        for report in reports:
+            scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
+            row = [_shield(report["submission"]), report["score"], report["max_score"]]
+            row += [scores.get(name, "") for name in names]
+            writer.writerow([*row, _shield("; ".join(report["problems"]))])
+    os.replace(partial, out / "class.csv")
+    _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
+
+
+def _shield(text: str) -> str:
+    """Shield a cell that a spreadsheet would take for a formula, with white space before it or
+    not."""
+    return f"'{text}" if text.strip().startswith(("=", "+", "-", "@")) else text
+
+
+def summarize(reports: list[Report]) -> dict[str, Any]:
+    """Summarize for the class page each exercise's mean, the mistakes, and the spread of scores."""
+    rows: dict[tuple[str, str], list[Report]] = {}
+    mistakes: Counter[tuple[str, str]] = Counter()
+    for report in reports:
+        for exercise in report["exercises"]:
+            rows.setdefault((exercise["chapter"], exercise["name"]), []).append(exercise)
+            if exercise["sentence"]:
+                mistakes[f"{exercise['chapter']} {exercise['name']}", exercise["sentence"]] += 1
+    exercises = [
+        {
+            "name": f"{chapter} {name}",
+            "mean": sum(e["score"] for e in found) / len(found),
+            "max_score": found[0]["max_score"],
+            "full": sum(all(check["passed"] for check in e["checks"]) for e in found),
+            "n": len(found),
+        }
+        for (chapter, name), found in rows.items()
+    ]
+    shares = [r["score"] / r["max_score"] for r in reports if r["max_score"]]
+    bins = [sum(min(int(share * 10), 9) == b for share in shares) for b in range(10)]
+    return {"exercises": exercises, "mistakes": mistakes.most_common(), "bins": bins}

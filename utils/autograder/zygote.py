@@ -1,0 +1,247 @@
+"""Processes that run a student's code: one is forked for each check, from one that imported torch.
+
+The zygote holds no solution, no check and no student code, nor leftovers of them: what it had read
+would be in the memory of every child to come. So the child itself reads its job from the trusted
+process, which reads the child's reply, up to a length and a time, through a pipe of its own. The
+zygote only forks the child in namespaces of its own, and ends it with all that it started. The
+reply is bytes (`wire`): nothing of it is executed or unpickled.
+"""
+
+import contextlib
+import dataclasses
+import enum
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from utils.autograder import child, protections, sandbox
+from utils.grading.wire import MAX_REPLY_BYTES
+
+_HEADER = struct.Struct("<Q")
+REPLY_DESCRIPTOR = 3  # the first after standard input, output and errors
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is the same for all jobs: what a child may read, a file that it may not, and a process
+    outside."""
+
+    readable: tuple[str, ...]
+    forbidden: str
+    outside: int
+
+
+class Outcome(enum.Enum):
+    """How a job ended."""
+
+    DONE = "done"
+    TOO_LONG = "it took too long"
+    TOO_MUCH = "it gave too much"
+    ENDED = "it ended without a reply"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back from a child, and how that ended.
+
+    protections: those that were confirmed in the child before student code was loaded.
+    """
+
+    outcome: Outcome
+    data: bytes = b""
+    protections: tuple[str, ...] = ()
+
+
+@dataclass
+class Job:
+    """What a child is to do: `child.run(**arguments)`, in `seconds` at most."""
+
+    action: str
+    seconds: int
+    arguments: dict = field(default_factory=dict)
+    earlier: dict = field(default_factory=dict)  # source of the solutions of earlier chapters
+
+
+def start(connection: Connection, place: Place) -> None:
+    """`serve`, in namespaces where processes may be separated."""
+    if sandbox.become_root() and (pid := os.fork()) != 0:
+        os.waitpid(pid, 0)
+        return
+    sandbox.end_with_parent()
+    serve(connection, place)
+
+
+def serve(connection: Connection, place: Place) -> None:
+    """Take jobs until the other side closes.
+
+    Those with earlier solutions go to a zygote of their own, which has these imported.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
+    others: dict[tuple[str, ...], Connection] = {}
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            names = connection.recv()
+            if not names:
+                _run(connection, place)
+                continue
+            if names not in others:
+                others[names] = _fork_another(connection, place, list(others.values()))
+            others[names].send("your turn")
+            others[names].recv()
+
+
+def _fork_another(connection: Connection, place: Place, used: list[Connection]) -> Connection:
+    """Fork a zygote that holds the solutions of earlier chapters, for when it is its turn."""
+    ours, theirs = Pipe()
+    if os.fork() == 0:
+        try:
+            for end in [ours, *used]:
+                end.close()
+            sandbox.end_with_parent()
+            with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+                while theirs.recv():
+                    for name, source in connection.recv().items():
+                        if name not in sys.modules:
+                            child.install(name, source)
+                    _run(connection, place)
+                    theirs.send("done")
+        finally:
+            os._exit(0)
+    theirs.close()
+    return ours
+
+
+def ask(connection: Connection, job: Job) -> Reply:
+    """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError without a
+    zygote."""
+    connection.send(tuple(job.earlier))
+    if job.earlier:
+        connection.send(job.earlier)
+    reader = reduction.recv_handle(connection)
+    start = time.monotonic()
+    try:
+        connection.send(dataclasses.replace(job, earlier={}))
+        data, outcome = _read(reader, start + job.seconds)
+    finally:
+        os.close(reader)
+    connection.send("end")
+    connection.recv()
+    frames = _split(data)
+    protections = json.loads(frames[0]) if frames else []
+    if outcome is Outcome.DONE and len(frames) < 2:
+        # The limit of processor time may end it shortly before the clock does.
+        is_late = time.monotonic() - start > 0.9 * job.seconds
+        outcome = Outcome.TOO_LONG if is_late else Outcome.ENDED
+    protections = (*protections, "wall clock") if protections else ()
+    return Reply(outcome, frames[1] if outcome is Outcome.DONE else b"", protections)
+
+
+def _run(connection: Connection, place: Place) -> None:
+    """Hand over where the reply comes from, fork the child, end it with all that it started."""
+    folder = tempfile.mkdtemp(prefix="grading-")
+    reader, writer = os.pipe()
+    waits, holds = os.pipe()
+    try:
+        reduction.send_handle(connection, reader, None)
+        os.close(reader)
+        with sandbox.separate_processes():
+            pid = os.fork()
+            if pid == 0:
+                _be_child(connection, place, folder, writer, holds)
+        os.close(writer)
+        os.close(holds)
+        try:
+            if not os.read(waits, 1):  # what is left of the job is no message
+                raise EOFError("the child ended before it had its job")
+            connection.recv()  # "end"
+        finally:
+            for end in (os.kill, os.killpg):  # the group, where no namespace ends with it
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    end(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    finally:
+        os.close(waits)
+        shutil.rmtree(folder, ignore_errors=True)
+    connection.send("ended")
+
+
+def _be_child(connection: Connection, place: Place, folder: str, writer: int, holds: int) -> None:
+    """Be the child: close all but the way back, shut the doors, do the job. Does not return.
+
+    It says over `holds` that it has read its job.
+    """
+    try:
+        sandbox.end_with_parent()
+        job = connection.recv()
+        os.write(holds, b"1")
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(REPLY_DESCRIPTOR):
+            os.dup2(null, descriptor)
+        writer = os.dup2(writer, REPLY_DESCRIPTOR)
+        os.closerange(REPLY_DESCRIPTOR + 1, sandbox.MAX_DESCRIPTOR)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        with contextlib.suppress(OSError):  # short of memory, the system should end this one first
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, place.outside)
+        sandbox.enter(limits)
+        _write_frame(writer, json.dumps(protections.confirm(limits)).encode())
+        _write_frame(writer, child.run(job.action, job.arguments))
+    finally:
+        os._exit(0)  # an error here, or an exit of the student's: there is no reply
+
+
+# --- Bytes --------------------------------------------------------------------------------------
+
+
+def _write_frame(descriptor: int, data: bytes) -> None:
+    _write(descriptor, _HEADER.pack(len(data)) + data)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _read(descriptor: int, deadline: float) -> tuple[bytes, Outcome]:
+    """Read all that comes until the other side closes, and say how that ended."""
+    data = bytearray()
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return bytes(data), Outcome.TOO_LONG
+        if not poll.poll(left * 1000):
+            continue
+        chunk = os.read(descriptor, 2**20)
+        if not chunk:
+            return bytes(data), Outcome.DONE
+        data += chunk
+        if len(data) > MAX_REPLY_BYTES:
+            return bytes(data), Outcome.TOO_MUCH
+
+
+def _split(data: bytes) -> list[bytes]:
+    """Return the first two complete frames."""
+    frames: list[bytes] = []
+    at = 0
+    while len(frames) < 2 and at + _HEADER.size <= len(data):
+        (length,) = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        if at + length > len(data):
+            break
+        frames.append(data[at : at + length])
+        at += length
+    return frames

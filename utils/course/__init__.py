@@ -1,0 +1,30 @@
+"""What a chapter's notebook calls: `from utils.course import check, start, ...`."""
+
+import importlib.util
+import sys
+import warnings
+from pathlib import Path
+
+REQUIREMENTS = Path(__file__).parents[2] / "requirements.txt"
+NEEDED = ("torch", "transformer_lens", "einops", "jaxtyping", "matplotlib", "nbformat", "tabulate")
+_missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+if _missing or sys.version_info < (3, 11):
+    raise ImportError(
+        f"The course needs Python 3.11 or later and packages that are not here: {_missing}. Run\n"
+        f"    %pip install -r {REQUIREMENTS}\n"
+        "in a cell, restart the kernel, and run this cell again."
+    )
+
+warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
+
+# Only now, as these import what may be missing.
+from utils.course.session import (  # noqa: E402
+    catch_up,
+    check,
+    progress,
+    shorten,
+    show_result,
+    start,
+)
+
+__all__ = ["catch_up", "check", "progress", "shorten", "show_result", "start"]

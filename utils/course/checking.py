@@ -1,0 +1,208 @@
+"""Checking one exercise in a notebook: what `check(function)` prints in the cell below it."""
+
+import contextlib
+import dataclasses
+import dis
+import inspect
+import itertools
+import os
+import sys
+import types
+from typing import Any
+
+from utils.grading.checks import (
+    Check,
+    find_chapter,
+    get_chapters,
+    get_checks,
+    get_reference,
+    has_reference,
+)
+from utils.grading.diagnosis import grade_exercise
+from utils.grading.judging import (
+    Verdict,
+    count_points,
+    get_points,
+    get_quick_checks,
+    grade,
+)
+from utils.grading.known_answers import get_chapter_source
+from utils.grading.observation import Answers, Raised
+from utils.grading.substitution import alone, find_answer, find_owner, replaced
+
+Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
+GREEN, RED, YELLOW, BOLD = 32, 31, 33, 1
+GENERATED = ("__init__", "__repr__", "__eq__", "__setattr__", "__delattr__")  # of a dataclass
+
+
+def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Grade:
+    """Run the checks of an exercise on the caller's function or class, and print how each went.
+
+    What fails because of the caller's other exercises is checked again with the solutions in their
+    place.
+
+    Raises ValueError for something that is no exercise.
+    """
+    exercise = _get_exercise(answer, caller)
+    chapter = find_chapter(exercise)
+    if is_stub(answer):
+        print(paint(f"{exercise}: not written yet: its cell still holds the stub", YELLOW))
+        return chapter, exercise, []
+    name, _, method = exercise.partition(".")
+    if method and _is_of_an_earlier_chapter(chapter, exercise, caller.get(name)):
+        said = f"not written yet: {name} inherits it. Run this exercise's cell"
+        print(paint(f"{exercise}: {said} (again, if you ran the class's once more)", YELLOW))
+        return chapter, exercise, []
+    given = {} if method else {name: answer}
+    home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
+    rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
+    student = Answers(given, caller, home, rest)
+    verdicts, sentence = grade_exercise(chapter, exercise, student, slow=slow)
+    if not verdicts:
+        print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
+        return chapter, exercise, []
+    note = None
+    if not has_reference(chapter) and all(verdict.passed for verdict in verdicts):
+        note = "These are the public checks: your work may be graded by more."
+    elif not has_reference(chapter) and any(map(_lacks_others, verdicts)):
+        note = "This needs other exercises that are not written yet: check it again after those."
+    elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
+        with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
+            again = grade_exercise(chapter, exercise, student_alone, slow=slow)
+        if count_points(again[0]) > count_points(verdicts):
+            pairs = zip(verdicts, again[0], strict=True)
+            mended = [now.check for before, now in pairs if now.passed and not before.passed]
+            note = "Graded with the solutions of the other exercises, "
+            note += _find_culprit(chapter, exercise, mended, student, caller)
+        elif sentence is None and again[1] and count_points(again[0]) == count_points(verdicts):
+            note = "Graded with the solutions of the other exercises. "
+            note += "With your own it fails too, in another way."
+        if note is not None:
+            verdicts, sentence = again
+    print(format_verdicts(exercise, verdicts, sentence, note))
+    return chapter, exercise, verdicts
+
+
+def _is_of_an_earlier_chapter(chapter: str, exercise: str, cls: type | None) -> bool:
+    """Return whether a method that is to be written is an earlier chapter's still. What is
+    inherited for good, a trainer's `train`, has slow checks alone."""
+    method = exercise.partition(".")[2]
+    owners = [owner for owner in getattr(cls, "__mro__", ()) if method in vars(owner)]
+    home = owners[0].__module__ if owners else ""
+    is_earlier = home.startswith("solutions.") and home != f"solutions.{chapter}"
+    return is_earlier and len(get_quick_checks(chapter, exercise)) > 0
+
+
+def _find_culprit(
+    chapter: str, exercise: str, mended: list[Check], student: Answers, caller: dict[str, Any]
+) -> str:
+    """Say why checks pass with the solutions of the others only, if few others explain it."""
+    reference = vars(get_reference(chapter))
+    quick = next((check for check in mended if not check.slow), None)
+
+    if quick is None:
+        return "as it fails with yours."
+
+    def passes_with(others: list[str]) -> bool:
+        with contextlib.ExitStack() as stack:
+            for other in others:
+                stack.enter_context(replaced(other, caller, reference))
+            return grade(quick, student).passed
+
+    others: list[str] = []
+    unwritten: list[str] = []
+    for other in get_checks(chapter):
+        name, _, method = other.partition(".")
+        mine = find_answer(caller, other)
+        if other == exercise or name not in caller or mine is find_answer(reference, other):
+            continue
+        is_missing = method and find_owner(caller[name], method, reference[name]) is None
+        (unwritten if is_missing or is_stub(mine) else others).append(other)
+    if unwritten and passes_with(unwritten):
+        for other in unwritten[::-1]:
+            rest = [name for name in unwritten if name != other]
+            unwritten = rest if rest and passes_with(rest) else unwritten
+        *first, last = unwritten
+        names = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+        return f"because your {names} not written yet."
+    culprit = next((other for other in others if passes_with([other])), None)
+    return f"because your {culprit} fails here." if culprit else "as it fails with yours."
+
+
+def _lacks_others(verdict: Verdict) -> bool:
+    last = verdict.observations[-1]
+    lacking = ("NotImplementedError", "NotDefined")
+    return isinstance(last, Raised) and last.kind in lacking and not verdict.is_stub
+
+
+def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
+    """Return the name under which the caller has it, or under which it was defined.
+
+    A method may be inherited: of two names for it, the one of the notebook's chapter.
+    """
+    chapters = sorted(get_chapters(), key=lambda chapter: chapter != caller.get("CHAPTER"))
+    exercises = [exercise for chapter in chapters for exercise in get_checks(chapter)]
+    for exercise in exercises:
+        name, _, method = exercise.partition(".")
+        found = caller.get(name)
+        if found is not None and answer is (getattr(found, method, None) if method else found):
+            return exercise
+    return getattr(answer, "__qualname__", repr(answer))
+
+
+def is_stub(answer: Any) -> bool:
+    """Return whether a function, or every method of a class, still raises NotImplementedError."""
+    if isinstance(answer, type):
+        generated = GENERATED if dataclasses.is_dataclass(answer) else ()
+        members = [value for name, value in vars(answer).items() if name not in generated]
+        functions = [f for f in members if isinstance(f, types.FunctionType)]
+        return bool(functions) and all(map(is_stub, functions))
+    function = inspect.unwrap(getattr(answer, "__func__", answer))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    # An answer may raise it too, for what it does not do: with a message, as stubs have none.
+    steps = itertools.pairwise(dis.get_instructions(code))
+    return any(a.argval == "NotImplementedError" and b.opname == "RAISE_VARARGS" for a, b in steps)
+
+
+def is_solution(chapter: str, exercise: str, answer: Any) -> bool:
+    """Return whether this is the reference itself, not the same text run in a cell."""
+    if not has_reference(chapter):
+        return False
+    names, (name, _, method) = vars(get_reference(chapter)), exercise.partition(".")
+    if method and method not in vars(names[name]):
+        return False  # inherited from an earlier chapter: the class around it is what is checked
+    solution = find_answer(names, exercise)
+    codes = [getattr(inspect.unwrap(a), "__code__", a) for a in (answer, solution)]
+    return codes[0] is codes[1]
+
+
+# --- In print -----------------------------------------------------------------------------------
+
+
+def paint(text: str, color: int) -> str:
+    """Paint text where that shows: in a notebook or a terminal, unless NO_COLOR is set."""
+    shows = "ipykernel" in sys.modules or sys.stdout.isatty()
+    return f"\033[{color}m{text}\033[0m" if shows and not os.environ.get("NO_COLOR") else text
+
+
+def format_verdicts(
+    exercise: str, verdicts: list[Verdict], sentence: str | None = None, note: str | None = None
+) -> str:
+    """Format a line per check, what differs below those that failed, and the mistake's sentence."""
+    if all(verdict.is_stub for verdict in verdicts):
+        return f"{exercise}: not written yet"
+    earned, total = count_points(verdicts), sum(verdict.check.points for verdict in verdicts)
+    lines = [paint(f"{exercise}: {earned:g} of {total:g} points", BOLD)]
+    for verdict, points in zip(verdicts, get_points(verdicts), strict=True):
+        mark = paint("✓", GREEN) if verdict.passed else paint("✗", RED)
+        lines.append(f"  {mark} {points:g}/{verdict.check.points:g}  {verdict.check.title}")
+        if verdict.passed and points < verdict.check.points:
+            lines.append("      (this earns nothing alone: another check has to pass as well)")
+        lines += [f"      {line}" for line in verdict.describe().splitlines()]
+    if sentence is not None:
+        lines.append(paint(f"→ {sentence}", YELLOW))
+    if note is not None:
+        lines.append(note)
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""The demonstration: PPO on the mood of reviews and GRPO on additions, before and after.
+
+`python -m utils.course.demo` trains both once with the reference solutions on the embedded model;
+`--seeds 5` repeats it and prints the spread. Prompts of the measurements are in no training set.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+from tabulate import tabulate
+
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from utils.course.evaluation import evaluate_additions, evaluate_reviews
+from utils.models.corpus import (
+    addition_prompt,
+    held_out_pairs,
+    review_prompts,
+    training_pairs,
+)
+from utils.models.loading import ALL_LINEAR_SITES
+from utils.plotting import plot_history
+from utils.rewards import reward_fn_addition
+
+
+def make_ppo_trainer(out: Path, seed: int, **overrides):
+    """Return a trainer of PPO on the sentiment of reviews."""
+    setup = {
+        "prompts": review_prompts()[0],
+        "total_phases": 30,
+        "batches_per_learning_phase": 1,
+        "warmup_steps": 5,
+    }
+    return RLHFTrainer(RLHFArgs(**setup | _get_run_args("ppo", out, seed) | overrides))
+
+
+def make_grpo_trainer(out: Path, seed: int, **overrides):
+    """Return a trainer of GRPO on additions, with adapters on every linear site.
+
+    Each phase has one update. The KL term is almost nothing (0.001): it is there so that the KL is
+    measured.
+    """
+    pairs = training_pairs()
+    setup = {
+        "prompts": [addition_prompt(a, b) for a, b in pairs],
+        "columns": {"answers": [str(a + b) for a, b in pairs]},
+        "reward_fn": reward_fn_addition,
+        "gen_len": 40,
+        "lora_sites": ALL_LINEAR_SITES,
+        "lora_rank": 8,
+        "total_phases": 40,
+        "num_minibatches": 1,
+        "batches_per_learning_phase": 1,
+        "base_lr": 3e-3,
+        "warmup_steps": 0,
+        "final_scale": 0.0,
+        "ent_coef": 0.0,
+        "kl_coef": 0.001,
+    }
+    return GrpoTrainer(GrpoArgs(**setup | _get_run_args("grpo", out, seed) | overrides))
+
+
+def _get_run_args(name: str, out: Path, seed: int) -> dict:
+    if (out / name / "metrics.jsonl").exists():  # an earlier demonstration
+        shutil.rmtree(out / name)
+    return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
+
+
+def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
+    """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
+    trainer = make_ppo_trainer(out, seed, **overrides)
+    print(f"\nPPO on the sentiment of reviews, seed {seed}: measure, train, measure again")
+    prompts = review_prompts()[1]
+    before = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    after = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
+    return _before_and_after(before, after) | {"kl": after["kl"], "seconds": seconds}
+
+
+def run_grpo(out: Path, seed: int, **overrides) -> dict[str, float]:
+    """Train GRPO and measure additions before and after, on all held-out pairs."""
+    trainer = make_grpo_trainer(out, seed, **overrides)
+    print(f"\nGRPO on additions, seed {seed}: measure, train, measure again")
+    pairs = held_out_pairs()
+    before = evaluate_additions(trainer.model, pairs, seed=seed)
+    start = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - start
+    after = evaluate_additions(trainer.model, pairs, seed=seed)
+    return _before_and_after(before, after) | {"kl": after["kl"], "seconds": seconds}
+
+
+def _before_and_after(before: dict, after: dict) -> dict[str, float]:
+    return {
+        f"{name}_{when}": values[name]
+        for name in before
+        if name != "kl"
+        for when, values in (("before", before), ("after", after))
+    }
+
+
+ROWS = {  # trainer: (label, name of the measurement)
+    "ppo": (
+        ("mean sentiment of reviews", "reward"),
+        ("nll under the base, nats per token", "nll"),
+        ("distinct bigrams", "distinct_bigrams"),
+    ),
+    "grpo": (
+        ("accuracy, sampled", "accuracy"),
+        ("accuracy, greedy", "greedy"),
+        ("accuracy within worked answers", "accuracy_worked"),
+        ("accuracy within direct answers", "accuracy_direct"),
+        ("at least one of 8 samples right (pass@8)", "pass"),
+        ("share of worked answers", "worked"),
+        ("completion length, tokens", "completion_len"),
+    ),
+}
+
+
+def format_summary(summaries: list[dict]) -> str:
+    """Format one table, before and after; with several seeds the mean and, in brackets, the
+    range."""
+
+    def cell(trainer: str, key: str) -> str:
+        values = [summary[trainer][key] for summary in summaries]
+        if len(values) == 1:
+            return f"{values[0]:.3f}"
+        return f"{statistics.fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+
+    table = []
+    for trainer, rows in ROWS.items():
+        for label, name in rows:
+            before, after = (cell(trainer, f"{name}_{when}") for when in ("before", "after"))
+            table.append((trainer.upper(), label, before, after))
+        table.append(
+            (trainer.upper(), "KL from the base, nats per token", "0", cell(trainer, "kl"))
+        )
+        table.append((trainer.upper(), "seconds of training", "", cell(trainer, "seconds")))
+    headers = ("", "held-out", "before", "after")
+    return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def run_demo(out: Path, seed: int, ppo: dict | None = None, grpo: dict | None = None) -> dict:
+    """Run both trainers once: write `out/summary.json`, plots beside it, and return the summary."""
+    summary = {
+        "ppo": run_ppo(out, seed, **(ppo or {})),
+        "grpo": run_grpo(out, seed, **(grpo or {})),
+    }
+    for trainer in summary:
+        lines = (out / trainer / "metrics.jsonl").read_text().splitlines()
+        plot_history({trainer: [json.loads(line) for line in lines]}, out / f"{trainer}.png")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, help="repeat with this many seeds, from 0")
+    args = parser.parse_args()
+    if args.seeds is not None and args.seeds < 1:
+        parser.error(f"--seeds should be at least 1, but is {args.seeds}")
+    try:
+        _run_and_report(args)
+    except KeyboardInterrupt:
+        print("The demonstration was stopped; it starts over next time.")
+        raise SystemExit(130) from None
+
+
+def _run_and_report(args: argparse.Namespace) -> None:
+    if args.seeds is None:
+        summaries = [run_demo(args.out, args.seed)]
+    else:
+        summaries = [run_demo(args.out / f"seed-{k}", k) for k in range(args.seeds)]
+        (args.out / "seeds.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    table = format_summary(summaries)
+    (args.out / "summary.md").write_text(table + "\n")
+    print(f"\n{table}\n\nplots and summary.json: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

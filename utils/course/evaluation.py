@@ -1,0 +1,134 @@
+"""Measuring a policy on prompts it was not trained on: rewards, accuracy, KL and fluency."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributions import Categorical, kl_divergence
+from tqdm import tqdm
+
+from utils.models.corpus import Pair, addition_prompt
+from utils.models.decoding import get_decoder
+from utils.rewards import is_worked, reward_fn_addition
+
+
+def _load_sampling() -> Any:
+    """Load chapter 0 by name: the autograder imports this module where no solution may be held."""
+    return importlib.import_module("solutions.ch0_sampling")
+
+
+def sample_prompts(
+    model,
+    prompts: list[str],
+    gen_len: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    rows: int = 128,
+) -> list:
+    """Sample completions of all prompts, merged weights, as `Samples` of up to `rows` rows each."""
+    sampling = _load_sampling()
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    batches = []
+    with model.merged():
+        decoder = get_decoder(model)
+        for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
+            batch = prompts[start : start + rows]
+            samples = sampling.get_samples(
+                decoder, batch, gen_len, temperature, generator=generator
+            )
+            batches.append(samples)
+    return batches
+
+
+@torch.no_grad()
+def measure_kl(model, batches: list) -> float:
+    """Measure the exact KL(policy ‖ reference), in nats per token, on states of the policy."""
+    sampling = _load_sampling()
+
+    def measure(samples):
+        logits = model(samples.input_ids, samples.attention_mask)
+        with model.reference():
+            ref_logits = model(samples.input_ids, samples.attention_mask)
+        logits, ref_logits = (
+            sampling.select_completion(x, samples.prompt_len) for x in (logits, ref_logits)
+        )
+        kl = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits))
+        return sampling.masked_mean(kl, samples.completion_mask)
+
+    return _mean_over_tokens(measure, batches)
+
+
+@torch.no_grad()
+def measure_nll(model, batches: list) -> float:
+    """Measure the base model's negative log-likelihood of the samples, in nats per token."""
+    sampling = _load_sampling()
+
+    def measure(samples):
+        with model.reference():
+            logits = model(samples.input_ids, samples.attention_mask)
+        logprobs = sampling.get_logprobs(logits, samples.input_ids, samples.prompt_len)
+        return -sampling.masked_mean(logprobs, samples.completion_mask)
+
+    return _mean_over_tokens(measure, batches)
+
+
+def _mean_over_tokens(measure: Callable, batches: list) -> float:
+    """Return the mean over all completion tokens of what `measure` gives as a mean over each
+    batch's."""
+    counts = [batch.completion_mask.sum().item() for batch in batches]
+    total = sum(measure(batch).item() * count for batch, count in zip(batches, counts, strict=True))
+    return total / sum(counts)
+
+
+def measure_distinct_bigrams(texts: list[str]) -> float:
+    """Measure different word bigrams as a share of all: low when a policy repeats itself."""
+    bigrams = [pair for text in texts for pair in zip(text.split(), text.split()[1:], strict=False)]
+    return len(set(bigrams)) / max(len(bigrams), 1)
+
+
+def evaluate_reviews(
+    model, prompts: list[str], reward_fn, n_samples: int = 32, gen_len: int = 30, seed: int = 0
+) -> dict[str, float]:
+    """Evaluate reward, KL, fluency and diversity of `n_samples` reviews per prompt."""
+    batches = sample_prompts(model, prompts * n_samples, gen_len, seed=seed)
+    texts = [text for batch in batches for text in batch.texts]
+    rewards = reward_fn(texts)
+    return {
+        "reward": rewards.mean().item(),
+        "reward_std": rewards.std().item(),
+        "kl": measure_kl(model, batches),
+        "nll": measure_nll(model, batches),
+        "distinct_bigrams": measure_distinct_bigrams(texts),
+    }
+
+
+def evaluate_additions(
+    model, pairs: list[Pair], n_samples: int = 8, gen_len: int = 40, seed: int = 0
+) -> dict[str, float]:
+    """Evaluate sampled and greedy accuracy on `pairs`, and how the answers were reached.
+
+    `pass` is the share of pairs with at least one right answer among `n_samples`: pass@k with
+    k = n_samples. `accuracy_worked` is the accuracy within the sampled answers that show the steps.
+    """
+    prompts = [addition_prompt(a, b) for a, b in pairs]
+    answers = [str(a + b) for a, b in pairs]
+    batches = sample_prompts(model, prompts * n_samples, gen_len, seed=seed)
+    texts = [text for batch in batches for text in batch.texts]
+    right = reward_fn_addition(texts, answers * n_samples)
+    worked = torch.tensor([float(is_worked(text)) for text in texts])
+    greedy = [t for b in sample_prompts(model, prompts, gen_len, temperature=0) for t in b.texts]
+    return {
+        "accuracy": right.mean().item(),
+        "greedy": reward_fn_addition(greedy, answers).mean().item(),
+        "worked": worked.mean().item(),
+        "accuracy_worked": ((right * worked).sum() / worked.sum().clamp(min=1)).item(),
+        "accuracy_direct": ((right * (1 - worked)).sum() / (1 - worked).sum().clamp(min=1)).item(),
+        "pass": right.view(n_samples, -1).amax(0).mean().item(),
+        "completion_len": torch.cat([b.completion_mask.sum(-1) for b in batches])
+        .float()
+        .mean()
+        .item(),
+        "kl": measure_kl(model, batches),
+    }

@@ -1,0 +1,74 @@
+"""Whether a notebook's cell was edited and saved, but not run since."""
+
+import ast
+import os
+import time
+from pathlib import Path
+
+import nbformat
+
+_ran: dict[str, float] = {}  # when each source ran last
+
+
+def watch() -> None:
+    """Remember what runs from now on. Does nothing outside IPython."""
+    shell = _get_shell()
+    if shell is None:
+        return
+    for source in shell.user_ns.get("In", []):
+        _ran.setdefault(source.strip(), time.time())
+    if _remember not in shell.events.callbacks["post_run_cell"]:
+        shell.events.register("post_run_cell", _remember)
+
+
+def is_unrun(name: str) -> bool:
+    """Return whether the saved notebook defines `name` in a cell that has not run since it was
+    saved."""
+    path = _find_notebook()
+    if path is None or not path.is_file():
+        return False
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+    except Exception:  # half written, or no notebook
+        return False
+    sources = [cell.source.strip() for cell in cells if cell.cell_type == "code"]
+    defining = [source for source in sources if name in _get_defined(source)]
+    if not defining or defining[-1] in _ran:
+        return False
+    times = [at for source, at in _ran.items() if name in _get_defined(source)]
+    return bool(times) and path.stat().st_mtime > max(times)
+
+
+def _remember(result) -> None:
+    _ran[result.info.raw_cell.strip()] = time.time()
+
+
+def _get_shell():
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return None
+    return get_ipython()
+
+
+def _find_notebook() -> Path | None:
+    """Return the file of this kernel's notebook, where the front end tells (JupyterLab, VS
+    Code)."""
+    shell = _get_shell()
+    path = (shell and shell.user_ns.get("__vsc_ipynb_file__")) or os.environ.get("JPY_SESSION_NAME")
+    return Path(path) if path else None
+
+
+def _get_defined(source: str) -> set[str]:
+    """Return `f`, `T` and `T.method` for what a cell defines."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return set()
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{n.name}" for n in node.body if isinstance(n, ast.FunctionDef)}
+    return found

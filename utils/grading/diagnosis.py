@@ -1,0 +1,180 @@
+"""Which known mistake a student made: the one whose observations equal theirs.
+
+Where none does, two at once are tried.
+"""
+
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+from utils.grading import known_answers, recorded
+from utils.grading.checks import Check, get_checks
+from utils.grading.comparison import find_mismatch
+from utils.grading.judging import (
+    Verdict,
+    get_quick_checks,
+    grade,
+    grade_runs,
+    judge,
+    measure_reference_gap,
+)
+from utils.grading.known_answers import Answer
+from utils.grading.observation import Answers, Raised, run_check
+from utils.grading.substitution import build_module
+
+SEARCH_SECONDS = 5  # after which no pair of mistakes is tried any more
+SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
+
+
+def grade_answer(check: Check, answer: Answer, secret: str = "") -> Verdict:
+    """`grade` of a known answer; what was observed of it is kept."""
+    return grade_runs(
+        check, lambda index: (observe_answer(answer, check, index, secret), ""), secret
+    )
+
+
+def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
+    """Return the sentence of the mistake whose observations equal the student's over all checks.
+
+    Where no mistake's do, the sentences of the two that do together. None if that is more than one
+    mistake or pair, or if none is found in `SEARCH_SECONDS`; and for an error in slow checks alone:
+    to run every known mistake takes longer than reading the error.
+    """
+    # The telling ones first, and the quick ones of them: each mistake is run until one differs.
+    verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
+    if not all(verdict.observations and not verdict.is_stub for verdict in verdicts):
+        return None
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if not failed:
+        return None
+    first = failed[0].check
+    known = recorded.load(first.chapter)
+    if known is not None:
+        own = [m for m in known.mistakes if m.exercise == first.exercise]
+        same = [m for m in own if all(_same_as_recorded(v, m, secret) for v in verdicts)]
+        return same[0].sentence if len(same) == 1 else None
+    if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
+        return None
+    mine = [m for m in known_answers.get_mistakes(first.chapter) if m.exercise == first.exercise]
+    deadline = time.monotonic() + SEARCH_SECONDS
+    # Each mistake is run, which takes seconds at the first time.
+    bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=not _in_notebook())
+    fitting = [mistake for mistake in bar if _is_same(verdicts, mistake, secret)]
+    if not fitting:
+        fitting = _find_pairs(verdicts, mine, secret, deadline)
+    return fitting[0].sentence if len(fitting) == 1 else None
+
+
+def _in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+def _find_pairs(
+    verdicts: list[Verdict], mistakes: list[Answer], secret: str, deadline: float
+) -> list[Answer]:
+    """Return the pairs of mistakes that fit, up to two; none if the time is up before the end.
+
+    Only mistakes that pass whatever the student passes are paired.
+    """
+    able = []
+    for mistake in mistakes:
+        if time.monotonic() > deadline:
+            return []
+        if all(grade_answer(v.check, mistake, secret).passed for v in verdicts if v.passed):
+            able.append(mistake)
+    found: list[Answer] = []
+    for one, other in itertools.combinations(able, 2):
+        if len(found) == 2:
+            break
+        if time.monotonic() > deadline:
+            return []
+        pair = known_answers.combine(one, other)
+        if _fits_uncached(verdicts, pair, secret):
+            found.append(pair)
+    return found
+
+
+def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
+    """Return whether two mistakes together do what the student's code did; keep nothing of them."""
+    try:
+        module = build_module(pair.chapter, pair.make_source())
+    except Exception:  # they change the same lines, or make no program together
+        return False
+    try:
+        student = Answers(vars(module))
+        return all(
+            same_observation(
+                v.check, observed, run_check(v.check, student, i, secret)[0], i, secret
+            )
+            for v in verdicts
+            for i, observed in enumerate(v.observations)
+        )
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _is_same(verdicts: list[Verdict], answer: Answer, secret: str) -> bool:
+    return all(_same_as_mistake(verdict, answer, secret) for verdict in verdicts)
+
+
+def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
+    observed = mistake.observed.get(verdict.check.path, recorded.SAME)
+    if observed == recorded.SAME or verdict.passed:
+        return verdict.passed and observed == recorded.SAME
+    return len(observed) == len(verdict.observations) and all(
+        same_observation(verdict.check, a, b, i, secret)
+        for i, (a, b) in enumerate(zip(verdict.observations, observed, strict=True))
+    )
+
+
+def _same_as_mistake(verdict: Verdict, mistake: Answer, secret: str) -> bool:
+    return all(
+        same_observation(
+            verdict.check, observed, observe_answer(mistake, verdict.check, i, secret), i, secret
+        )
+        for i, observed in enumerate(verdict.observations)
+    )
+
+
+@functools.lru_cache(maxsize=16384)
+def observe_answer(answer: Answer, check: Check, index: int, secret: str = "") -> Any:
+    return run_check(check, answer.build(), index, secret)[0]
+
+
+def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
+    """Return whether two answers did the same. A predicate may accept both though their draws
+    differ."""
+    if check.holds is not None:
+        verdicts = [judge(check, observed, index, secret) for observed in (a, b)]
+        said = [None if verdict is None else verdict.message for verdict in verdicts]
+        if said[0] != said[1]:  # the values of a mismatch may hold a traceback
+            return False
+        if said[0] is None:
+            return True
+    gap = measure_reference_gap(check, index, secret) if check.holds is None else None
+    rtol, atol = check.rtol, check.atol
+    if gap is None:  # what rounding does to it is not known
+        rtol, atol = max(rtol, SAME_RTOL), max(atol, SAME_ATOL)
+    return find_mismatch(a, b, gap, rtol, atol) is None
+
+
+def diagnose_answer(answer: Answer) -> str | None:
+    """Return what `diagnose` says of a known mistake: its own sentence, unless another does the
+    same."""
+    checks = get_quick_checks(answer.chapter, answer.exercise)
+    return diagnose([grade_answer(check, answer) for check in checks])
+
+
+def grade_exercise(
+    chapter: str, exercise: str, student: Answers, secret: str = "", slow: bool = False
+) -> tuple[list[Verdict], str | None]:
+    """Grade an exercise by every check, and find the mistake's sentence if exactly one fits."""
+    checks = get_quick_checks(chapter, exercise) if not slow else get_checks(chapter)[exercise]
+    verdicts = [grade(check, student, secret) for check in checks]
+    failed = any(not verdict.passed for verdict in verdicts)
+    return verdicts, diagnose(verdicts, secret) if failed else None

@@ -1,0 +1,168 @@
+"""The reference standing in for a chapter's other exercises, without the one that is graded.
+
+Only source and names are needed, so that it works where the graded solution must not be.
+"""
+
+import contextlib
+import itertools
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from utils.grading.catalogue import find_definitions, get_span
+from utils.grading.observation import Answers
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class ChapterSource:
+    """The source of a chapter's solutions, or what is left of it, and all exercises' names."""
+
+    chapter: str
+    source: str
+    exercises: tuple[str, ...]
+
+    def without(self, *names: str) -> "ChapterSource":
+        """Leave out these functions, classes or methods; names that are not there are no error."""
+        lines = self.source.splitlines(keepends=True)
+        for name in names:
+            if name.rpartition(".")[2] not in self.source:  # parsing takes longer
+                continue
+            if name in (definitions := find_definitions(self.source)):
+                first, last = get_span(definitions[name])
+                lines[first:last] = ["\n"] * (last - first)
+                if "." in name:  # a class may not be left empty
+                    lines[first] = " " * definitions[name].col_offset + "pass\n"
+        return ChapterSource(self.chapter, "".join(lines), self.exercises)
+
+    def build(self, **given: Any) -> dict[str, Any]:
+        """Build its names; `given` stands beside them, for what was left out."""
+        return vars(build_module(self.chapter, self.source, **given))
+
+
+def build_module(chapter: str, source: str, **given: Any) -> ModuleType:
+    """Build a module of this source, importable under a name of its own as dataclasses ask."""
+    module = ModuleType(f"{chapter}_built_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    module.__dict__.update({"__file__": f"<{chapter}>"} | given)
+    exec(compile(source, f"<{chapter}>", "exec"), module.__dict__)
+    return module
+
+
+# --- One exercise alone -------------------------------------------------------------------------
+
+
+def find_answer(names: dict[str, Any], exercise: str) -> Any:
+    """Find the function, class or method of an exercise; None where there is none."""
+    name, _, method = exercise.partition(".")
+    found = names.get(name)
+    return getattr(found, method, None) if method else found
+
+
+def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> Answers:
+    """Return a student's names; what is missing is the chapter's, but not the exercise itself."""
+    name = exercise.partition(".")[0]
+    tops = {other.partition(".")[0] for other in source.exercises}
+    given = {top: names.get(top) for top in tops}  # None where both lack it
+    rest = source.without(exercise).build(**given)
+    missing = {name, *(top for top in tops if rest[top] is None)}
+    return Answers(names, {key: value for key, value in rest.items() if key not in missing})
+
+
+@contextlib.contextmanager
+def alone(
+    source: ChapterSource, exercise: str, answer: Any, caller: dict[str, Any]
+) -> Iterator[Answers]:
+    """Put the reference in place of the chapter's exercises except one of the caller's.
+
+    The caller's functions find each other in its namespace: there, too, the reference stands in
+    until the end.
+    """
+    name, _, method = exercise.partition(".")
+    others = {other.partition(".")[0] for other in source.exercises} - {name}
+    if method:
+        reference, answer = _graft(source, name, method, caller[name])
+    else:
+        reference = source.without(exercise).build(**{name: answer})
+    swapped = {other: reference[other] for other in others} | {name: answer}
+    saved = {key: caller[key] for key in swapped if key in caller}
+    caller.update({key: swapped[key] for key in saved})
+    try:
+        yield Answers({name: answer}, reference)
+    finally:
+        caller.update(saved)
+
+
+@contextlib.contextmanager
+def replaced(exercise: str, names: dict[str, Any], reference: dict[str, Any]) -> Iterator[None]:
+    """Put the reference's function or method in the place of one of these names, until the end."""
+    name, _, method = exercise.partition(".")
+    if not method:
+        saved, names[name] = names[name], reference[name]
+        try:
+            yield
+        finally:
+            names[name] = saved
+        return
+    mine, theirs = names[name], reference[name]
+    place = find_owner(mine, method, theirs) or mine
+    their_method = next(vars(c)[method] for c in theirs.__mro__ if method in vars(c))
+    with mock.patch.object(place, method, rebind(their_method, place), create=True):
+        yield
+
+
+def find_owner(cls: type, method: str, reference: type) -> type | None:
+    """Find the class that a method of `cls` stands in; None if it is not written.
+
+    Nor is it where only a class of an earlier chapter has it, but the reference's class its own.
+    """
+    owner = next((c for c in cls.__mro__ if method in vars(c)), None)
+    # A class may be re-opened, by subclasses of its own name.
+    first = [c for c in cls.__mro__ if c.__name__ == cls.__name__][-1]
+    if owner is None or (method in vars(reference) and not issubclass(owner, first)):
+        return None
+    return owner
+
+
+def _graft(
+    source: ChapterSource, name: str, method: str, student: type
+) -> tuple[dict[str, Any], type]:
+    """Graft one method of the student's onto the reference's class; return what is beside it
+    too."""
+    owner = next(c for c in student.__mro__ if method in vars(c))
+    mine = {
+        key: value
+        for key, value in vars(owner).items()
+        if isinstance(value, types.FunctionType | classmethod | staticmethod | property)
+        and (key == method or f"{name}.{key}" not in source.exercises)
+    }
+    module = source.without(*(f"{name}.{key}" for key in mine)).build()
+    grafted = type(name, (module[name],), {})
+    for key, value in mine.items():
+        setattr(grafted, key, rebind(value, grafted))
+    module[name] = grafted
+    return module, grafted
+
+
+def rebind(method: Any, owner: type) -> Any:
+    """Return a method whose `super()` means that of another class."""
+    if isinstance(method, classmethod | staticmethod):
+        return type(method)(rebind(method.__func__, owner))
+    if not isinstance(method, types.FunctionType) or not method.__closure__:
+        return method
+    names = method.__code__.co_freevars
+    cells = [
+        types.CellType(owner) if name == "__class__" else cell
+        for name, cell in zip(names, method.__closure__, strict=True)
+    ]
+    bound = types.FunctionType(
+        method.__code__, method.__globals__, method.__name__, method.__defaults__, tuple(cells)
+    )
+    bound.__kwdefaults__ = method.__kwdefaults__
+    vars(bound).update(vars(method))
+    return bound
