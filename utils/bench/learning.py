@@ -18,9 +18,9 @@ import torch
 from tqdm import tqdm
 
 from solutions.ch0_sampling import get_samples
-from utils.bench.measuring import get_median, load_trl
+from utils.bench.measuring import get_median
 from utils.bench.models import Work
-from utils.bench.trainers import make_trainer, run_step
+from utils.bench.trainers import load_trl, make_trainer, run_step
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
 from utils.models.decoding import get_decoder
 from utils.models.loading import EMBEDDED_MODEL

@@ -1,6 +1,5 @@
 """How the benchmarks measure: sides that take turns, peaks of memory in processes of their own."""
 
-import importlib
 import multiprocessing
 import statistics
 import time
@@ -53,11 +52,6 @@ def clock_method(owner: Any, name: str, seconds: list[float]) -> None:
         return result
 
     setattr(owner, name, clocked)
-
-
-def load_trl() -> Any:
-    """Import TRL's side: only now, as what it imports would count in the memory of ours."""
-    return importlib.import_module("utils.bench.trl")
 
 
 def run_apart(function: Callable, *arguments: Any) -> Any:

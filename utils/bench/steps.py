@@ -11,11 +11,10 @@ from utils.bench.measuring import (
     clock_method,
     get_median,
     get_ratios,
-    load_trl,
     run_apart,
 )
 from utils.bench.models import SIZES, Work, save_random
-from utils.bench.trainers import check_length, make_trainer, measure_our_memory, run_step
+from utils.bench.trainers import check_length, load_trl, make_trainer, measure_our_memory, run_step
 
 PEAKS = 3  # processes for a median of memory
 SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for models of all sizes

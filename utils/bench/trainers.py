@@ -3,7 +3,9 @@
 Neither imports the other: the memory of each is measured in a process that holds it alone.
 """
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -11,6 +13,11 @@ from utils.bench.measuring import measure_peak
 from utils.bench.models import Work, make_data
 from utils.models.loading import ALL_LINEAR_SITES
 from utils.rewards import reward_fn_addition
+
+
+def load_trl() -> Any:
+    """Import TRL's side: only now, as what it imports would count in the memory of ours."""
+    return importlib.import_module("utils.bench.trl")
 
 
 def make_trainer(folder: Path | str, work: Work, kind: str = "grpo", **overrides):
