@@ -411,6 +411,7 @@ def what_leaves_no_choice(student, rng):
 
 
 def _fits_the_crossing(observed, reference):
+    order = reference["the four tokens, the likeliest first"]
     probs = torch.tensor([0.5, 0.25, 0.125, 0.125], dtype=torch.double)
     crossing = torch.tensor([0.5, 0.25, 0.125, 0.0], dtype=torch.double)
     # At p = 0.8, 0.5 + 0.25 falls short and the third token crosses.
@@ -418,7 +419,7 @@ def _fits_the_crossing(observed, reference):
     wanted["p 0.45"] = torch.tensor([1.0, 0, 0, 0])
     for name, target in wanted.items():
         # The last two tokens are equally likely: either may be the one that crosses.
-        draws = observed[name].clone()
+        draws = _get_ranks(order, observed[name])
         if name == "p 0.8":
             if len(set(draws[draws >= 2].tolist())) > 1:
                 return "p 0.8: of two tokens that are equally likely, one crosses p, not both"
@@ -427,21 +428,28 @@ def _fits_the_crossing(observed, reference):
         if wrong is not None:
             return f"{name}: {wrong}"
     # Of the equal two, top-k 3 keeps one or both.
-    draws = observed["top_k 3"].clamp(max=2)
+    draws = _get_ranks(order, observed["top_k 3"]).clamp(max=2)
     tied = torch.tensor([0.5, 0.25, 0.25], dtype=torch.double)
     if None not in (misfit(draws, crossing[:3]), misfit(draws, tied)):
         return "top_k 3: three tokens should be kept, though the third and the fourth are alike"
     return None
 
 
+def _get_ranks(order, tokens):
+    return (order == tokens[:, None]).int().argmax(1)
+
+
 @check("sample_next_token", holds=_fits_the_crossing)
 def the_token_that_crosses_p(student, rng):
     """Probabilities 1/2, 1/4, 1/8, 1/8: top-p keeps the token that crosses p, and no more"""
-    logits = rng.tensor([[0.5, 0.25, 0.125, 0.125]]).log().repeat(DRAWS, 1)
+    order = rng.permutation(1000)[:4]  # the others are too unlikely to count
+    logits = rng.tensor([-60.0]).repeat(DRAWS, 1000)
+    logits[:, order] = rng.tensor([0.5, 0.25, 0.125, 0.125]).log()
     sample = student.sample_next_token
-    return {
+    found = {
         f"p {p}": sample(logits, top_p=p, generator=rng.new_generator()) for p in (0.8, 0.7, 0.45)
     } | {"top_k 3": sample(logits, top_k=3, generator=rng.new_generator())}
+    return found | {"the four tokens, the likeliest first": order}
 
 
 def _is_repeatable(observed, reference):
@@ -646,6 +654,36 @@ def random_sequences(student, rng):
 # --- get_samples --------------------------------------------------------------------------------
 
 PROMPTS = ["This movie is ", " A", "The plot was dull, and"]
+# At each greedy step of each model the likeliest token leads by more than rounding could change.
+MORE_PROMPTS = [
+    "It was",
+    "I watched this film twice.",
+    "What a",
+    "The actors",
+    "10+11=",
+    "Nothing here is new, but",
+    "Good",
+    "My friend said that",
+    "In the end",
+    "Never",
+    "The camera",
+    "12+30=",
+    "So long",
+    "bad",
+    "We laughed and",
+    "Of all",
+    "Her voice",
+    "Two hours",
+]
+
+
+def _choose(rng, n=3):
+    """Some more prompts, so that no answer can be prepared."""
+    return [MORE_PROMPTS[i] for i in rng.permutation(len(MORE_PROMPTS))[:n].tolist()]
+
+
+def _shuffle(prompts, rng):
+    return [prompts[i] for i in rng.permutation(len(prompts)).tolist()]
 
 
 def _sample(student, model, *args, **kwargs):
@@ -720,7 +758,7 @@ def _boot(student, kind):
 
 
 def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
-    prompts = [prompts[i] for i in rng.permutation(len(prompts)).tolist()]
+    prompts = _shuffle(prompts, rng)
     ran = []
 
     def count(module, args, kwargs):
@@ -743,7 +781,7 @@ def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
 )
 def greedy_gpt2(student, rng):
     """Greedy, prompts of different lengths, a model with absolute positions and dropout"""
-    prompts = ["This movie is ", " A", "The plot was dull, and"]
+    prompts = [*PROMPTS, *_choose(rng)]
     # get_samples(model, prompts, 8, temperature=0.0), the prompts in a random order: what
     # its Samples hold, and how many positions the model ran beyond one for each token.
     return _greedy(student, _boot(student, "gpt2"), prompts, rng)
@@ -754,7 +792,7 @@ def greedy_llama(student, rng):
     """Greedy, no bos, rotary positions, pads in prompts and pads that are drawn, a full context"""
     # The model answers the first with a pad among others; each digit is a token.
     # And the second with "our" once more, in "hour".
-    prompts = ["music the", "<pad>our", "7" * (models.N_CTX - 8)]
+    prompts = ["music the", "<pad>our", "7" * (models.N_CTX - 8), *_choose(rng)]
     model = _boot(student, "llama")
     if isinstance(model, nn.Module):
         # Logits so close that a tiny temperature in place of 0 would draw others, too.
@@ -816,6 +854,8 @@ def _fits_the_model(observed, reference):
     ids, attention = observed["the ids of real tokens"], observed["the attention of real tokens"]
     if prompt_len != reference["prompt_len"]:
         return "prompt_len is wrong"
+    if not torch.equal(ids[:, :prompt_len], reference["the ids of real tokens"][:, :prompt_len]):
+        return "the first columns should be the prompts, padded on the left"
     rows = [row[real.bool()] for row, real in zip(ids, attention, strict=True)]
     starts = attention[:, :prompt_len].sum(1).tolist()
     completions = [row[start:] for row, start in zip(rows, starts, strict=True)]
@@ -945,7 +985,7 @@ def samples_of_the_model(student, rng):
 def _follows_the_weights(observed, reference):
     if not torch.equal(observed["greedy"], reference["greedy"]):
         return "at temperature 0 the likeliest token should be taken"
-    moved = (observed["greedy"] + observed["moved by"]) % 512
+    moved = (observed["greedy"] + reference["moved by"]) % 512
     if not torch.equal(observed["with another unembedding"], moved):
         return "where the weights have changed since the last call, so should what is sampled"
     if observed["the text of a line break"] != "\n":
@@ -957,7 +997,7 @@ def _follows_the_weights(observed, reference):
 def weights_that_have_changed(student, rng):
     """The same prompts once more, after the weights have changed; a line break as text"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
-    prompts = [PROMPTS[i] for i in rng.permutation(len(PROMPTS)).tolist()]
+    prompts = _shuffle([*PROMPTS, *_choose(rng)], rng)
     before = student.get_samples(model, prompts, 1, temperature=0.0).completion_ids
     # The logits are those of other tokens from now on; the first row's likeliest is a line break.
     (line_break,) = models.load_tokenizer().encode("\n")

@@ -846,16 +846,16 @@ def memory_with_other_scales(student, rng):
 
 
 def _whole_groups(observed, reference):
-    orders = []
-    for epoch in observed["first row, in groups"]:
-        rows = epoch.flatten()
+    orders, labels = [], reference["the last token of each row"]
+    for epoch in observed["the last token of each row, in minibatches"]:
+        rows = (labels == epoch.flatten()[:, None]).int().argmax(1)
         if not torch.equal(rows % 2, (torch.arange(24) % 2).to(rows)):
             return "a minibatch should hold whole groups, the completions of a prompt side by side"
         if not torch.equal(rows // 2 * 2, rows[::2].repeat_interleave(2)):
             return "a minibatch should hold whole groups, the completions of a prompt side by side"
         if rows.sort().values.tolist() != list(range(24)):
             return "every row should come exactly once an epoch"
-        orders.append({frozenset(minibatch.tolist()) for minibatch in epoch})
+        orders.append({frozenset(minibatch.tolist()) for minibatch in rows.reshape(3, 8)})
     if all(order == orders[0] for order in orders):  # by chance once in 5775 ** 3
         return "each epoch should mix the groups anew; here the same ones share a minibatch again"
     return None
@@ -868,12 +868,13 @@ def groups_stay_together(student, rng):
         student, batch_size=24, group_size=2, num_minibatches=3, batches_per_learning_phase=4
     )
     samples = make_samples(rng, rows=24)
-    samples.input_ids[:, -1] = torch.arange(24)
+    samples.input_ids[:, -1] = labels = rng.permutation(500)[:24]
     logprobs = rng.normal(24, 5)
     memory = student.make_grpo_memory(args, samples, rng.normal(24), logprobs, logprobs)
     rows = [minibatch.input_ids[:, -1] for minibatch in memory.get_minibatches()]
     return {
-        "first row, in groups": torch.stack(rows).reshape(4, 3, 8),
+        "the last token of each row": labels,
+        "the last token of each row, in minibatches": torch.stack(rows).reshape(4, 3, 8),
         "advantages": memory.advantages,
     }
 

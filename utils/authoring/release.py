@@ -39,7 +39,7 @@ SHARED = (
 AUTOGRADER = (
     "LICENSE", "requirements.txt", "solutions/*.py", "tests/*.py", "tests/support/*.py",
     "tests/oracles/*.py", "tests/points.toml", "tests/mistakes/**/*.md",
-    "tests/alternatives/__init__.py", "utils/**/*",
+    "tests/alternatives/__init__.py", "utils/**/*", "chapters/source/*.md",
 )  # fmt: skip
 
 

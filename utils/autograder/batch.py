@@ -122,7 +122,7 @@ def make_empty_report(name: str, problem: str) -> dict[str, Any]:
     """Return the report of a submission that could not be graded."""
     return {
         "submission": name, "digest": None, "chapters": [], "score": 0, "max_score": 0,
-        "protections": [], "problems": [problem], "exercises": [],
+        "protections": [], "problems": [problem], "left_out": [], "exercises": [],
     }  # fmt: skip
 
 

@@ -4,33 +4,35 @@ Everything here is in the student's reach; what it says is judged elsewhere. It 
 the fork, and never with a solution, an oracle or the checks' modules as they are.
 """
 
-import ast
-import contextlib
 import importlib
+import linecache
 import marshal
 import os
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
-from types import ModuleType
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 import transformer_lens  # noqa: F401  before transformers
 import transformers
 
+from utils.autograder.modules import SubmittedModules
 from utils.grading import wire
+from utils.grading.cells import parse
 from utils.grading.extraction import (
+    compile_statement,
     count_stubs,
+    describe_left_out,
     get_bound_names,
-    get_future_flags,
-    join,
-    parse,
+    get_flags,
+    run_statement,
     select_statements,
 )
 from utils.grading.observation import Answers, Raised, observe
-from utils.grading.substitution import ChapterSource, alone, answer_with, build_module, find_answer
+from utils.grading.substitution import ChapterSource, alone, answer_with, build_module, find_written
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
@@ -53,41 +55,46 @@ def run(action: str, arguments: dict[str, Any]) -> bytes:
 def list_definitions(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
-    Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file;
-    and how many definitions are stubs.
+    Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file
+    and what of it is not run, by cell and line; and how many definitions are stubs.
     """
     defined: set[str] = set()
-    problems, stubs, code = {}, 0, b""
+    problems: list[str] = []
+    left_out: list[str] = []
+    stubs, code = 0, b""
     for name, data in files:
         try:
             parsed = parse(data, name)
-            statements = select_statements(parsed, set().union(*names.values()))
+            statements = select_statements(parsed.statements, set().union(*names.values()))
         except Exception as error:
-            problems[name] = f"{type(error).__name__}: {error}"[:300]
+            problems.append(f"{type(error).__name__}: {error}"[:300])
         else:
+            problems += [problem[:300] for problem in parsed.problems]
             defined |= set().union(*map(get_bound_names, statements))
             stubs += count_stubs(statements)
-            code = compile_each(join(statements), name, get_future_flags(parsed))
+            left_out += describe_left_out(parsed.statements, statements)
+            code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
+    mine = {chapter: sorted(defined & its) for chapter, its in names.items() if defined & its}
     return {
         "stubs": stubs,
-        "defined": {
-            chapter: sorted(defined & mine) for chapter, mine in names.items() if defined & mine
-        },
+        "defined": mine,
         "problems": problems,
+        "left_out": left_out if mine else [],
         "code": torch.tensor([*code], dtype=torch.uint8),
     }
 
 
-def compile_each(source: str, name: str, flags: int) -> bytes:
-    """Compile each statement, and note its line; an error stands for what the compiler refuses."""
+def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
+    """Compile each statement, and note its place; an error stands for what the compiler refuses."""
     compiled = []
-    for statement in ast.parse(source).body:
+    for statement in statements:
+        place = f"{statement.place}, line {statement.first_line}"
         try:
-            code = compile(ast.Module([statement], type_ignores=[]), name, "exec", flags)
+            code = compile_statement(statement, flags)
         except Exception as error:
-            code = compile(f"raise SyntaxError({str(error)!r})", name, "exec")
-        compiled.append((statement.lineno, code))
-    return marshal.dumps(compiled)
+            code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
+        compiled.append((place, code))
+    return marshal.dumps((compiled, sources))
 
 
 def run_probe(
@@ -103,16 +110,15 @@ def run_probe(
     """Run a probe with every seed on what the files define.
 
     files: of each its name and its code, from `compile_each`.
-    helpers: scripts of the submission that hold no exercise, for it to import.
+    helpers: all scripts and notebooks of the submission, which may import one another.
     stand_in: this chapter's solutions without the exercise.
     modules: the probe's (`probes.collect_sources`).
     """
     for name, source in modules.items():
         install(name, source)
     found = getattr(sys.modules[probe[0]], probe[1])
-    offer(helpers)
-    namespace, log = load(files, stand_in.chapter)
-    answer = find_answer(namespace, exercise)
+    namespace, log = load(files, helpers, stand_in, is_alone)
+    answer = find_written(stand_in, exercise, namespace)
     if is_alone and answer is not None:
         with alone(stand_in, exercise, answer, namespace) as student:
             return observe_all(found, student, seeds, log)
@@ -145,25 +151,43 @@ def install(name: str, source: str) -> None:
     exec(compile(source, module.__file__, "exec"), module.__dict__)
 
 
-def offer(helpers: list[tuple[str, bytes]]) -> None:
-    """Offer modules to import, after all that is installed: they stand in for none of it."""
-    for name, data in helpers:
-        with contextlib.suppress(OSError, ValueError):
-            Path(PurePosixPath(name).name).write_bytes(data)
-    sys.path.append(os.getcwd())
+def load(
+    files: list[tuple[str, bytes]],
+    helpers: list[tuple[str, bytes]],
+    stand_in: ChapterSource,
+    is_lent: bool,
+) -> tuple[dict[str, Any], str]:
+    """Run what the files define, and return it with what went wrong.
 
-
-def load(files: list[tuple[str, bytes]], chapter: str) -> tuple[dict[str, Any], str]:
-    """Run what the files define, and return it with what went wrong."""
-    module = build_module(chapter, "from __future__ import annotations")
+    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked.
+    """
+    module = build_module(stand_in.chapter, "from __future__ import annotations")
+    loaded = [(name, *marshal.loads(data)) for name, data in files]
+    codes = [code for _, compiled, _ in loaded for _, code in compiled]
+    # After all that is installed: they stand in for none of it.
+    sys.meta_path.append(SubmittedModules(helpers, codes))
     said = []
-    for name, data in files:
-        for line, code in marshal.loads(data):
+    for name, compiled, sources in loaded:
+        for place, source in sources.items():  # tracebacks show its lines
+            linecache.cache[place] = (len(source), None, source.splitlines(True), place)
+        module.__package__ = ".".join(Path(name).parts[:-1])
+        for place, code in compiled:
             try:
-                exec(code, module.__dict__)
+                _run_or_lend(code, module.__dict__, stand_in if is_lent else None)
             except BaseException as error:  # costs what it defines
-                said.append(f"{name}, line {line}: {type(error).__name__}: {error}"[:300])
+                said.append(f"{place}: {type(error).__name__}: {error}"[:300])
     return module.__dict__, "\n".join(said[:20])
+
+
+def _run_or_lend(code: CodeType, names: dict[str, Any], stand_in: ChapterSource | None) -> None:
+    try:
+        run_statement(code, names)
+    except NameError as error:
+        lent = vars(build_module(stand_in.chapter, stand_in.source)) if stand_in else {}
+        if error.name not in lent or error.name in names:
+            raise
+        names[error.name] = lent[error.name]
+        _run_or_lend(code, names, stand_in)
 
 
 def warm_up(name: str) -> None:

@@ -1,7 +1,7 @@
 """One submission, from its files to its report: the trusted side of grading code of others.
 
-What the student's code did comes from `zygote` as bytes; it is judged here, by `engine.judge`, with
-seeds that derive from a secret and, over a few variants, from the submission.
+What the student's code did comes from `zygote` as bytes; it is judged here, with seeds that derive
+from a secret and, over a few variants, from the submission.
 """
 
 import builtins
@@ -34,6 +34,7 @@ SLOW_FACTOR = 6  # a slow check gets this many times as long
 MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together
 MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
 MAX_MESSAGE_CHARACTERS = 2000
+MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
 MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
 OUTCOMES = {
@@ -65,9 +66,10 @@ class Grader:
         problems, chapters, exercises = list(submitted.problems), [], []
         self.protections: set[str] | None = None
         self.started = time.monotonic()
+        self.left_out: list[str] = []
         by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
-        taken = {file for files, _ in by_chapter.values() for file, *_ in files}
-        self.helpers = [f for f in submitted.files if f[0].endswith(".py") and f[0] not in taken]
+        small = [f for f in submitted.files if len(f[1]) <= MAX_MODULE_BYTES]
+        self.helpers = small if len(submitted.files) > 1 else []
         for chapter in (self.chapters or by_chapter) if by_chapter else ():
             files, defined = by_chapter.get(chapter, ([], set()))
             chapters.append(chapter)
@@ -87,6 +89,7 @@ class Grader:
             "max_score": round(sum(e["max_score"] for e in exercises), 4),
             "protections": sorted(self.protections or ()),
             "problems": problems,
+            "left_out": self.left_out,
             "exercises": exercises,
         }
 
@@ -125,7 +128,8 @@ class Grader:
                 said = OUTCOMES.get(reply.outcome, "cannot be read").format(seconds=self.seconds)
                 problems.append(f"{file[0]}: reading it {said}")
                 continue
-            problems += seen["problems"].values()
+            problems += seen["problems"]
+            self.left_out += seen["left_out"]
             code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
@@ -263,7 +267,8 @@ class _Exercise:
         source = get_chapter_source(self.chapter)
         if is_alone:
             return source.without(self.exercise)
-        return source.without(*{name.partition(".")[0] for name in source.exercises})
+        tops = {name.partition(".")[0] for name in source.exercises}
+        return source.without(*tops, *source.exercises)
 
     def _judge_all(self, check: Check, observations: list[Any], printed: str) -> Verdict:
         for index, observed in enumerate(observations):

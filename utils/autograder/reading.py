@@ -10,15 +10,22 @@ import re
 import stat
 import zipfile
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 SUFFIXES = (".ipynb", ".py")
+# Of the course's folder, what students do not write; beside one of these, it is that folder.
+COURSE_FOLDERS = ("solutions", "tests", "utils")
+COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/authoring")
 MAX_FILES = 200
+MAX_DEPTH = 3  # of zips in zips, as learning platforms send them
 MAX_NAME_CHARACTERS = 1000  # of a file, with its folders: it stands in reports
 MAX_ZIP_ENTRIES = 40_000  # of a zip, which can hold a virtual environment beside the work
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
-MAX_SUBMISSION_BYTES = 2**25  # of all files together
+MAX_SUBMISSION_BYTES = 2**25  # of all files together, without notebooks
+MAX_NOTEBOOK_BYTES = 2**27  # of notebooks and zips, with the outputs, which are not looked at
+Entry = tuple[str, Callable[[int], bytes]]  # a name, and what reads so many bytes at most
 VARIANTS = 2  # of the seeds, among the submissions: a worker runs the reference once for each
 SKIPPED = {"__MACOSX", "__pycache__", "node_modules", "site-packages", "venv"}
 
@@ -43,7 +50,7 @@ class SubmittedFiles:
 def name_submissions(paths: list[Path]) -> dict[str, Path]:
     """Return a folder name for each path, from its own name and, where two share it, its
     parents'."""
-    names = {path: _clean(path.stem if path.suffix in (*SUFFIXES, ".zip") else path.name)
+    names = {path: _clean(path.stem if path.suffix.lower() in (*SUFFIXES, ".zip") else path.name)
              for path in paths}  # fmt: skip
     counts = Counter(names.values())
     for path, name in names.items():
@@ -72,29 +79,34 @@ def read_submission(name: str, path: Path) -> SubmittedFiles:
     error."""
     try:
         if path.is_dir() and not path.is_symlink():
-            return _gather(name, _iterate_folder(path))
-        data = _read_regular(path)
-        if path.suffix == ".zip" or data[:4] == b"PK\x03\x04":
-            if data.count(b"PK\1\2") > MAX_ZIP_ENTRIES:  # zipfile makes an object of each
-                raise ValueError(f"a zip should have at most {MAX_ZIP_ENTRIES} entries")
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                return _gather(name, _iterate_zip(archive))
-        if path.suffix not in SUFFIXES:
+            return _gather(name, list(_iterate_folder(path)))
+        data = _read_regular(path, MAX_NOTEBOOK_BYTES)
+        if path.suffix.lower() == ".zip" or data[:4] == b"PK\x03\x04":
+            return _gather(name, list(_iterate_zip(data)))
+        if path.suffix.lower() not in SUFFIXES:
             return SubmittedFiles(
                 name, (), (f"{path.name} should be .ipynb, .py, .zip or a folder",)
             )
+        if path.suffix.lower() == ".py":
+            _limit(data, MAX_SUBMISSION_BYTES)
         return SubmittedFiles(name, ((path.name, data),))
     except Exception as error:  # zipfile's are of many kinds
         return SubmittedFiles(name, (), (f"{path.name} cannot be read: {_say(error)}",))
 
 
-def _gather(name: str, entries) -> SubmittedFiles:
+def _gather(name: str, entries: list[Entry]) -> SubmittedFiles:
+    """Read the scripts and notebooks among these, except for the course's own."""
     files: list[tuple[str, bytes]] = []
     problems: list[str] = []
-    left = MAX_SUBMISSION_BYTES
-    for entry, read in entries:
-        parts = PurePosixPath(entry).parts
-        if not entry.endswith(SUFFIXES) or any(p in SKIPPED or p.startswith(".") for p in parts):
+    budget = Budget()
+    found = list(_expand(entries, budget, problems))
+    own = _find_course_folders([entry for entry, _ in found])
+    n_own = 0
+    for entry, read in found:
+        if not entry.lower().endswith(SUFFIXES) or _is_skipped(entry):
+            continue
+        if entry.startswith(own):
+            n_own += 1
             continue
         if len(files) + len(problems) >= MAX_FILES:
             problems.append(f"only the first {MAX_FILES} files are read")
@@ -103,18 +115,71 @@ def _gather(name: str, entries) -> SubmittedFiles:
             problems.append(f"{entry[:50]}... cannot be read: its name is too long")
             continue
         try:
-            data = read(left)
+            files.append((entry, budget.read(entry, read)))
         except Exception as error:
             problems.append(f"{entry} cannot be read: {_say(error)}")
-            continue
-        left -= len(data)
-        files.append((entry, data))
+    if n_own:
+        places = ", ".join(folder for folder in own)[:200]
+        problems.append(f"{n_own} files of the course itself were left out: {places}")
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
     return SubmittedFiles(name, tuple(sorted(files)), tuple(problems))
 
 
-def _iterate_folder(folder: Path):
+@dataclass
+class Budget:
+    """How much more is read of a submission: notebooks and zips, and all else."""
+
+    notebooks: int = MAX_NOTEBOOK_BYTES
+    others: int = MAX_SUBMISSION_BYTES
+
+    def read(self, entry: str, read: Callable[[int], bytes]) -> bytes:
+        if entry.lower().endswith((".ipynb", ".zip")):
+            data = read(self.notebooks)
+            self.notebooks -= len(data)
+        else:
+            data = read(self.others)
+            self.others -= len(data)
+        return data
+
+
+def _is_skipped(entry: str) -> bool:
+    return any(part in SKIPPED or part.startswith(".") for part in PurePosixPath(entry).parts)
+
+
+def _find_course_folders(entries: list[str]) -> tuple[str, ...]:
+    """Return the folders of the course that lie in a submission, each with a slash at its end.
+
+    A bundle, or a whole clone, holds solutions beside the notebook in which somebody worked.
+    """
+    roots = set()
+    for entry in entries:
+        for mark in COURSE_MARKS:
+            parts = f"/{entry}/".partition(f"/{mark}/")
+            if parts[1]:
+                roots.add(parts[0].strip("/"))
+    return tuple(sorted(f"{r}/{f}/".lstrip("/") for r in roots for f in COURSE_FOLDERS))
+
+
+def _expand(entries: Iterable[Entry], budget: Budget, problems: list[str], depth: int = 1):
+    """Yield the entries, and in the place of a zip those that are in it."""
+    for entry, read in entries:
+        if not entry.lower().endswith(".zip") or _is_skipped(entry):
+            yield entry, read
+            continue
+        if depth >= MAX_DEPTH:
+            problems.append(f"{entry} is not read: zips are nested too deeply")
+            continue
+        try:
+            inner = list(_iterate_zip(budget.read(entry, read)))
+        except Exception as error:
+            problems.append(f"{entry} cannot be read: {_say(error)}")
+            continue
+        inside = [(f"{entry}/{name}", read) for name, read in inner]
+        yield from _expand(inside, budget, problems, depth + 1)
+
+
+def _iterate_folder(folder: Path) -> Iterator[Entry]:
     for parent, folders, names in os.walk(folder, followlinks=False):
         folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
         for name in sorted(names):
@@ -125,7 +190,10 @@ def _iterate_folder(folder: Path):
             )
 
 
-def _iterate_zip(archive: zipfile.ZipFile):
+def _iterate_zip(data: bytes) -> Iterator[Entry]:
+    if data.count(b"PK\1\2") > MAX_ZIP_ENTRIES:  # zipfile makes an object of each
+        raise ValueError(f"a zip should have at most {MAX_ZIP_ENTRIES} entries")
+    archive = zipfile.ZipFile(io.BytesIO(data))
     for info in archive.infolist():
         if stat.S_ISLNK(info.external_attr >> 16) or info.is_dir():
             continue
@@ -151,7 +219,10 @@ def _read_regular(path: Path, most: int = MAX_SUBMISSION_BYTES) -> bytes:
 
 def _limit(data: bytes, most: int) -> bytes:
     if len(data) > most:
-        raise ValueError(f"a submission should have at most {MAX_SUBMISSION_BYTES // 2**20} MB")
+        code, notebooks = MAX_SUBMISSION_BYTES >> 20, MAX_NOTEBOOK_BYTES >> 20
+        raise ValueError(
+            f"a submission should have at most {notebooks} MB of notebooks and {code} MB of scripts"
+        )
     return data
 
 

@@ -1,162 +1,125 @@
-"""From the source of a notebook or a script to the definitions that the checks need.
+"""Which statements of a submission the checks need: the rest of a notebook does not run.
 
-Imports, and the functions, classes and assignments that the exercises need are taken, in source
-order; nothing else of a notebook runs. Reading runs none of the code: it is only parsed.
+Imports are taken, and in source order what defines or alters the exercises' names and what those
+use: definitions and assignments, and calls, loops or decorators that fill a container, set an
+attribute or a global of them.
 """
 
 import __future__
 
 import ast
-import itertools
+import contextlib
+import inspect
 import re
 import symtable
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
-import nbformat
-from IPython.core.inputtransformer2 import TransformerManager
-
-_ASSIGNMENT = ast.Assign | ast.AnnAssign | ast.AugAssign
-_COMPOUND = ast.If | ast.Try | ast.With | ast.For | ast.While
-_BINDING = ast.FunctionDef | ast.ClassDef | _ASSIGNMENT | _COMPOUND
-
-
-def parse(data: bytes, name: str) -> list[ast.stmt]:
-    """Return the statements of a script, or of the cells of a notebook that are free of syntax
-    errors.
-
-    Raises ValueError for what is neither; `name` tells which it should be.
-    """
-    suffix = Path(name).suffix
-    if suffix not in (".py", ".ipynb"):
-        raise ValueError(f"the submission should be a .py or .ipynb file, but is {name}")
-    text = data.decode("utf-8-sig", errors="replace")
-    if suffix == ".py":
-        return _parse_script(text, name)
-    try:
-        cells = nbformat.reads(text, as_version=4).cells
-        sources = [cell.source for cell in cells if cell.cell_type == "code"]
-    except Exception as error:  # nbformat's own errors share no class
-        said = f"{type(error).__name__}: {error}"[:300]
-        raise ValueError(f"the submission should be a notebook, but {name}: {said}") from error
-    return [statement for source in sources for statement in _parse_cell(source)]
+# What a notebook calls to look at its work; that it does not run is nothing to be told.
+COURSE_CALLS = {"check", "progress", "start", "catch_up", "show_result"}
+QUIET_CALLS = COURSE_CALLS | {"print", "display", "help"}
+# Functions that alter their first argument, besides those of torch, which end in "_".
+_ALTERING = re.compile(
+    r"(set|del)attr|shuffle|heap\w+|insort\w*|copyto|put|update_wrapper|\w+[^_]_"
+)
+# Methods that alter their container, where the statement does more than call them.
+_METHODS = re.compile(
+    r"append|extend|insert|update|add|setdefault|pop\w*|remove|discard|clear|sort|reverse|"
+    r"register\w*|\w+[^_]_"
+)
+_IMPORTS = ast.Import | ast.ImportFrom
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_NAMESPACES = {"globals", "locals", "vars", "setattr"}
+MAX_LEFT_OUT = 20  # statements that are named
 
 
-def _parse_script(text: str, name: str) -> list[ast.stmt]:
-    """Parse a script; with a syntax error somewhere, the paragraphs that are free of it."""
-    try:
-        return _parse_text(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        paragraphs = re.split(r"\n\s*\n(?=\S)", text.replace("\0", ""))
-        return [statement for part in paragraphs for statement in _parse_cell(part)]
-
-
-def _parse_cell(source: str) -> list[ast.stmt]:
-    """Parse a cell: if need be with magics as calls, or without the lines of magics and the
-    shell."""
-    kept = ["" if line.lstrip().startswith(("%", "!")) else line for line in source.splitlines()]
-    for make_text in (lambda: source, lambda: _replace_magics(source), lambda: "\n".join(kept)):
-        try:
-            return _parse_text(make_text())
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-    return []
-
-
-def _parse_text(text: str) -> list[ast.stmt]:
-    """Parse a text; each statement keeps its own lines as they were written."""
-    statements: list[Any] = list(ast.parse(text).body)
-    lines, end = text.splitlines(), 0
-    for statement in statements:
-        first = min(
-            [statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))]
-        )
-        own = lines[first - 1 : statement.end_lineno]
-        statement.first_line = first
-        statement.text = "\n".join(own) if first > end else ast.unparse(statement)
-        end = statement.end_lineno
-    for one, other in itertools.pairwise(statements):  # several in a line
-        if other.first_line <= one.end_lineno:
-            one.text = ast.unparse(one)
-    return statements
-
-
-def join(statements: Iterable[Any]) -> str:
-    """Return the source of statements, on the lines where they stood if those go up."""
-    lines: list[str] = []
-    for statement in statements:
-        lines += [""] * (statement.first_line - 1 - len(lines))
-        lines += statement.text.splitlines()
-    return "\n".join(lines) + "\n"
-
-
-def _replace_magics(source: str) -> str:
-    """Replace `files = !ls`, `%timeit f()` and `f?` by the calls they stand for; not `%%time`."""
-    lines = source.lstrip().splitlines(keepends=True)
-    while lines and lines[0].startswith("%%"):
-        lines.pop(0)
-    return TransformerManager().transform_cell("".join(lines))
-
-
-def select_statements(statements: list[ast.stmt], exercises: Iterable[str]) -> list[ast.stmt]:
-    """Select imports, and the definitions of the exercises and of what those use."""
-    imports = (s for s in statements if isinstance(s, ast.Import | ast.ImportFrom))
-    taken: list[ast.stmt] = [s for s in imports if not _is_future(s)]
-    left = [s for s in statements if isinstance(s, _BINDING)]
+def select_statements(statements: list[Any], exercises: Iterable[str]) -> list[Any]:
+    """Select imports, and the statements that the exercises need, in their order."""
+    imports = [s for s in statements if isinstance(s, _IMPORTS)]
+    taken = {id(s) for s in imports if not _is_future(s)}
+    left = [s for s in statements if not isinstance(s, _IMPORTS)]
+    functions, libraries = _find_effects(left), _get_library_names(imports)
+    changed = {
+        id(s): get_bound_names(s)
+        | _get_imported_names(s)
+        | (_get_altered_names(s, functions) - libraries)
+        for s in left
+    }
     needed = set(exercises)
-    while more := [s for s in left if (get_bound_names(s) | _get_imported_names(s)) & needed]:
-        taken += more
-        left = [s for s in left if s not in more]
+    while more := [s for s in left if changed[id(s)] & needed]:
+        taken |= {id(s) for s in more}
+        left = [s for s in left if id(s) not in taken]
         needed = needed.union(*map(get_used_names, more))
-    return [s for s in statements if s in taken]
+    return [s for s in statements if id(s) in taken]
+
+
+def _get_library_names(imports: Iterable[Any]) -> set[str]:
+    """Return what imports bind that is a module or a function: calling it alters nothing here."""
+    names = set()
+    for statement in imports:
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            if isinstance(statement, ast.Import) or name.islower():
+                names.add(name)
+    return names
+
+
+def describe_left_out(statements: list[Any], taken: list[Any]) -> list[str]:
+    """Say which statements do something and are not run, by file, cell and line."""
+    quiet = (ast.Import, ast.ImportFrom, ast.Assert, _FUNCTIONS, ast.ClassDef, ast.Assign,
+             ast.AnnAssign, ast.AugAssign, ast.Pass)  # fmt: skip
+    said = []
+    ids = {id(statement) for statement in taken}
+    for statement in statements:
+        if id(statement) in ids or isinstance(statement, quiet) or _is_quiet_call(statement):
+            continue
+        line = statement.text.strip().split("\n")[0][:80]
+        said.append(f"{statement.place}, line {statement.first_line}: {line}")
+    more = [f"and {len(said) - MAX_LEFT_OUT} more"] * (len(said) > MAX_LEFT_OUT)
+    return said[:MAX_LEFT_OUT] + more
+
+
+def _is_quiet_call(statement: ast.stmt) -> bool:
+    """Return whether an expression does nothing, or calls what the course or Python shows with."""
+    if not isinstance(statement, ast.Expr):
+        return False
+    if not isinstance(statement.value, ast.Call):
+        return not isinstance(statement.value, ast.Await)
+    function = statement.value.func
+    if isinstance(function, ast.Name):
+        return function.id in QUIET_CALLS
+    return ast.unparse(function).startswith(("get_ipython()", "plt.", "sys.path."))
 
 
 def _is_future(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
-def get_future_flags(statements: Iterable[ast.stmt]) -> int:
-    """Return, for `compile`, what `from __future__ import` asks for."""
+def get_flags(statements: Iterable[ast.stmt]) -> int:
+    """Return, for `compile`, what `from __future__ import` asks for, and await at top level."""
     imports = [s for s in statements if isinstance(s, ast.ImportFrom) and _is_future(s)]
     names = {alias.name for s in imports for alias in s.names}
-    return sum(
-        getattr(__future__, n).compiler_flag for n in names & {*__future__.all_feature_names}
-    )
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for name in names & {*__future__.all_feature_names}:
+        flags |= getattr(__future__, name).compiler_flag
+    return flags
 
 
-def get_bound_names(statement: ast.stmt) -> set[str]:
-    """Return the top-level names that a statement defines or, as `T.method = f`, changes: no
-    imports."""
-    names = set()
-    for inner in _iterate_inner(statement):
-        targets = []
-        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
-            names.add(inner.name)
-        elif isinstance(inner, ast.Assign):
-            targets = inner.targets
-        elif isinstance(inner, ast.AnnAssign | ast.AugAssign | ast.For):
-            targets = [inner.target]
-        elif isinstance(inner, ast.With):
-            targets = [item.optional_vars for item in inner.items if item.optional_vars]
-        nodes = [node for target in targets for node in ast.walk(target)]
-        names |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    return names
+def compile_statement(statement: Any, flags: int) -> CodeType:
+    """Compile a statement, with the line on which it stands in its place."""
+    text = "\n" * (statement.first_line - 1) + statement.text
+    return compile(text, statement.place, "exec", flags)
 
 
-def _get_imported_names(statement: ast.stmt) -> set[str]:
-    """Return what is imported under `if` or `try`."""
-    imports = [s for s in _iterate_inner(statement) if isinstance(s, ast.Import | ast.ImportFrom)]
-    aliases = [alias for s in imports for alias in s.names]
-    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
-
-
-def _iterate_inner(statement: ast.AST) -> Iterator[ast.AST]:
-    """Yield a statement and those in its blocks, not those in functions and classes."""
-    yield statement
-    if isinstance(statement, _COMPOUND | ast.ExceptHandler):
-        for inner in ast.iter_child_nodes(statement):
-            yield from _iterate_inner(inner)
+def run_statement(code: CodeType, namespace: dict[str, Any]) -> None:
+    """Run a statement; one that awaits, up to its end."""
+    result = eval(code, namespace)
+    if inspect.iscoroutine(result):
+        with contextlib.suppress(StopIteration):
+            while True:
+                result.send(None)
 
 
 def count_stubs(statements: Iterable[ast.stmt]) -> int:
@@ -165,6 +128,34 @@ def count_stubs(statements: Iterable[ast.stmt]) -> int:
     last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
     raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
     return sum(text.startswith("NotImplementedError") for text in raised)
+
+
+# --- Names that a statement binds, alters and uses ------------------------------------------------
+
+
+def get_bound_names(statement: ast.stmt) -> set[str]:
+    """Return the top-level names that a statement binds or, as `T.method = f`, changes.
+
+    No imports.
+    """
+    names = set()
+    for node in _walk_scope(statement):
+        names |= _get_target_roots(node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.MatchMapping):
+            names.add(node.rest or "")
+        elif isinstance(node, _FUNCTIONS | ast.ClassDef | ast.ExceptHandler | ast.MatchAs
+                        | ast.MatchStar):  # fmt: skip
+            names.add(node.name or "")
+    return names - {""}
+
+
+def _get_imported_names(statement: ast.stmt) -> set[str]:
+    """Return what is imported under `if` or `try`."""
+    imports = [node for node in _walk_scope(statement) if isinstance(node, _IMPORTS)]
+    aliases = [alias for node in imports for alias in node.names]
+    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
@@ -183,3 +174,162 @@ def get_used_names(statement: ast.stmt) -> set[str]:
         names |= {s.get_name() for s in table.get_symbols() if is_top or s.is_global()}
         waiting += table.get_children()
     return names
+
+
+def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over what binds names where a statement stands: not into functions and classes, nor to
+    the variables of comprehensions."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, _FUNCTIONS | ast.ClassDef | ast.Lambda):
+            variables = node.target if isinstance(node, ast.comprehension) else None
+            waiting += [child for child in ast.iter_child_nodes(node) if child is not variables]
+
+
+def _walk_running(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk over what runs with a statement: not into the bodies of functions."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, _FUNCTIONS):
+            waiting += [*node.decorator_list, node.args]
+        elif isinstance(node, ast.Lambda):
+            waiting.append(node.args)
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _get_target_roots(node: ast.AST) -> set[str]:
+    """Return T for `T.method = f`, `T["x"] += 1` and `del T[0]`."""
+    is_target = isinstance(node, ast.Attribute | ast.Subscript)
+    if not is_target or isinstance(node.ctx, ast.Load):
+        return set()
+    if isinstance(node, ast.Subscript) and _is_namespace(node.value):  # globals()["x"] = 1
+        return _get_strings(node.slice)
+    return {_get_root(node)} - {""}
+
+
+def _get_root(node: ast.AST) -> str:
+    """Return T of `T.x[0].y` and of `T.setdefault("x", []).append`; "" if there is none."""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+            node = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            node = node.func
+        else:
+            return node.id if isinstance(node, ast.Name) else ""
+
+
+def _is_namespace(node: ast.AST) -> bool:
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    return is_call and node.func.id in _NAMESPACES
+
+
+def _get_strings(node: ast.AST) -> set[str]:
+    found = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+    return {value for value in found if isinstance(value, str)}
+
+
+# --- Calls: what a function of the submission alters ----------------------------------------------
+
+
+@dataclass
+class _Effects:
+    """What calling a function alters: globals, and which of its parameters."""
+
+    parameters: list[str]
+    own: set[str]  # its parameters and locals
+    names: set[str]  # all that it alters
+    nodes: list[ast.AST]
+
+    @property
+    def globals(self) -> set[str]:
+        return self.names - self.own
+
+    def get_altered_arguments(self, call: ast.Call) -> set[str]:
+        """Return the names that are given for parameters that the function alters."""
+        given = list(zip(self.parameters, call.args, strict=False))
+        given += [(str(k.arg), k.value) for k in call.keywords]
+        return {_get_root(value) for name, value in given if name in self.names}
+
+
+def _find_effects(statements: list[Any]) -> dict[str, _Effects]:
+    """Find what each function and class of a submission alters, through those that it calls."""
+    found: dict[str, _Effects] = {}
+    for statement in statements:
+        if isinstance(statement, _FUNCTIONS | ast.ClassDef):
+            found[statement.name] = _read_effects(statement)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Lambda):
+            names = [t.id for t in statement.targets if isinstance(t, ast.Name)]
+            found |= {name: _read_effects(statement.value) for name in names}
+    for _ in found:  # at most so often, as each round may add to another
+        before = sum(len(effects.names) for effects in found.values())
+        for effects in found.values():
+            effects.names |= _get_altered(effects.nodes, found)
+        if sum(len(effects.names) for effects in found.values()) == before:
+            break
+    return found
+
+
+def _read_effects(definition: Any) -> _Effects:
+    is_class = isinstance(definition, ast.ClassDef)
+    functions = (
+        [n for n in definition.body if isinstance(n, _FUNCTIONS)] if is_class else [definition]
+    )
+    parameters = []
+    for function in functions:
+        arguments = function.args
+        own = [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+        parameters += own[is_class:]
+    nodes = list(ast.walk(definition))
+    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    stored = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    altered = declared.union(*map(_get_target_roots, nodes))
+    return _Effects(parameters, (stored | {*parameters, "self"}) - declared, altered, nodes)
+
+
+def _get_altered_names(statement: ast.stmt, functions: dict[str, _Effects]) -> set[str]:
+    """Return the names that the calls and decorators of a statement alter as it runs."""
+    return _get_altered(_walk_running(statement), functions) - {""}
+
+
+def _get_altered(nodes: Iterable[ast.AST], functions: dict[str, _Effects]) -> set[str]:
+    altered: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            altered |= {_get_root(function)} if isinstance(function, ast.Attribute) else set()
+        elif isinstance(node, ast.Call):
+            altered |= _get_altered_by(node, functions)
+        for decorator in getattr(node, "decorator_list", ()):
+            altered |= _get_altered_by_decorator(decorator, functions)
+    return altered
+
+
+def _get_altered_by(call: ast.Call, functions: dict[str, _Effects]) -> set[str]:
+    """Return what a call alters, whatever is done with its value."""
+    function = call.func
+    if isinstance(function, ast.Name) and function.id in functions:
+        effects = functions[function.id]
+        return effects.globals | effects.get_altered_arguments(call)
+    altered = set()
+    if _is_namespace(call) or _is_namespace(getattr(function, "value", call)):  # vars().update(x=1)
+        altered |= _get_strings(call) | {str(keyword.arg) for keyword in call.keywords}
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    if _ALTERING.fullmatch(name) and call.args:
+        altered.add(_get_root(call.args[0]))
+    if isinstance(function, ast.Attribute) and _METHODS.fullmatch(name):
+        altered.add(_get_root(function))
+    return altered
+
+
+def _get_altered_by_decorator(decorator: ast.expr, functions: dict[str, _Effects]) -> set[str]:
+    """Return the registry of `@REGISTRY.register`, and T of `@add_to(T)`."""
+    call = decorator if isinstance(decorator, ast.Call) else None
+    name = _get_root(call.func if call else decorator)
+    if name in functions:
+        return functions[name].globals  # the call itself is looked at like any other
+    return {name, *(_get_root(argument) for argument in (call.args if call else ()))}

@@ -13,11 +13,15 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import yaml
 
 from utils.grading import catalogue
 from utils.grading.catalogue import Mistake, find_definitions, get_span
@@ -26,6 +30,7 @@ from utils.grading.extraction import get_bound_names, select_statements
 from utils.grading.observation import Answers
 from utils.grading.substitution import ChapterSource, build_module
 
+SOURCES = Path(__file__).parents[2] / "chapters" / "source"
 IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is collected
 
 
@@ -137,7 +142,24 @@ def get_source(chapter: str) -> str:
 
 def get_chapter_source(chapter: str) -> ChapterSource:
     """Return the reference of a chapter as source."""
-    return ChapterSource(chapter, get_source(chapter), tuple(get_checks(chapter)))
+    exercises, definitions = tuple(get_checks(chapter)), get_definitions(chapter)
+    inherited = tuple(name for name in exercises if name not in definitions)
+    companions = get_companions(chapter)
+    return ChapterSource(chapter, get_source(chapter), exercises, companions, inherited)
+
+
+@functools.cache
+def get_companions(chapter: str) -> dict[str, tuple[str, ...]]:
+    """Return by exercise what is written with it, and helpers that its solution alone has.
+
+    They stand in the fields `also` and `helpers` of the chapter's source.
+    """
+    text = (SOURCES / f"{chapter}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^(`{3,})\{exercise\} *(\S+)\n(.*?)^\1", text, re.MULTILINE | re.DOTALL)
+    options = {name: yaml.safe_load(body) for _, name, body in blocks}
+    return {
+        name: (*found.get("also", ()), *found.get("helpers", ())) for name, found in options.items()
+    }
 
 
 def get_definitions(chapter: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:

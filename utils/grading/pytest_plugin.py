@@ -23,7 +23,7 @@ from utils.grading.judging import Verdict, count_points, get_points, get_quick_c
 from utils.grading.known_answers import Answer, get_alternatives, get_chapter_source, get_mistakes
 from utils.grading.observation import Answers
 from utils.grading.submission import Submission, load_submission
-from utils.grading.substitution import alone, find_answer
+from utils.grading.substitution import alone, find_written
 
 SIZES = ("quick", "test", "all")
 _student = pytest.StashKey[Submission]()
@@ -117,9 +117,9 @@ class Exercise(pytest.Collector):
         submission = self.config.stash.get(_student, None)
         if submission is None or all(verdict.passed for verdict in verdicts):
             return dict(zip(self.checks, verdicts, strict=True))
-        answer = find_answer(submission.namespace, self.name)
+        chapter = get_chapter_source(self.chapter)
+        answer = find_written(chapter, self.name, submission.namespace)
         if answer is not None:
-            chapter = get_chapter_source(self.chapter)
             with alone(chapter, self.name, answer, submission.namespace) as student:
                 again = self._grade(student)
             if count_points(again) > count_points(verdicts):

@@ -3,16 +3,18 @@
 `utils.grade` grades the work of others, in processes apart.
 """
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.extraction import (
+    compile_statement,
+    describe_left_out,
     get_bound_names,
-    get_future_flags,
-    parse,
+    get_flags,
+    run_statement,
     select_statements,
 )
 from utils.grading.known_answers import get_chapter_source
@@ -42,19 +44,23 @@ def load_submission(path: Path) -> Submission:
         raise ValueError(f"the submission should be a file, but {path} is not there")
     names = get_top_names()
     parsed = parse(path.read_bytes(), path.name)
-    statements = select_statements(parsed, set().union(*names.values()))
+    statements = select_statements(parsed.statements, set().union(*names.values()))
     defined = set().union(*map(get_bound_names, statements))
     chapters = tuple(chapter for chapter in get_chapters() if defined & names[chapter])
     if not chapters:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
+    for problem in parsed.problems:
+        print(problem)
+    if left_out := describe_left_out(parsed.statements, statements):
+        print("not run, as no exercise needs it:", *left_out, sep="\n    ")
     module = build_module(chapters[-1], "from __future__ import annotations")
+    flags = get_flags(parsed.statements)
     for statement in statements:
-        module_of_one = ast.Module([statement], type_ignores=[])
         try:
-            code = compile(module_of_one, str(path), "exec", get_future_flags(parsed))
-            exec(code, module.__dict__)
+            run_statement(compile_statement(statement, flags), module.__dict__)
         except Exception as error:  # costs what it defines
-            print(f"{path}, line {statement.lineno}: {type(error).__name__}: {error}")
+            place = f"{statement.place}, line {statement.first_line}"
+            print(f"{place}: {type(error).__name__}: {error}")
     return Submission(module.__dict__, chapters)
 
 

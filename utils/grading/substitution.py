@@ -3,17 +3,19 @@
 Only source and names are needed, so that it works where the graded solution must not be.
 """
 
+import ast
 import contextlib
 import itertools
 import sys
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from utils.grading.catalogue import find_definitions, get_span
+from utils.grading.extraction import get_bound_names
 from utils.grading.observation import Answers
 
 _numbers = itertools.count()
@@ -26,11 +28,16 @@ class ChapterSource:
     chapter: str
     source: str
     exercises: tuple[str, ...]
+    companions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # written with an exercise
+    inherited: tuple[str, ...] = ()  # methods that the chapter's own class inherits
 
     def without(self, *names: str) -> "ChapterSource":
-        """Leave out these functions, classes or methods; names that are not there are no error."""
+        """Leave out these functions, classes or methods, with what is written with them.
+
+        Names that are not there are no error.
+        """
         lines = self.source.splitlines(keepends=True)
-        for name in names:
+        for name in {*names}.union(*(self.companions.get(name, ()) for name in names)):
             if name.rpartition(".")[2] not in self.source:  # parsing takes longer
                 continue
             if name in (definitions := find_definitions(self.source)):
@@ -38,7 +45,7 @@ class ChapterSource:
                 lines[first:last] = ["\n"] * (last - first)
                 if "." in name:  # a class may not be left empty
                     lines[first] = " " * definitions[name].col_offset + "pass\n"
-        return ChapterSource(self.chapter, "".join(lines), self.exercises)
+        return replace(self, source="".join(lines))
 
     def build(self, **given: Any) -> dict[str, Any]:
         """Build its names; `given` stands beside them, for what was left out."""
@@ -64,9 +71,34 @@ def find_answer(names: dict[str, Any], exercise: str) -> Any:
     return getattr(found, method, None) if method else found
 
 
+def find_written(source: ChapterSource, exercise: str, names: dict[str, Any]) -> Any:
+    """Find an answer that these names define; None for a method that a class only inherits.
+
+    Where the chapter's own class inherits it, too, the student's has to write something else.
+    """
+    name, _, method = exercise.partition(".")
+    cls = names.get(name)
+    if not method or not isinstance(cls, type):
+        return find_answer(names, exercise)
+    asked = {method}
+    if exercise in source.inherited:
+        asked = {e.partition(".")[2] for e in source.exercises if e.startswith(f"{name}.")}
+    own = [c for c in cls.__mro__ if _is_of_the_student(c, names)]
+    is_written = any(key in vars(c) for key in asked for c in own)
+    return getattr(cls, method, None) if is_written else None
+
+
+def _is_of_the_student(cls: type, names: dict[str, Any]) -> bool:
+    home = cls.__module__
+    is_lent = "_built_" in home and home != names.get("__name__")
+    return not is_lent and home.partition(".")[0] not in ("solutions", "torch", "builtins")
+
+
 def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> Answers:
     """Return a student's names; what is missing is the chapter's, but not the exercise itself."""
     name = exercise.partition(".")[0]
+    if find_written(source, exercise, names) is None:
+        names = {key: value for key, value in names.items() if key != name}
     tops = {other.partition(".")[0] for other in source.exercises}
     given = {top: names.get(top) for top in tops}  # None where both lack it
     rest = source.without(exercise).build(**given)
@@ -81,7 +113,7 @@ def alone(
     """Put the reference in place of the chapter's exercises except one of the caller's.
 
     The caller's functions find each other in its namespace: there, too, the reference stands in
-    until the end.
+    until the end, and lends what is not there.
     """
     name, _, method = exercise.partition(".")
     others = {other.partition(".")[0] for other in source.exercises} - {name}
@@ -90,11 +122,15 @@ def alone(
     else:
         reference = source.without(exercise).build(**{name: answer})
     swapped = {other: reference[other] for other in others} | {name: answer}
+    bound = set().union(*map(get_bound_names, ast.parse(source.without(exercise).source).body))
+    swapped |= {key: reference[key] for key in bound - caller.keys() if key in reference}
     saved = {key: caller[key] for key in swapped if key in caller}
-    caller.update({key: swapped[key] for key in saved})
+    caller.update(swapped)
     try:
         yield Answers({name: answer}, reference)
     finally:
+        for key in swapped.keys() - saved.keys():
+            del caller[key]
         caller.update(saved)
 
 

@@ -1,0 +1,209 @@
+"""From the bytes of a notebook or a script to its statements, each with the place where it stands.
+
+Nothing runs: the text is only parsed. A cell that does not parse costs the statements that cannot
+be told apart from the error.
+"""
+
+import ast
+import itertools
+import json
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+
+SUFFIXES = (".ipynb", ".py")
+MAX_SOURCE_BYTES = 2**25  # of a file without its outputs
+MAX_LINES_IN_PIECES = 10_000  # of a text with errors: a longer one is left out as a whole
+MAX_PIECES = 40  # that one statement may span there, as a long string in column 0 does
+MAX_SAID = 3  # errors of a cell that are named
+# Cell magics whose body runs here, and leaves its names behind; `%%timeit` leaves none.
+PYTHON_MAGICS = {"time", "capture", "prun", "debug", "wandb", "memit", "mprun", "pyinstrument"}
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+# What goes on with the statement above, though it stands in column 0.
+_CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
+_RUN_MAGIC = re.compile(r"^%run\s+(?:-i\s+)?[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?\s*$", re.M)
+
+
+@dataclass
+class Parsed:
+    """The statements of a file, and what is wrong with it, by cell and line.
+
+    A statement has its text as it was written (`text`), where it begins (`place`, such as
+    "hw.ipynb, cell 3", and `first_line`). `sources` are the texts of the places.
+    """
+
+    statements: list[Any] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+def parse(data: bytes, name: str) -> Parsed:
+    """Parse a script, or the code cells of a notebook.
+
+    Raises ValueError for what is neither; `name` tells which it should be.
+    """
+    suffix = PurePosixPath(name).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"the submission should be a .py or .ipynb file, but is {name}")
+    parsed = Parsed()
+    text = _decode(data)
+    if suffix == ".py":
+        _require_short(text, name)
+        _parse_source(text, name, parsed)
+        return parsed
+    try:
+        notebook = json.loads(text)
+        _strip_outputs(notebook)
+        cells = nbformat.reads(json.dumps(notebook), as_version=4).cells
+        sources = {
+            f"{name}, cell {number}": cell.source
+            for number, cell in enumerate(cells, 1)
+            if cell.cell_type == "code"
+        }
+    except Exception as error:  # nbformat's own errors share no class
+        said = f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(f"the submission should be a notebook, but {name}: {said}") from error
+    _require_short("".join(sources.values()), name)
+    for place, source in sources.items():
+        _parse_source(source, place, parsed)
+    return parsed
+
+
+def _decode(data: bytes) -> str:
+    is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell's > writes
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+
+
+def _strip_outputs(notebook: Any) -> None:
+    """Strip pictures and prints, which can be many times as large as the work."""
+    sheets = [notebook, *notebook.get("worksheets", [])]
+    for cell in itertools.chain.from_iterable(sheet.get("cells", []) for sheet in sheets):
+        cell.pop("attachments", None)
+        if cell.get("cell_type") == "code":
+            cell["outputs"] = []
+
+
+def _require_short(text: str, name: str) -> None:
+    if len(text) > MAX_SOURCE_BYTES:
+        raise ValueError(f"the code of {name} should have at most {MAX_SOURCE_BYTES >> 20} MB")
+
+
+def _parse_source(source: str, place: str, parsed: Parsed) -> None:
+    """Parse a cell or a script, and add what it holds.
+
+    As Python if it is; else as IPython reads it; else statement by statement.
+    """
+    text = re.sub(r"\r\n?", "\n", source).replace("\0", "")
+    if (magic := _find_foreign_magic(text)) is not None:
+        parsed.problems += [f"{place}: not read, as %%{magic} keeps no Python names"] * bool(
+            re.search(r"^\s*(def|class) ", text, re.M)
+        )
+        return
+    text = _RUN_MAGIC.sub(_import_instead, _blank_magics(text))
+    readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(text)]
+    for read in readings:
+        try:
+            statements = _read_statements(read(), place)
+        except UNPARSABLE:
+            continue
+        break
+    else:
+        statements = _parse_in_pieces(_make_plain(text), place, parsed.problems)
+    parsed.statements += statements
+    parsed.sources[place] = text
+
+
+def _find_foreign_magic(text: str) -> str | None:
+    """Return the cell magic that hands a cell to something else than this kernel."""
+    for line in text.strip().split("\n"):
+        match = re.match(r"\s*%%(\w*)", line)
+        if match is None:
+            return None
+        if match[1] not in PYTHON_MAGICS:
+            return match[1]
+    return None
+
+
+def _blank_magics(text: str) -> str:
+    """Empty the lines of cell magics, so that all others keep their numbers."""
+    head = re.match(r"(\s*%%[^\n]*\n?)+", text)
+    return text if head is None else "\n" * head[0].count("\n") + text[head.end() :]
+
+
+def _import_instead(match: re.Match) -> str:
+    """Return the import that stands for `%run helpers.py`."""
+    module = PurePosixPath(match[1]).name
+    return f"from {module} import *" if module.isidentifier() else match[0]
+
+
+def _transform(text: str) -> str:
+    """Replace what IPython reads: `!ls`, `%timeit f()`, `f?`, prompts, a cell that is indented."""
+    empty = re.match(r"(?:[ \t\f]*\n)*", text)
+    return "\n" * (empty[0].count("\n") if empty else 0) + TransformerManager().transform_cell(text)
+
+
+def _make_plain(text: str) -> str:
+    """Empty the lines of magics and the shell, in a text that has errors besides."""
+    lines = ["" if line.lstrip().startswith(("%", "!")) else line for line in text.split("\n")]
+    return textwrap.dedent("\n".join(lines))
+
+
+def _read_statements(text: str, place: str, first_line: int = 1) -> list[Any]:
+    """Parse a text whose first line is that of its place; each statement keeps its own lines."""
+    statements: list[Any] = list(ast.parse(text).body)
+    lines, end = text.split("\n"), 0
+    for statement in statements:
+        decorators = [d.lineno for d in getattr(statement, "decorator_list", [])]
+        first = min([statement.lineno, *decorators])
+        own = lines[first - 1 : statement.end_lineno]
+        shares_a_line = first <= end
+        statement.text = ast.unparse(statement) if shares_a_line else "\n".join(own)
+        statement.first_line, statement.place = first, place
+        end = statement.end_lineno
+    for one, other in itertools.pairwise(statements):
+        if other.first_line <= one.end_lineno:
+            one.text = ast.unparse(one)
+    for statement in statements:
+        ast.increment_lineno(statement, first_line - 1)
+        statement.first_line += first_line - 1
+    return statements
+
+
+def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
+    """Parse a text that has errors, from one line in column 0 to a later one.
+
+    Each error is a problem with its line.
+    """
+    lines = text.split("\n")
+    starts = [i for i, line in enumerate(lines) if re.match(r"[^\s#]", line)]
+    starts = [i for i in starts if not _CONTINUES.match(lines[i])]
+    ends = [*starts[1:], len(lines)]
+    errors, statements, at = [], [], 0
+    if len(lines) > MAX_LINES_IN_PIECES:
+        errors, starts = [f"{place} is too long to be read in spite of its errors"], []
+    while at < len(starts):
+        for end in ends[at : at + MAX_PIECES]:
+            piece = "\n".join(lines[starts[at] : end])
+            try:
+                found = _read_statements(piece, place, starts[at] + 1)
+            except UNPARSABLE as error:
+                if end == ends[at]:  # of the shortest, where the error is that of the statement
+                    line = starts[at] + (getattr(error, "lineno", None) or 1)
+                    said = getattr(error, "msg", None) or error
+                    first = f"{place}, line {line}: {type(error).__name__}: {said}"
+                continue
+            statements += found
+            at = next((i for i, start in enumerate(starts) if start >= end), len(starts))
+            break
+        else:
+            errors.append(f"{first} (this statement was left out)")
+            at += 1
+    more = [f"{place}: {len(errors) - MAX_SAID} more errors"] * (len(errors) > MAX_SAID)
+    problems += errors[:MAX_SAID] + more
+    return statements
