@@ -108,7 +108,7 @@ NEW_LAYERS = [(90, 5, 3000, 2), (40, 70)]
 
 
 def _starts_right(observed, reference):
-    for sizes, found in zip(NEW_LAYERS, observed, strict=True):
+    for sizes, found, given in zip(NEW_LAYERS, observed, reference, strict=True):
         d_in, which, bound = sizes[0], f"LoraLayer{sizes}", f"±1/sqrt({sizes[0]})"
         shapes = sorted(list(found[name].shape) for name in ("lora_A", "lora_B"))
         if (trained := found["shapes of what is trained"]) != shapes:
@@ -129,6 +129,10 @@ def _starts_right(observed, reference):
             return f"{which}: two new layers should not have the same lora_A"
         if found["lora_B"].any() or found["the result"].any():
             return f"{which}: lora_B should start at 0, so that a new adapter changes nothing"
+        rank, alpha = sizes[2:] or (4, 32)
+        through = given["x"] @ found["lora_A"] @ given["another B"] * alpha / rank
+        if not torch.allclose(found["the result with another B"], through, rtol=1e-3, atol=1e-3):
+            return f"{which}: with another B the result should be x A B alpha/rank"
     return None
 
 
@@ -140,6 +144,7 @@ def new_adapters(student, rng):
         layer, second = student.LoraLayer(*sizes), student.LoraLayer(*sizes)
         shapes = [list(p.shape) for p in layer.parameters()]
         trained = [list(p.shape) for p in layer.parameters() if p.requires_grad]
+        x, another = rng.normal(3, sizes[0]), rng.normal(*layer.lora_B.shape)
         found.append(
             {
                 "shapes of what is trained": sorted(trained),
@@ -147,11 +152,15 @@ def new_adapters(student, rng):
                 "parameters": len(shapes),
                 "parameters listed for two": len([*nn.ModuleList([layer, second]).parameters()]),
                 "lora_A": layer.lora_A,
-                "lora_B": layer.lora_B,
+                "lora_B": layer.lora_B.detach().clone(),
                 "lora_A of a second layer": second.lora_A,
-                "the result": layer(rng.normal(3, sizes[0])),
+                "the result": layer(x),
+                "x": x,
+                "another B": another,
             }
         )
+        layer.lora_B.data.copy_(another)
+        found[-1]["the result with another B"] = layer(x)
     return found
 
 

@@ -342,7 +342,8 @@ def numbers_that_cannot_be(student, rng):
         "c above n": error_of("c", f, n, n + 1, 2),
         "c below 0": error_of("c", f, n, -1, 2),
     }
-    return bad | {"as it should be": float(f(n, 1, n)), "n": n}
+    many, right = rng.integer(100, 1000), rng.integer(1, 50)
+    return bad | {"as it should be": float(f(many, right, rng.integer(2, 50)))}
 
 
 # --- select_informative_groups ------------------------------------------------------------------

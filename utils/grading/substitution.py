@@ -84,12 +84,14 @@ def find_written(source: ChapterSource, exercise: str, names: dict[str, Any]) ->
     if exercise in source.inherited:
         asked = {e.partition(".")[2] for e in source.exercises if e.startswith(f"{name}.")}
     own = [c for c in cls.__mro__ if _is_of_the_student(c, names)]
-    is_written = any(key in vars(c) for key in asked for c in own)
+    found = [vars(c)[key] for key in asked for c in own if key in vars(c)]
+    is_written = any(_is_of_the_student(value, names) for value in found)
     return getattr(cls, method, None) if is_written else None
 
 
-def _is_of_the_student(cls: type, names: dict[str, Any]) -> bool:
-    home = cls.__module__
+def _is_of_the_student(value: Any, names: dict[str, Any]) -> bool:
+    """Return whether a class or a method is neither lent nor that of an earlier chapter."""
+    home = str(getattr(value, "__module__", ""))
     is_lent = "_built_" in home and home != names.get("__name__")
     return not is_lent and home.partition(".")[0] not in ("solutions", "torch", "builtins")
 

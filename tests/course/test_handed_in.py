@@ -1,0 +1,367 @@
+"""What people hand in: right work gets its marks however it is written, and nothing else does."""
+
+import io
+import json
+import zipfile
+
+import pytest
+
+from tests.attacks.containers import make_notebook
+from tests.course.test_grade import linux
+from tests.course.test_grade import needs_time as takes_long
+from utils.autograder import batch
+from utils.autograder.reading import read_submission
+from utils.grading.cells import parse
+from utils.grading.checks import get_chapters, get_checks, get_reference
+from utils.grading.extraction import describe_left_out, get_bound_names, select_statements
+from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
+from utils.grading.known_answers import get_chapter_source, get_source
+from utils.grading.observation import Answers, run_check
+from utils.grading.points import FILE
+
+MEAN = """
+def masked_mean(values, mask, dim=None):
+    kept = values.masked_fill(~mask, {fill})
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+"""
+PLAIN = MEAN.format(fill="0.0")
+MASK = """
+def before_eos(e):
+    return (e.cumsum(-1) - e.int()) == 0
+def get_completion_mask(completion_ids, eos_token_id):
+    return before_eos(completion_ids == eos_token_id)
+"""
+REINFORCE = """
+def calc_reinforce_objective(logprobs, advantages, mask):
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand_as(logprobs)
+    weights = advantages.detach().masked_fill(~mask, 0.0)
+    return masked_mean(logprobs.masked_fill(~mask, 0.0) * weights, mask)
+"""
+ADD_TO_CLASS = """
+def add_to_class(cls):
+    def wrap(f):
+        setattr(cls, f.__name__, f)
+        return f
+    return wrap
+"""
+VALUE_LOSS = """
+def calc_value_function_loss(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
+    values = values.masked_fill(~mask, 0.0)
+    old_values = old_values.detach().masked_fill(~mask, 0.0)
+    returns = returns.detach().masked_fill(~mask, 0.0)
+    errors = (values - returns).square()
+    if clip_coef is not None:
+        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
+        errors = torch.maximum(errors, (clipped - returns).square())
+    return vf_coef / 2 * masked_mean(errors, mask)
+"""
+PICTURE = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "A" * 40_000_000}}
+
+
+def notebook(*cells: str) -> bytes:
+    return make_notebook(*cells).encode()
+
+
+def attach_methods() -> bytes:
+    """Chapter 2 with a method in a cell of its own, attached by a decorator."""
+    source = get_source("ch2_ppo")
+    lines = source.split("\n")
+    start = next(i for i, line in enumerate(lines) if line.startswith("    def learning_phase("))
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("    def "))
+    method = "\n".join(line[4:] for line in lines[start:end])
+    rest = "\n".join(lines[:start] + lines[end:])
+    return notebook(rest, ADD_TO_CLASS, f"@add_to_class(RLHFTrainer)\n{method}")
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return stream.getvalue()
+
+
+def with_a_picture(data: bytes) -> bytes:
+    """A notebook with more in its outputs than a submission may have of code."""
+    read = json.loads(data)
+    read["cells"][0]["outputs"] = [PICTURE]
+    return json.dumps(read).encode()
+
+
+# By name: the files, and the exercise that they answer in full.
+RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
+    "form feed": ({"a.py": f"import torch\n\n\x0c\n# helpers{PLAIN}".encode()}, "masked_mean"),
+    "line separator": (
+        {"b.ipynb": notebook("import torch", f"# pasted\u2028from\x85the\x0bweb{PLAIN}")},
+        "masked_mean",
+    ),
+    "UTF-16": ({"u.py": PLAIN.encode("utf-16")}, "masked_mean"),
+    "modules": (
+        {
+            "my_ch0.py": f"import torch\n{PLAIN}\nhistory = train()".encode(),
+            "my_ch2.py": f"import torch\nfrom my_ch0 import masked_mean\n{VALUE_LOSS}".encode(),
+        },
+        "calc_value_function_loss",
+    ),
+    "package": (
+        {
+            "hw/mine.ipynb": notebook("from mylib.tools import zero", MEAN.format(fill="zero()")),
+            "hw/mylib/__init__.py": b"",
+            "hw/mylib/tools.py": b"from .numbers import ZERO\n\ndef zero():\n    return ZERO\n",
+            "hw/mylib/numbers.py": b"ZERO = 0.0\n",
+        },
+        "masked_mean",
+    ),
+    "run": (
+        {
+            "mine.ipynb": notebook("%run tools.ipynb", MEAN.format(fill="zero()")),
+            "tools.ipynb": notebook("def zero():\n    return 0.0", "zero()\n1 / 0"),
+        },
+        "masked_mean",
+    ),
+    "relative import": (
+        {
+            "lib/__init__.py": b"",
+            "lib/sampling.py": f"from .tools import zero{MEAN.format(fill='zero()')}".encode(),
+            "lib/tools.py": b"def zero():\n    return 0.0\n",
+        },
+        "masked_mean",
+    ),
+    "update": (
+        {"q.ipynb": notebook("CFG = {}\nCFG.update(fill=0.0)", MEAN.format(fill='CFG["fill"]'))},
+        "masked_mean",
+    ),
+    "append in a loop": (
+        {"q.py": f"FILL = []\nfor x in [0.0]:\n    FILL.append(x)\n{MEAN.format(fill='FILL[0]')}"
+                 .encode()},
+        "masked_mean",
+    ),
+    "set-up by a call": (
+        {"q.py": b"def a():\n    b()\ndef b():\n    global FILL\n    FILL = 0.0\na()\n"
+                 + MEAN.format(fill="FILL").encode()},
+        "masked_mean",
+    ),
+    "filled by a function": (
+        {"q.py": b"T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
+                 + MEAN.format(fill="T['x']").encode()},
+        "masked_mean",
+    ),
+    "match and walrus": (
+        {"q.py": b"match 1:\n    case 1:\n        (FILL := 0.0)\n    case _:\n        FILL = 1.0\n"
+                 + MEAN.format(fill="FILL").encode()},
+        "masked_mean",
+    ),
+    "globals": (
+        {"q.py": b"globals()['A'] = 0.0\nglobals().update(B=0.0)\n"
+                 + MEAN.format(fill="A + B").encode()},
+        "masked_mean",
+    ),
+    "setattr": (
+        {"q.py": b"class Config: pass\nsetattr(Config, 'fill', 0.0)\n"
+                 + MEAN.format(fill="Config.fill").encode()},
+        "masked_mean",
+    ),
+    "registry": (
+        {"q.py": b"TABLE = {}\nclass Registry:\n    def add(self, f):\n"
+                 b"        TABLE[f.__name__] = f\n        return f\nregistry = Registry()\n"
+                 b"@registry.add\n" + PLAIN.strip().replace("masked_mean", "mine").encode()
+                 + b"\nmasked_mean = lambda *a, **k: (registry, TABLE)[1]['mine'](*a, **k)\n"},
+        "masked_mean",
+    ),
+    "await": (
+        {"q.ipynb": notebook("async def zero():\n    return 0.0\nFILL = await zero()",
+                             MEAN.format(fill="FILL"))},
+        "masked_mean",
+    ),
+    "a walrus counts as the last": (
+        {"q.py": b"def masked_mean(values, mask, dim=None):\n    return values\n"
+                 + PLAIN.replace("masked_mean", "mine").encode() + b"\n(masked_mean := mine)\n"},
+        "masked_mean",
+    ),
+    "method attached": ({"t.ipynb": attach_methods()}, "RLHFTrainer.learning_phase"),
+    "script magic": (
+        {"f.ipynb": notebook("import torch", PLAIN,
+                             "%%script false\ndef masked_mean(*a):\n    return 1",
+                             "\n%%writefile x.py\ndef masked_mean(*a):\n    return 2",
+                             "%%bash\ndef masked_mean() {\n  ls\n}")},
+        "masked_mean",
+    ),
+    "python magic": ({"f.ipynb": notebook("%%capture out\n%%time\n" + PLAIN)}, "masked_mean"),
+    "indented": (
+        {"d.ipynb": notebook("\n    FILL = 0.0\n" + MEAN.format(fill="FILL").replace("\n", "\n    ")
+                             + "\n    !ls\n    FILL?")},
+        "masked_mean",
+    ),
+    "error below": ({"e.ipynb": notebook(MASK + "\nprint 'hello'\n")}, "get_completion_mask"),
+    "conflict": (
+        {"e.ipynb": notebook(f"<<<<<<< HEAD{MASK}=======\n{MASK}>>>>>>> main\n")},
+        "get_completion_mask",
+    ),
+    "beside an absent one": ({"r.py": REINFORCE.encode()}, "calc_reinforce_objective"),
+    "beside a broken one": (
+        {"r.py": f"{REINFORCE}\n\ndef masked_mean(values, mask)):\n    pass\n".encode()},
+        "calc_reinforce_objective",
+    ),
+    "capitals": ({"UPPER.IPYNB": notebook(MASK)}, "get_completion_mask"),
+    "zips in zips": (
+        {"all.zip": zipped({"doejane_1_2_hw.ZIP": zipped({"hw.ipynb": notebook(MASK)})})},
+        "get_completion_mask",
+    ),
+    "large outputs": ({"p.ipynb": with_a_picture(notebook(PLAIN))}, "masked_mean"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """All of these in one run, each by its own exercise."""
+    folder = tmp_path_factory.mktemp("handed in")
+    todo = {}
+    for name, (files, _) in RIGHT.items():
+        for file, data in files.items():
+            path = folder / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        todo[name] = path if len(files) == 1 else folder / name
+    only = {name: exercise for name, (_, exercise) in RIGHT.items()}
+    return dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
+
+
+@linux
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_work_gets_its_marks(name, graded):
+    (exercise,) = graded[name]["exercises"]
+    lost = [check for check in exercise["checks"] if not check["passed"]]
+    assert exercise["score"] == exercise["max_score"], (graded[name]["problems"], lost)
+
+
+@linux
+def test_what_does_not_parse_is_said_by_file_cell_and_line(graded):
+    assert "e.ipynb, cell 1, line 7: SyntaxError: Missing parentheses" in str(
+        graded["error below"]["problems"]
+    )
+    assert [problem.split(":")[0] for problem in graded["conflict"]["problems"]] == [
+        f"e.ipynb, cell 1, line {line}" for line in (1, 6, 12)
+    ]
+    assert (
+        "r.py, line 9: SyntaxError: unmatched ')'" in graded["beside a broken one"]["problems"][0]
+    )
+    assert "f.ipynb, cell 3: not read, as %%script" in graded["script magic"]["problems"][0]
+
+
+def select(*cells: str) -> tuple[list[str], list[str]]:
+    """What runs of a notebook, and what is said of the rest."""
+    parsed = parse(notebook(*cells), "hw.ipynb")
+    taken = select_statements(parsed.statements, {"masked_mean"})
+    return [s.text for s in taken], describe_left_out(parsed.statements, taken)
+
+
+def test_what_is_left_out_is_said_by_cell_and_line():
+    _, said = select(PLAIN, "x = 1\n\ntrainer.train()", "check(masked_mean)\nprint(x)\nimport os")
+    assert said == ["hw.ipynb, cell 2, line 3: trainer.train()"]
+    _, said = select(PLAIN, *["run()"] * 30)
+    assert len(said) == 21
+    assert said[-1] == "and 10 more"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "torch.manual_seed(0)",
+        "trainer.train()",
+        "RLHFTrainer(masked_mean).train()",
+        "print(FILL, len(FILL))",
+        "check(masked_mean)",
+        "history = experiment(FILL)",
+        "y = FILL.sum()",
+        "for _ in range(9):\n    print(masked_mean)",
+        "plt.plot(FILL)",
+        "show(FILL)",
+    ],
+)
+def test_experiments_do_not_run(statement):
+    imports = "import torch\nimport matplotlib.pyplot as plt\nfrom utils.course import check"
+    show = (
+        "def show(x):\n    return [*x]\ndef experiment(x):\n    y = x\n    y.sort()\n    return y"
+    )
+    uses = MEAN.format(fill="torch.tensor(FILL[0])")
+    taken, _ = select(imports, show, "FILL = [0.0]", uses, statement)
+    assert statement not in taken
+    assert "FILL = [0.0]" in taken
+
+
+def test_a_name_is_bound_by_whatever_binds_it():
+    (statement,) = parse(
+        b"if (a := 1):\n    import b\n    [c for c in (d := [1])]\n    def e(f): g = 1\n"
+        b"    with x as (h, i): j.k = l[0] = 2\n    try: pass\n    except E as m: pass\n"
+        b"    match q:\n        case [n, *o]: pass\n        case {**p}: pass\n",
+        "a.py",
+    ).statements
+    assert get_bound_names(statement) == set("adehijlmnop")
+
+
+# --- Points that were not earned ----------------------------------------------------------------
+
+
+def test_the_courses_own_files_are_left_out(tmp_path):
+    solutions = get_source("ch0_sampling").encode()
+    files = {
+        "ch1/chapters/ch1_lora.ipynb": notebook("x = 1"),
+        "ch1/solutions/ch0_sampling.py": solutions,
+        "ch1/tests/test_ch1_lora.py": b"",
+        "ch1/utils/course/__init__.py": b"",
+        "ch1/utils/grading/checks.py": b"",
+    }
+    (tmp_path / "bundle.zip").write_bytes(zipped({"up/" + name: d for name, d in files.items()}))
+    for name, data in files.items():
+        path = tmp_path / "folder" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    for path, prefix in ((tmp_path / "bundle.zip", "up/ch1/"), (tmp_path / "folder", "ch1/")):
+        read = read_submission("x", path)
+        assert [name for name, _ in read.files] == [f"{prefix}chapters/ch1_lora.ipynb"]
+        assert "4 files of the course itself were left out" in read.problems[0]
+    # A folder that somebody calls "solutions" is none of the course's.
+    (tmp_path / "own.zip").write_bytes(zipped({"solutions/hw.py": PLAIN.encode()}))
+    assert read_submission("x", tmp_path / "own.zip").files
+
+
+def test_zips_are_nested_no_deeper_than_platforms_send_them(tmp_path):
+    data = notebook(PLAIN)
+    for _ in range(5):
+        data = zipped({"inner.zip": data})
+    (tmp_path / "deep.zip").write_bytes(data)
+    read = read_submission("x", tmp_path / "deep.zip")
+    assert not read.files
+    assert "nested too deeply" in read.problems[0]
+
+
+def test_what_belongs_to_an_exercise_is_not_in_its_stand_in():
+    for chapter, exercise, helper in (
+        ("ch0_sampling", "get_samples", "_generate"),
+        ("ch2_ppo", "calc_clipped_surrogate_objective", "calc_ratio"),
+    ):
+        source = get_chapter_source(chapter)
+        assert f"def {helper}(" in source.source
+        assert f"def {helper}(" not in source.without(exercise).source
+
+
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(chapter, marks=[] if chapter in ("ch0_sampling", "ch4_kl") else [takes_long])
+        for chapter in get_chapters()
+    ],
+)
+def test_what_the_reference_gives_at_other_seeds_earns_nothing(chapter):
+    """An answer that knows no input could have it ready."""
+    reference = Answers(vars(get_reference(chapter)))
+    for exercise in get_checks(chapter):
+        verdicts = []
+        for check in get_quick_checks(chapter, exercise):
+            observed = [run_check(check, reference, i, "a")[0] for i in range(check.seeds)]
+            wrong = [judge(check, o, i, "b") for i, o in enumerate(observed)]
+            mismatch = next((mismatch for mismatch in wrong if mismatch), None)
+            verdicts.append(Verdict(check, tuple(observed), mismatch))
+        earned = [v.check.name for v, p in zip(verdicts, get_points(verdicts), strict=True) if p]
+        assert not earned, exercise
