@@ -26,7 +26,7 @@ APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart
 class ByExercise(LoadScopeScheduling):
     """One process runs what belongs to an exercise, or stands in a module, as fixtures are shared.
 
-    So the observations of a known answer are made once, and more cores make it shorter.
+    So the observations of a known answer are made once, and more cores make it faster.
     """
 
     def _split_scope(self, nodeid: str) -> str:

@@ -76,7 +76,7 @@ def every_prefix_and_temperature(student, rng):
     } | {"defaults": student.get_logprobs(logits, tokens)}
 
 
-@check("get_logprobs", expected=logprobs_by_categorical)
+@check("get_logprobs", expected=logprobs_by_categorical, tier="hardening")
 def huge_logits(student, rng):
     """Logits of 1e4, and small differences on top of 1e4"""
     large = rng.normal(2, 4, 9, std=1e4)
@@ -100,7 +100,7 @@ def gradient_of_logits(student, rng):
     } | gradients(logprobs * weights, logits=logits)
 
 
-@check("get_logprobs")
+@check("get_logprobs", tier="hardening")
 def one_row_and_edges(student, rng):
     """1 and 150 rows, no token, 1 and 1,100, a vocabulary of 20,000; the inputs stay"""
     logits, tokens = rng.normal(1, 4, 5), rng.integers(0, 5, 1, 4)
@@ -160,7 +160,7 @@ def keeps_a_distribution(function, *args):
     return {"the result": output, storing: any(kept)}
 
 
-@check("get_logprobs")
+@check("get_logprobs", tier="hardening")
 def memory(student, rng):
     """No log-softmax is kept for the backward pass, at any temperature, in bfloat16 either"""
     logits, tokens = leaf(rng.normal(2, 9, 30)), rng.integers(0, 30, 2, 9)
@@ -202,7 +202,7 @@ def gradient_of_the_entropy(student, rng):
 
 
 # Numbers near 200 are 1.5e-5 apart in float32: a difference of two is off by as much.
-@check("calc_entropy", expected=entropy_by_categorical, atol=5e-5)
+@check("calc_entropy", expected=entropy_by_categorical, atol=5e-5, tier="hardening")
 def entropy_of_huge_logits(student, rng):
     """Logits of 1e4, and small differences on top of 200 and of -200: no overflow, no nan"""
     # Far from each other, as numbers near 1e4 are 1e-3 apart.
@@ -211,7 +211,7 @@ def entropy_of_huge_logits(student, rng):
     return [value_and_gradients(student.calc_entropy, logits=x) for x in (large, offset)]
 
 
-@check("calc_entropy", expected=entropy_of_possible_tokens)
+@check("calc_entropy", expected=entropy_of_possible_tokens, tier="hardening")
 def impossible_tokens(student, rng):
     """Logits of -inf, as top-k leaves them, count 0, in the gradient too; one to three axes"""
     mask = ragged_mask(rng, 4, 6)
@@ -227,7 +227,7 @@ def impossible_tokens(student, rng):
     ]
 
 
-@check("calc_entropy", expected=entropy_of_possible_tokens)
+@check("calc_entropy", expected=entropy_of_possible_tokens, tier="hardening")
 def logits_stay_as_they_were(student, rng):
     """Logits that are a part of a larger tensor, some of them -inf, stay as they were"""
     logits = rng.normal(4, 9)[:, ::2]
@@ -269,7 +269,7 @@ def ragged_means(student, rng):
     )
 
 
-@check("masked_mean", expected=mean_of_selected)
+@check("masked_mean", expected=mean_of_selected, tier="hardening")
 def other_ranks(student, rng):
     """One axis and three, and more true positions than half precision could count"""
     values, mask = rng.normal(3, 4, 2), rng.integers(0, 2, 3, 4, 2).bool()
@@ -281,7 +281,7 @@ def other_ranks(student, rng):
     }
 
 
-@check("masked_mean", expected=mean_of_selected)
+@check("masked_mean", expected=mean_of_selected, tier="hardening")
 def gradient_of_the_mean(student, rng):
     """The gradient where NaN or inf is masked out, in a row without true positions too"""
     mask = ragged_mask(rng, 5, 4)
@@ -296,7 +296,7 @@ def gradient_of_the_mean(student, rng):
     }
 
 
-@check("masked_mean")
+@check("masked_mean", tier="hardening")
 def nothing_to_average(student, rng):
     """0 where no position is true, with gradient 0, though NaN stands there; rows of no position"""
     values = rng.normal(2, 3)
@@ -530,7 +530,7 @@ def _fits_hard_logits(observed, reference):
     return None
 
 
-@check("sample_next_token", holds=_fits_hard_logits)
+@check("sample_next_token", holds=_fits_hard_logits, tier="hardening")
 def hard_logits(student, rng):
     """Logits of 1e4, -2e4 and -inf, a certain row, 200 tokens, temperatures 2e-5, 0.001 and 10"""
     logits = rng.normal(4, 6)
@@ -569,7 +569,7 @@ def _draws_from_few(observed, reference):
     return None
 
 
-@check("sample_next_token", slow=True, holds=_draws_from_few)
+@check("sample_next_token", slow=True, holds=_draws_from_few, tier="hardening")
 def large_vocabulary(student, rng):
     """50,000 tokens: none that top_k leaves out, however small a probability; top_p of 5,000"""
     logits = rng.normal(1, 50_000)
@@ -608,7 +608,7 @@ def random_completions(student, rng):
     }
 
 
-@check("get_completion_mask", expected=mask_by_loops)
+@check("get_completion_mask", expected=mask_by_loops, tier="hardening")
 def long_completions(student, rng):
     """More eos after the first than an 8-bit count could hold; hundreds of tokens without one"""
     ids = torch.full((3, rng.integer(300, 500)), 1)
@@ -787,7 +787,7 @@ def greedy_gpt2(student, rng):
     return _greedy(student, _boot(student, "gpt2"), prompts, rng)
 
 
-@check("get_samples", expected=_greedy_by_hugging_face("llama"), float64=False)
+@check("get_samples", expected=_greedy_by_hugging_face("llama"), float64=False, tier="hardening")
 def greedy_llama(student, rng):
     """Greedy, no bos, rotary positions, pads in prompts and pads that are drawn, a full context"""
     # The model answers the first with a pad among others; each digit is a token.
@@ -993,7 +993,7 @@ def _follows_the_weights(observed, reference):
     return None
 
 
-@check("get_samples", holds=_follows_the_weights)
+@check("get_samples", holds=_follows_the_weights, tier="hardening")
 def weights_that_have_changed(student, rng):
     """The same prompts once more, after the weights have changed; a line break as text"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
@@ -1038,7 +1038,7 @@ def reinforce_and_its_gradient(student, rng):
     )
 
 
-@check("calc_reinforce_objective", expected=reinforce_by_loops)
+@check("calc_reinforce_objective", expected=reinforce_by_loops, tier="hardening")
 def reinforce_edges(student, rng):
     """1 and 150 rows, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
     f = student.calc_reinforce_objective

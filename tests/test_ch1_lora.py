@@ -295,7 +295,7 @@ def head_axes(student, rng):
     return found
 
 
-@check("make_lora_hooks", expected=hooks_by_position)
+@check("make_lora_hooks", expected=hooks_by_position, tier="hardening")
 def several_forwards(student, rng):
     """Two adapters on one site; a forward after one that broke off halfway; an adapter of nan"""
     sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
@@ -346,7 +346,7 @@ def _keeps_the_dtype(observed, reference):
     return None
 
 
-@check("make_lora_hooks", holds=_keeps_the_dtype)
+@check("make_lora_hooks", holds=_keeps_the_dtype, tier="hardening")
 def dtypes(student, rng):
     """A float32 adapter on 16 bits: the output keeps its dtype, the adapter float32; gradients"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
@@ -408,7 +408,7 @@ def quick_collections() -> Iterator[None]:
             gc.unfreeze()
 
 
-@check("make_lora_hooks", points=2, expected=hooks_by_position)
+@check("make_lora_hooks", points=2, expected=hooks_by_position, tier="hardening")
 def what_is_kept(student, rng):
     """Nothing is held after a forward, nor after one that broke off; a second replaces the first"""
     with quick_collections():
@@ -716,7 +716,7 @@ def rank_alpha_and_sites(student, rng):
     return found
 
 
-@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
+@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE, tier="hardening")
 def dropout(student, rng):
     """Qwen2 with dropout: .train() changes no logit and unfreezes nothing; the default alpha"""
     ids, mask = ragged_batch(rng)
@@ -779,7 +779,13 @@ def initial_adapters(student, rng):
     return _look_at_new_adapters(student, rng, "gpt2")
 
 
-@check("TransformerWithLora.from_pretrained", slow=True, expected=OfTheClassAsked(), **CLOSE)
+@check(
+    "TransformerWithLora.from_pretrained",
+    slow=True,
+    expected=OfTheClassAsked(),
+    **CLOSE,
+    tier="hardening",
+)
 def adapters_of_eleven_blocks(student, rng):
     """On each of 11 blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
     return _look_at_new_adapters(student, rng, "deep")
@@ -804,7 +810,7 @@ def _is_in_the_dtype(observed, reference):
     return None
 
 
-@check("TransformerWithLora.from_pretrained", holds=_is_in_the_dtype)
+@check("TransformerWithLora.from_pretrained", holds=_is_in_the_dtype, tier="hardening")
 def base_dtype(student, rng):
     """The base in bfloat16 or float16 when asked for, and the adapters in float32"""
     ids, found, default = rng.integers(3, 512, 2, 6), {}, torch.get_default_dtype()
@@ -819,7 +825,13 @@ def base_dtype(student, rng):
     return {"ids": ids} | found
 
 
-@check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
+@check(
+    "TransformerWithLora.from_pretrained",
+    points=2,
+    expected=ByHuggingFace,
+    **CLOSE,
+    tier="hardening",
+)
 def sites_that_do_not_fire(student, rng):
     """Sites that never fire or are no linear layer: a ValueError; an unknown name: an error"""
     unknown, build = f"attn.q{rng.integer(0, 10**6)}", student.TransformerWithLora.from_pretrained
@@ -857,7 +869,13 @@ def one_row(student, rng):
     return model(rng.integers(3, 512, 1, 5))
 
 
-@check("TransformerWithLora.forward", slow=True, expected=forward_by_hugging_face("deep"), **CLOSE)
+@check(
+    "TransformerWithLora.forward",
+    slow=True,
+    expected=forward_by_hugging_face("deep"),
+    **CLOSE,
+    tier="hardening",
+)
 def eleven_blocks(student, rng):
     """11 blocks, each with adapters of its own"""
     model = set_alike(boot(student, "deep"), rng)
@@ -976,7 +994,12 @@ def key_value_cache(student, rng):
     return found | _refuse_masks(model, ids, mask)
 
 
-@check("TransformerWithLora.forward", expected=forward_by_hugging_face("shallow"), **CLOSE)
+@check(
+    "TransformerWithLora.forward",
+    expected=forward_by_hugging_face("shallow"),
+    **CLOSE,
+    tier="hardening",
+)
 def caches_given_and_taken(student, rng):
     """A cache that is empty, older, of fixed length or not asked for; no mask; all the context"""
     ids, mask = rng.integers(3, 512, 2, 8), torch.ones(2, 8, dtype=torch.long)
@@ -1049,7 +1072,12 @@ def interrupt(model, ids: Tensor, mask: Tensor) -> str:
     return "swallowed"
 
 
-@check("TransformerWithLora.forward", expected=forward_by_hugging_face("llama"), **CLOSE)
+@check(
+    "TransformerWithLora.forward",
+    expected=forward_by_hugging_face("llama"),
+    **CLOSE,
+    tier="hardening",
+)
 def again_and_again(student, rng):
     """A second forward, after an error, an interrupt, with other values: no hook stacks; B = 0"""
     ids, mask = ragged_batch(rng)
@@ -1074,7 +1102,11 @@ def again_and_again(student, rng):
 
 
 @check(
-    "TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("shallow"), **CLOSE
+    "TransformerWithLora.forward",
+    points=2,
+    expected=forward_by_hugging_face("shallow"),
+    **CLOSE,
+    tier="hardening",
 )
 def every_way_of_calling(student, rng):
     """One padded row, pad, bos and eos as tokens, no_grad, train(), two models, nothing trained"""
@@ -1116,7 +1148,7 @@ def _close_in_bfloat16(observed, reference):
     return None
 
 
-@check("TransformerWithLora.forward", holds=_close_in_bfloat16)
+@check("TransformerWithLora.forward", holds=_close_in_bfloat16, tier="hardening")
 def bfloat16_base(student, rng):
     """Float32 adapters on a base in bfloat16: logits and gradients; the same logits in no_grad"""
     ids, mask = ragged_batch(rng)
@@ -1175,7 +1207,13 @@ def between_forward_and_backward(student, rng):
     return found | {"after": score(model, ids, mask)}
 
 
-@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["llama"], **CLOSE)
+@check(
+    "TransformerWithLora.reference",
+    points=2,
+    expected=NEVER_ADAPTED["llama"],
+    **CLOSE,
+    tier="hardening",
+)
 def errors_inside_reference(student, rng):
     """Errors and interrupts pass through, the adapters are on again, and no hook is left"""
     ids, mask = ragged_batch(rng)
@@ -1242,7 +1280,7 @@ def _try_to_nest(student, rng, pairs: list[tuple[str, str]]) -> dict[str, Any]:
     return found
 
 
-@check("TransformerWithLora.reference", expected=NEVER_ADAPTED["llama"], **CLOSE)
+@check("TransformerWithLora.reference", expected=NEVER_ADAPTED["llama"], **CLOSE, tier="hardening")
 def reference_does_not_nest(student, rng):
     """reference() inside reference() or merged() is an error that leaves the model usable"""
     pairs = [("reference", "reference"), ("reference", "merged"), ("merged", "reference")]
@@ -1265,7 +1303,7 @@ def _takes_no_second_copy(observed, reference):
     return None
 
 
-@check("TransformerWithLora.reference", holds=_takes_no_second_copy)
+@check("TransformerWithLora.reference", holds=_takes_no_second_copy, tier="hardening")
 def memory_of_the_reference(student, rng):
     """One copy of a base in bfloat16: the bytes of all weights, and what changing those does"""
     ids = rng.integers(3, 512, 1, 4)
@@ -1414,7 +1452,7 @@ def restored_bit_for_bit(student, rng):
     return _merge_and_leave(student, rng, "gpt2", torch.float64)
 
 
-@check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model)
+@check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model, tier="hardening")
 def merged_in_eleven_blocks(student, rng):
     """11 blocks, each with adapters of its own: merged is hooked; all comes back"""
     return _merge_and_leave(student, rng, "deep")
@@ -1425,6 +1463,7 @@ def merged_in_eleven_blocks(student, rng):
     points=2,
     expected=context_by_hugging_face("shallow", adapted=True),
     **CLOSE,
+    tier="hardening",
 )
 def merged_between_forward_and_backward(student, rng):
     """A forward, sampling inside merged(), and then the backward through a loss made of both"""
@@ -1469,6 +1508,7 @@ def merged_between_forward_and_backward(student, rng):
     "TransformerWithLora.merged",
     expected=context_by_hugging_face("llama", adapted=True),
     **CLOSE,
+    tier="hardening",
 )
 def merged_does_not_nest(student, rng):
     """merged() inside merged() or reference() is an error that leaves the model usable"""
@@ -1499,7 +1539,7 @@ def _measure_ulps(inside, exact, kind):
     return (excess / ulp).max()
 
 
-@check("TransformerWithLora.merged", holds=_is_rounded_once)
+@check("TransformerWithLora.merged", holds=_is_rounded_once, tier="hardening")
 def rounded_once(student, rng):
     """Two models at once, in bfloat16 and float16: each sum is made in float32, rounded once"""
     models_built = {
@@ -1759,14 +1799,14 @@ def saved_and_loaded(student, rng):
     return _save_and_load(student, rng, "gpt2", sites, sites, bare_name, "adapter.safetensors")
 
 
-@check("TransformerWithLora.save_adapter", slow=True, holds=_holds_the_adapters)
+@check("TransformerWithLora.save_adapter", slow=True, holds=_holds_the_adapters, tier="hardening")
 def saved_from_eleven_blocks(student, rng):
     """11 blocks, each with an adapter of its own in the file"""
     sites = ("attn.q",)
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter.safetensors")
 
 
-@check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters)
+@check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters, tier="hardening")
 def every_site_is_saved(student, rng):
     """Every site of Llama in bfloat16, in another order when loading; a path without a suffix"""
     sites, dtype = SITES["llama"], torch.bfloat16  # the adapters are in float32, in the file too
@@ -1781,7 +1821,7 @@ def loaded_into_another(student, rng):
     return _save_and_load(student, rng, "gpt2", sites, sites[::-1], bare_name, "adapter")
 
 
-@check("TransformerWithLora.load_adapter", slow=True, holds=_is_loaded)
+@check("TransformerWithLora.load_adapter", slow=True, holds=_is_loaded, tier="hardening")
 def loaded_into_eleven_blocks(student, rng):
     """11 blocks, each of which gets its own adapter from the file"""
     sites = ("attn.q",)
@@ -1856,7 +1896,13 @@ def _rejects_what_does_not_fit(observed, reference):
     return None
 
 
-@check("TransformerWithLora.load_adapter", points=2, holds=_rejects_what_does_not_fit, beside=True)
+@check(
+    "TransformerWithLora.load_adapter",
+    points=2,
+    holds=_rejects_what_does_not_fit,
+    beside=True,
+    tier="hardening",
+)
 def adapters_that_do_not_fit(student, rng):
     """Other sizes, too few or too many sites or blocks, no B, no file or half of it: errors"""
     ids, mask = ragged_batch(rng)
@@ -1951,7 +1997,7 @@ def first_token(student, rng):
     return found
 
 
-@check("calc_sft_loss", expected=sft_loss_by_loops)
+@check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def large_logits(student, rng):
     """Logits of 1e4, and small differences on top of 200; a target of loss 0"""
     large, tokens, loss_mask = sft_batch(rng, std=1e4)
@@ -1964,7 +2010,7 @@ def large_logits(student, rng):
     ]
 
 
-@check("calc_sft_loss", expected=sft_loss_by_loops)
+@check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def small_and_large_batches(student, rng):
     """One row, one target; 1025 targets; rows of 1100; an impossible target; the inputs stay"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)

@@ -196,7 +196,7 @@ def random_reviews(student, rng):
     return found | {"a long review": of_default_dtype(student.reward_fn_sentiment([long]))}
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word)
+@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening")
 def every_word_of_the_lists(student, rng):
     """Each word of the corpus's lists on its own, and 150 texts together, of which one twice"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
@@ -230,7 +230,7 @@ def repeated_words(student, rng):
     return by_case(found)
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word)
+@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening")
 def no_word_of_the_lists(student, rng):
     """Texts without any of the words, and empty ones: 0.0, in a batch of only such texts too"""
     texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]
@@ -272,7 +272,7 @@ def random_rewards(student, rng):
     }
 
 
-@check("normalize_reward", expected=reward_by_statistics, atol=1e-3)
+@check("normalize_reward", expected=reward_by_statistics, atol=1e-3, tier="hardening")
 def rewards_far_from_zero(student, rng):
     """Rewards around 1000 with a std of 1, and around 1 with one of 2e-6: no digits are lost"""
     close = 1 + rng.permutation(8).to(rng.dtype) / 2**20  # exact in float32, as is their mean
@@ -280,7 +280,7 @@ def rewards_far_from_zero(student, rng):
     return {"around 1000": f(rng.normal(8, mean=1000)), "around 1": f(close)}
 
 
-@check("normalize_reward", expected=reward_by_statistics)
+@check("normalize_reward", expected=reward_by_statistics, tier="hardening")
 def eps_is_visible(student, rng):
     """A spread as small as eps, and smaller; an eps of 0"""
     rewards, f = rng.normal(7), student.normalize_reward
@@ -357,7 +357,7 @@ def scores_alone(student, rng):
     }
 
 
-@check("compute_token_rewards", expected=token_rewards_by_loops)
+@check("compute_token_rewards", expected=token_rewards_by_loops, tier="hardening")
 def token_reward_edges(student, rng):
     """One row of one token, no token at all, rows without an end, 150 rows"""
     masks = {
@@ -379,7 +379,7 @@ def token_reward_edges(student, rng):
     }
 
 
-@check("compute_token_rewards", expected=token_rewards_by_loops)
+@check("compute_token_rewards", expected=token_rewards_by_loops, tier="hardening")
 def large_token_rewards(student, rng):
     """Scores around 1000, log-probs of 0, -18 and -110, log-ratios of 30: all exact"""
     mask = torch.ones(3, 4, dtype=torch.bool)
@@ -453,7 +453,7 @@ def rows_that_were_cut_short(student, rng):
     return student.compute_advantages(*rollouts(rng, mask).values(), mask, gamma=0.95, lam=0.9)
 
 
-@check("compute_advantages", expected=advantages_by_double_sum)
+@check("compute_advantages", expected=advantages_by_double_sum, tier="hardening")
 def advantage_edges(student, rng):
     """One, no and 1,100 tokens, columns behind all ends, 150 rows; a reward, a value near 1000"""
     ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
@@ -512,7 +512,7 @@ def ragged_normal_advantages(student, rng):
     }
 
 
-@check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3)
+@check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3, tier="hardening")
 def advantages_far_from_zero(student, rng):
     """Around 1000 with a std of 1, and around 1 with one of 2e-6 and an eps of 0: no digits lost"""
     mask, f = ragged_mask(rng), student.normalize_advantages
@@ -523,7 +523,7 @@ def advantages_far_from_zero(student, rng):
     }
 
 
-@check("normalize_advantages", expected=advantages_by_statistics)
+@check("normalize_advantages", expected=advantages_by_statistics, tier="hardening")
 def small_advantages(student, rng):
     """A spread of 0.1, and of 1e-4 with a smaller eps; a huge eps leaves nothing; an eps of 0"""
     mask, f = ragged_mask(rng), student.normalize_advantages
@@ -536,7 +536,7 @@ def small_advantages(student, rng):
     }
 
 
-@check("normalize_advantages", expected=advantages_by_statistics)
+@check("normalize_advantages", expected=advantages_by_statistics, tier="hardening")
 def equal_advantages(student, rng):
     """True positions that are all equal, whatever is masked out, and a single one give zeros"""
     mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
@@ -644,7 +644,7 @@ def the_first_update(student, rng):
     )
 
 
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
 def huge_log_ratios(student, rng):
     """Log-ratios of 20, -20 and 30, and of 1000 and -1000 beyond the mask: 0 where clipped"""
     signs = rng.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
@@ -664,7 +664,7 @@ def huge_log_ratios(student, rng):
     return by_case(found)
 
 
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
 def rare_tokens_and_large_advantages(student, rng):
     """Old log-probs of 0, -18, -110 with ratios near 1; advantages of 1000 and -2000: all exact"""
     logratios, mask = rng.uniform(2, 3, low=-0.1, high=0.1), torch.ones(2, 3, dtype=torch.bool)
@@ -684,7 +684,7 @@ def rare_tokens_and_large_advantages(student, rng):
     return by_case(found)
 
 
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
 def surrogate_edges(student, rng):
     """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
@@ -756,7 +756,7 @@ def every_case_of_the_value_clip(student, rng):
     ) | {"by keyword": f(*tensors.values(), mask, clip_coef=0.4, vf_coef=0.15)}
 
 
-@check("calc_value_function_loss", expected=value_loss_by_cases)
+@check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
 def large_value_losses(student, rng):
     """A return, a value and an old value around 1000, each in a place of its own, in full"""
     mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
@@ -771,7 +771,7 @@ def large_value_losses(student, rng):
     )
 
 
-@check("calc_value_function_loss", expected=value_loss_by_cases)
+@check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
 def value_loss_edges(student, rng):
     """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
@@ -806,14 +806,20 @@ def ragged_entropy_bonuses(student, rng):
     )
 
 
-@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, rtol=1e-3, atol=1e-4)
+@check(
+    "calc_entropy_bonus",
+    expected=entropy_bonus_by_categorical,
+    rtol=1e-3,
+    atol=1e-4,
+    tier="hardening",
+)
 def entropy_bonus_of_hard_logits(student, rng):
     """Logits of some hundreds: no overflow, and a finite gradient"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     return call_with_gradients(f, mask, 0.5, **policy_logits(rng, mask, 100))
 
 
-@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical)
+@check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, tier="hardening")
 def entropy_bonus_edges(student, rng):
     """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_entropy_bonus, policy_logits, 0.3)
@@ -847,7 +853,7 @@ def ragged_kl_penalties(student, rng):
 
 
 # With logits around 200, what is subtracted is rounded by up to 3e-5.
-@check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5)
+@check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5, tier="hardening")
 def hard_kl_penalties(student, rng):
     """Logits around 200 and -200, or 100 times as large; a KL of 85; equal policies: 0"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
@@ -871,7 +877,7 @@ def hard_kl_penalties(student, rng):
     )
 
 
-@check("calc_kl_penalty", expected=kl_penalty_by_distributions)
+@check("calc_kl_penalty", expected=kl_penalty_by_distributions, tier="hardening")
 def kl_penalty_edges(student, rng):
     """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_kl_penalty, two_logits, 0.3)
@@ -1036,6 +1042,7 @@ def _are_values_of_float32(observed, reference):
 @check(
     "TransformerWithValueHeadLora.forward_with_value_head",
     holds=_are_values_of_float32,
+    tier="hardening",
 )
 def values_of_a_bfloat16_base(student, rng):
     """On a base in bfloat16: the values of one in float32, but for rounding"""
@@ -1266,7 +1273,7 @@ def rows_with_numbers(student, rng):
     }
 
 
-@check("ReplayMemory", public=True)
+@check("ReplayMemory", public=True, tier="hardening")
 def fields_and_dtypes(student, rng):
     """One minibatch of one row and of all rows; the fields as given, None where one is"""
     fields = _numbered_fields(rng, 6)
@@ -1283,7 +1290,7 @@ def fields_and_dtypes(student, rng):
     }
 
 
-@check("ReplayMemory")
+@check("ReplayMemory", tier="hardening")
 def rows_that_do_not_fit(student, rng):
     """A field with a row less, or more, than the others; a group_size that does not divide"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
@@ -1466,13 +1473,13 @@ def memory_of_raw_rewards(student, rng):
     )
 
 
-@check("make_replay_memory", expected=memory_by_loops)
+@check("make_replay_memory", expected=memory_by_loops, tier="hardening")
 def memory_with_an_outlier(student, rng):
     """One score of 150 far off: (150 - 1) / sqrt(150) = 12.2 standard deviations, which stay"""
     return _make_memory(student, rng, rows=150, outlier=1000.0)
 
 
-@check("make_replay_memory", expected=memory_by_loops, rtol=1e-3)
+@check("make_replay_memory", expected=memory_by_loops, rtol=1e-3, tier="hardening")
 def memory_of_nearly_equal_rewards(student, rng):
     """Scores, or advantages, that hardly differ or not at all; a single completion; one token"""
     cases = {
@@ -1594,7 +1601,9 @@ def rollout_with_other_arguments(student, rng):
 FLAT_ROLLOUT = {"batch_size": 400, "temperature": 3.0}
 
 
-@check("RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT))
+@check(
+    "RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT), tier="hardening"
+)
 def rollout_at_a_high_temperature(student, rng):
     """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
     return _roll_out(student, rng, **FLAT_ROLLOUT)
@@ -1651,7 +1660,7 @@ def the_model_that_is_built(student, rng):
     }
 
 
-@check("RLHFTrainer.rollout_phase", float64=False)
+@check("RLHFTrainer.rollout_phase", float64=False, tier="hardening")
 def the_model_that_learns(student, rng):
     """The trainer's own model: what is stored is its own; it learns; rewards; model_class"""
     rewarded = []
@@ -1953,6 +1962,7 @@ def _learn_by_hand_without_values(self, memory):
     expected=_learn_by_hand_without_values,
     rtol=1e-3,
     atol=2e-5,
+    tier="hardening",
 )
 def without_a_value_head(student, rng):
     """A trainer whose model_class has no value head learns, too"""
@@ -2067,7 +2077,7 @@ def a_short_run_that_learns(student, rng):
     return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}
 
 
-@check("RLHFTrainer.train", slow=True)
+@check("RLHFTrainer.train", slow=True, tier="hardening")
 def every_phase_is_run(student, rng):
     """Thirteen phases of equal rewards: all are run, once; the last one's weights are kept"""
     ends = []
@@ -2100,7 +2110,7 @@ def every_phase_is_run(student, rng):
     }
 
 
-@check("RLHFTrainer.train", slow=True)
+@check("RLHFTrainer.train", slow=True, tier="hardening")
 def stopped_by_ctrl_c(student, rng):
     """Ctrl-C in the third phase: the weights are those of the two phases before"""
     ends = []
@@ -2125,7 +2135,7 @@ def stopped_by_ctrl_c(student, rng):
     }
 
 
-@check("RLHFTrainer.train", slow=True)
+@check("RLHFTrainer.train", slow=True, tier="hardening")
 def every_phase_samples_anew(student, rng):
     """After a rollout, train() samples anew in every phase; it raises an error of reward_fn"""
     rewarded = []

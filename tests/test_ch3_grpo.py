@@ -120,7 +120,7 @@ def the_level_of_a_prompt(student, rng):
     }
 
 
-@check("group_advantages", points=2, expected=advantages_by_statistics)
+@check("group_advantages", points=2, expected=advantages_by_statistics, tier="hardening")
 def rewards_of_small_spread(student, rng):
     """Stds of 1e-3, 1e-5 and 1e-7, where the eps counts; its default, and one that is given"""
     return {
@@ -133,7 +133,7 @@ def rewards_of_small_spread(student, rng):
     }
 
 
-@check("group_advantages", points=2, seeds=2, holds=constant_groups_are_zeros)
+@check("group_advantages", points=2, seeds=2, holds=constant_groups_are_zeros, tier="hardening")
 def constant_groups(student, rng):
     """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
@@ -147,7 +147,7 @@ def constant_groups(student, rng):
     return found
 
 
-@check("group_advantages", expected=advantages_by_statistics)
+@check("group_advantages", expected=advantages_by_statistics, tier="hardening")
 def rewards_that_require_gradient(student, rng):
     """The advantages carry no gradient, but may stand in a backward; the rewards stay"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
@@ -164,7 +164,7 @@ def rewards_that_require_gradient(student, rng):
     }
 
 
-@check("group_advantages")
+@check("group_advantages", tier="hardening")
 def group_sizes_that_do_not_fit(student, rng):
     """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
@@ -176,7 +176,7 @@ def group_sizes_that_do_not_fit(student, rng):
     return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
 
 
-@check("group_advantages")
+@check("group_advantages", tier="hardening")
 def unknown_scales(student, rng):
     """A scale that there is not: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
@@ -230,7 +230,7 @@ def ragged_single_updates(student, rng):
     }
 
 
-@check("calc_single_update_objective", expected=reinforce_by_completions)
+@check("calc_single_update_objective", expected=reinforce_by_completions, tier="hardening")
 def single_updates_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
@@ -244,7 +244,7 @@ def single_updates_of_many_shapes(student, rng):
     }
 
 
-@check("calc_single_update_objective", expected=reinforce_by_completions)
+@check("calc_single_update_objective", expected=reinforce_by_completions, tier="hardening")
 def unlikely_tokens(student, rng):
     """Log-probs of -1000, and of 0; large advantages; float64; inputs are slices and stay"""
     mask = ragged_mask(rng, 4, 5)
@@ -315,6 +315,7 @@ def k3_of_every_shape(student, rng):
     expected=k3_number_by_number,
     rtol=0.05,
     atol=1e-12,
+    tier="hardening",
 )
 def small_differences(student, rng):
     """Differences near 1e-4 and 1e-3: k3 is never negative, and right to a few percent"""
@@ -326,7 +327,7 @@ def small_differences(student, rng):
     return student.calc_per_token_kl(logprobs, add(logprobs, d))
 
 
-@check("calc_per_token_kl", expected=k3_of_differences, rtol=1e-3, atol=1e-9)
+@check("calc_per_token_kl", expected=k3_of_differences, rtol=1e-3, atol=1e-9, tier="hardening")
 def differences_near_a_hundredth(student, rng):
     """Differences near 0.01: no series that stops at d^2/2"""
     d = rng.uniform(20, low=0.006, high=0.03) * (2.0 * rng.integers(0, 2, 20) - 1)
@@ -336,7 +337,7 @@ def differences_near_a_hundredth(student, rng):
     )
 
 
-@check("calc_per_token_kl", expected=k3_of_differences)
+@check("calc_per_token_kl", expected=k3_of_differences, tier="hardening")
 def large_differences(student, rng):
     """Differences from -1000 to 60, where probabilities underflow: the value, and the gradient"""
     d = torch.cat([rng.tensor([-1000.0, -200.0, -50.0, 20.0, 40.0, 60.0]), rng.normal(6, std=8)])
@@ -498,7 +499,7 @@ def every_case_of_the_minimum(student, rng):
     }
 
 
-@check("calc_grpo_objective", expected=objective_by_cases)
+@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
 def no_room_above(student, rng):
     """clip_coef_high 0 is a value, not a missing one: ratios are clipped at 1 from above"""
     return _every_case(student, rng, clip_coef_high=0.0)
@@ -519,7 +520,7 @@ def advantages_of_tokens(student, rng):
     return found
 
 
-@check("calc_grpo_objective", expected=objective_by_cases)
+@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
 def objectives_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, 150 rows, nothing; A = 0; in float64"""
     masks = masks_of_many_shapes(rng)
@@ -573,7 +574,7 @@ def ppo_of_each_completion(student, rng):
     )
 
 
-@check("calc_grpo_objective", expected=objective_by_cases)
+@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
 def extremes_behind_the_mask(student, rng):
     """Log-ratios of +-1000 behind the mask, to the old policy and the reference: all is finite"""
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
@@ -591,7 +592,7 @@ def extremes_behind_the_mask(student, rng):
     }
 
 
-@check("calc_grpo_objective", expected=objective_by_cases)
+@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
 def far_from_the_reference(student, rng):
     """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A below -15"""
     old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
@@ -615,7 +616,7 @@ def far_from_the_reference(student, rng):
     }
 
 
-@check("calc_grpo_objective")
+@check("calc_grpo_objective", tier="hardening")
 def tensors_afterwards(student, rng):
     """The tensors that the objective is given, slices of larger ones, stay as they were"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
@@ -690,7 +691,7 @@ def after_the_last_end(student, rng):
     return {f"{n} tokens": student.process_advantages(rewards, ends, 3, n) for n in (4, 5, 9)}
 
 
-@check("process_advantages", expected=process_by_statistics)
+@check("process_advantages", expected=process_by_statistics, tier="hardening")
 def steps_of_small_spread(student, rng):
     """Stds near 1e-3 and 1e-7, where the eps counts; its default, and others; a high level"""
     rewards, ends = rewarded_steps(rng, [3, 1, 2, 4], 6)
@@ -704,7 +705,7 @@ def steps_of_small_spread(student, rng):
     return [*found, f(high, high_ends, 4, 6), f(close, high_ends, 4, 6)]
 
 
-@check("process_advantages", seeds=2, expected=process_by_statistics)
+@check("process_advantages", seeds=2, expected=process_by_statistics, tier="hardening")
 def groups_without_differences(student, rng):
     """Steps that are all rewarded alike, or no steps: zeros; two steps that differ: not"""
     values = rng.integers(-5, 5, 4).tolist()
@@ -724,7 +725,7 @@ def _process_with_gradients(student, rng, rewards, ends):
     return {"the result": advantages} | gradients(weighted, **rows)
 
 
-@check("process_advantages", expected=process_by_statistics)
+@check("process_advantages", expected=process_by_statistics, tier="hardening")
 def steps_afterwards(student, rng):
     """The advantages carry no gradient; rewards and ends, of two widths, stay as they were"""
     rewards, ends = rewarded_steps(rng, [3, 0, 2, 4], 6)
@@ -737,7 +738,7 @@ def steps_afterwards(student, rng):
     }
 
 
-@check("process_advantages")
+@check("process_advantages", tier="hardening")
 def groups_that_do_not_fit(student, rng):
     """A group_size that does not divide the number of rows: a ValueError names it"""
     rewards, ends = rewarded_steps(rng, [2, 1, 3, 1, 2, 2], 5)
@@ -755,7 +756,7 @@ def _error_of_steps(function, *args):
     return answer if answer.endswith("names it") else error_of("step", function, *args)
 
 
-@check("process_advantages")
+@check("process_advantages", tier="hardening")
 def steps_that_do_not_fit(student, rng):
     """Ends outside the completion, or not one for each reward: a ValueError names the steps"""
     rewards, ends = rewarded_steps(rng, [2, 1, 3, 1], 5)
@@ -998,7 +999,12 @@ def rollout_without_a_reference(student, rng):
 FLAT_GRPO_ROLLOUT = {"temperature": 3.0}
 
 
-@check("GrpoTrainer.rollout_phase", slow=True, holds=_is_a_rollout_of_groups(**FLAT_GRPO_ROLLOUT))
+@check(
+    "GrpoTrainer.rollout_phase",
+    slow=True,
+    holds=_is_a_rollout_of_groups(**FLAT_GRPO_ROLLOUT),
+    tier="hardening",
+)
 def groups_at_a_high_temperature(student, rng):
     """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
     return _roll_out_groups(student, rng, **FLAT_GRPO_ROLLOUT)
@@ -1207,7 +1213,7 @@ def objective_with_the_exact_kl(student, rng):
     return _grpo_objective(student, rng, **options)
 
 
-@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK, tier="hardening")
 def objective_of_constant_groups(student, rng):
     """Advantages of 0 throughout: KL and entropy bonus are left, of either kl_kind"""
     return _grpo_objective(student, rng, advantages_are_zero=True, kl_kinds=("k3", "exact"))

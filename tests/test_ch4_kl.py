@@ -95,7 +95,13 @@ def samples_of_an_older_policy(student, rng):
 
 
 @check(
-    "calc_kl_estimate", points=2, seeds=2, expected=estimate_number_by_number, rtol=0.05, atol=1e-12
+    "calc_kl_estimate",
+    points=2,
+    seeds=2,
+    expected=estimate_number_by_number,
+    rtol=0.05,
+    atol=1e-12,
+    tier="hardening",
 )
 def small_differences(student, rng):
     """Differences near 1e-4 and 1e-3: k3 is never negative, and right to a few percent"""
@@ -107,7 +113,7 @@ def small_differences(student, rng):
     return {kind: student.calc_kl_estimate(logprobs, ref_logprobs, kind) for kind in KINDS}
 
 
-@check("calc_kl_estimate", expected=estimate_in_plain_terms)
+@check("calc_kl_estimate", expected=estimate_in_plain_terms, tier="hardening")
 def large_differences(student, rng):
     """Differences l from -60 to 1000, where probabilities underflow: values and gradients"""
     d = torch.cat([rng.tensor([1000.0, 200.0, 50.0, -20.0, -40.0, -60.0]), rng.normal(6, std=8)])
@@ -122,7 +128,7 @@ def large_differences(student, rng):
     }
 
 
-@check("calc_kl_estimate")
+@check("calc_kl_estimate", tier="hardening")
 def unknown_estimators(student, rng):
     """A kind that there is not: a ValueError names it"""
     logprobs, ref_logprobs, _ = draw_logprobs(rng, 3)
@@ -156,7 +162,7 @@ def kl_of_every_shape(student, rng):
 
 
 # Logits near 100 are 8e-6 apart in float32, and so is a KL that is put together from them.
-@check("calc_exact_kl", points=2, expected=kl_by_distributions, atol=2e-5)
+@check("calc_exact_kl", points=2, expected=kl_by_distributions, atol=2e-5, tier="hardening")
 def large_logits_and_shifts(student, rng):
     """Probabilities that underflow, and a shift of all logits, which changes nothing"""
     logits, ref_logits = rng.normal(3, 6, std=3), rng.normal(3, 6, std=3)
@@ -174,7 +180,7 @@ def large_logits_and_shifts(student, rng):
     }
 
 
-@check("calc_exact_kl", points=2, expected=kl_of_possible_tokens)
+@check("calc_exact_kl", points=2, expected=kl_of_possible_tokens, tier="hardening")
 def tokens_that_cannot_be(student, rng):
     """A policy's logit of -inf counts 0, in the gradient too, where the reference's is -inf also"""
     logits, ref_logits = rng.normal(4, 6), rng.normal(4, 6)
@@ -259,7 +265,7 @@ def what_is_biased(student, rng):
     }
 
 
-@check("calc_estimator_stats")
+@check("calc_estimator_stats", tier="hardening")
 def stats_of_unknown_estimators(student, rng):
     """A kind that there is not: a ValueError names it"""
     logits, ref_logits, f = rng.normal(4), rng.normal(4), student.calc_estimator_stats
@@ -373,7 +379,7 @@ def which_divergence(student, rng):
     }
 
 
-@check("calc_expected_gradient", expected=gradient_by_the_score, atol=1e-5)
+@check("calc_expected_gradient", expected=gradient_by_the_score, atol=1e-5, tier="hardening")
 def logits_that_require_gradient(student, rng):
     """Logits that require gradient: a gradient without one, and nothing is left on the inputs"""
     policy, ref, old = leaf(rng.normal(4)), leaf(rng.normal(4)), leaf(rng.normal(4))
@@ -391,7 +397,7 @@ def logits_that_require_gradient(student, rng):
     return found | {"the inputs": [policy, ref, old]}
 
 
-@check("calc_expected_gradient")
+@check("calc_expected_gradient", tier="hardening")
 def unknown_kinds_and_places(student, rng):
     """A kind or a place that there is not: a ValueError names it"""
     logits, ref_logits, f = rng.normal(4), rng.normal(4), student.calc_expected_gradient

@@ -108,7 +108,7 @@ def several_answers(student, rng):
     return [student.extract_answer(text) for text in joined + broken]
 
 
-@check("extract_answer", points=2, expected=answer_by_characters)
+@check("extract_answer", points=2, expected=answer_by_characters, tier="hardening")
 def spellings(student, rng):
     """What is not written `A: <integer>`: other cases, blanks, signs and digits"""
     n = draw_number(rng)
@@ -160,7 +160,7 @@ def answers_that_look_alike(student, rng):
     }
 
 
-@check("reward_fn_correct", expected=correct_by_characters)
+@check("reward_fn_correct", expected=correct_by_characters, tier="hardening")
 def integers_for_answers(student, rng):
     """Answers that are integers; no samples at all"""
     pairs = [work_out(rng) for _ in range(16)]
@@ -170,7 +170,7 @@ def integers_for_answers(student, rng):
     return {"integers": found, "none": student.reward_fn_correct([], [])}
 
 
-@check("reward_fn_correct")
+@check("reward_fn_correct", tier="hardening")
 def answers_that_do_not_fit(student, rng):
     """Not one answer for each sample: a ValueError names them"""
     numbers = rng.integers(0, 2, 17).tolist()  # of 16 texts, half are right
@@ -247,7 +247,7 @@ def rewards_of_many_functions(student, rng):
     return found
 
 
-@check("combine_rewards", points=2, expected=combine_by_loops)
+@check("combine_rewards", points=2, expected=combine_by_loops, tier="hardening")
 def weights_of_every_kind(student, rng):
     """Weights that are 0, negative, large, integers, and do not add up to 1"""
     rewards = rng.normal(3, 4, mean=2)
@@ -262,7 +262,7 @@ def weights_of_every_kind(student, rng):
     return {name: student.combine_rewards(rewards, w) for name, w in weights.items()}
 
 
-@check("combine_rewards", expected=combine_by_loops)
+@check("combine_rewards", expected=combine_by_loops, tier="hardening")
 def rewards_afterwards(student, rng):
     """The result carries no gradient and is new; rewards and weights stay as they were"""
     f, found = student.combine_rewards, {}
@@ -281,7 +281,7 @@ def rewards_afterwards(student, rng):
     return found
 
 
-@check("combine_rewards")
+@check("combine_rewards", tier="hardening")
 def weights_that_do_not_fit(student, rng):
     """Not one weight for each function: a ValueError names them"""
     rewards, weights = rng.normal(3, 4), rng.normal(5).tolist()
@@ -320,7 +320,7 @@ def every_way_to_take_k(student, rng):
     return found | {"at the edges": _pass(student, edges), "n": n}
 
 
-@check("pass_at_k", points=2, seeds=2, expected=pass_one_by_one, **PASS_CHECK)
+@check("pass_at_k", points=2, seeds=2, expected=pass_one_by_one, **PASS_CHECK, tier="hardening")
 def many_completions(student, rng):
     """Up to 3000 completions, where factorials are beyond floats"""
     cases = [(rng.integer(150, 400), rng.integer(1, 5), rng.integer(1, 100)) for _ in range(4)]
@@ -328,7 +328,7 @@ def many_completions(student, rng):
     return {"the cases": torch.tensor(cases), "pass@k": _pass(student, cases)}
 
 
-@check("pass_at_k")
+@check("pass_at_k", tier="hardening")
 def numbers_that_cannot_be(student, rng):
     """k not in [1, n], c not in [0, n]: a ValueError names it"""
     f, n = student.pass_at_k, rng.integer(3, 9)
@@ -370,7 +370,7 @@ def groups_of_every_size(student, rng):
     return found | {"pairs": student.select_informative_groups(pairs.flatten(), 4)}
 
 
-@check("select_informative_groups", points=2, expected=informative_by_sets)
+@check("select_informative_groups", points=2, expected=informative_by_sets, tier="hardening")
 def constants_and_near_constants(student, rng):
     """Equal rewards of any size; rewards that differ by little, also of both signs"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3, -0.5, -2]), rng.normal(3)])
@@ -391,7 +391,7 @@ def constants_and_near_constants(student, rng):
     }
 
 
-@check("select_informative_groups")
+@check("select_informative_groups", tier="hardening")
 def selections_that_do_not_fit(student, rng):
     """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.select_informative_groups
@@ -434,7 +434,9 @@ def others_of_several_groups(student, rng):
     return found | {"a level of 10000": f(level, 4), "close": f(rng.normal(12, std=1e-5), 4)}
 
 
-@check("leave_one_out_advantages", points=2, seeds=2, holds=constant_groups_are_zeros)
+@check(
+    "leave_one_out_advantages", points=2, seeds=2, holds=constant_groups_are_zeros, tier="hardening"
+)
 def constant_groups_left_out(student, rng):
     """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
@@ -446,7 +448,7 @@ def constant_groups_left_out(student, rng):
     }
 
 
-@check("leave_one_out_advantages", expected=leave_one_out_by_loops)
+@check("leave_one_out_advantages", expected=leave_one_out_by_loops, tier="hardening")
 def others_that_require_gradient(student, rng):
     """The advantages carry no gradient, and the rewards stay as they were"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
@@ -457,7 +459,7 @@ def others_that_require_gradient(student, rng):
     }
 
 
-@check("leave_one_out_advantages")
+@check("leave_one_out_advantages", tier="hardening")
 def others_that_do_not_fit(student, rng):
     """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.leave_one_out_advantages
@@ -502,7 +504,7 @@ def truncated_rows(student, rng):
     return found
 
 
-@check("mask_truncated", expected=drop_by_loops)
+@check("mask_truncated", expected=drop_by_loops, tier="hardening")
 def masks_afterwards(student, rng):
     """The result is a new tensor, and the arguments stay as they were"""
     mask, found = ragged_mask(rng), {}
@@ -538,7 +540,7 @@ def penalties_of_every_size(student, rng):
     return found
 
 
-@check("apply_missing_eos_penalty", expected=penalize_by_loops)
+@check("apply_missing_eos_penalty", expected=penalize_by_loops, tier="hardening")
 def scores_afterwards(student, rng):
     """The result carries no gradient and is new; the arguments stay as they were"""
     f, scores, weights = student.apply_missing_eos_penalty, rng.normal(6), rng.normal(6)
@@ -596,7 +598,7 @@ def ragged_aggregates(student, rng):
     }
 
 
-@check("aggregate_tokens", points=2, expected=aggregate_by_loops)
+@check("aggregate_tokens", points=2, expected=aggregate_by_loops, tier="hardening")
 def aggregates_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng) | {"gaps": rng.integers(0, 2, 4, 6).bool()}
@@ -617,7 +619,7 @@ def maximal_lengths(student, rng):
     return found | {"inputs": [with_inputs_after(f, per_token, mask, m, 9) for m in MODES]}
 
 
-@check("aggregate_tokens")
+@check("aggregate_tokens", tier="hardening")
 def modes_that_there_are_not(student, rng):
     """Another mode, or "constant" without a positive max_len: a ValueError names it"""
     mask, f = ragged_mask(rng), student.aggregate_tokens
@@ -659,7 +661,7 @@ def ragged_sequence_ratios(student, rng):
     }
 
 
-@check("calc_sequence_ratio", expected=geometric_mean_of_ratios)
+@check("calc_sequence_ratio", expected=geometric_mean_of_ratios, tier="hardening")
 def sequence_ratios_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
@@ -669,7 +671,7 @@ def sequence_ratios_of_many_shapes(student, rng):
     }
 
 
-@check("calc_sequence_ratio", points=2, expected=geometric_mean_of_ratios)
+@check("calc_sequence_ratio", points=2, expected=geometric_mean_of_ratios, tier="hardening")
 def long_and_unlikely_sequences(student, rng):
     """300 tokens whose ratios' product is beyond floats; log-probs of -1000 and 0; inputs stay"""
     mask = torch.arange(300) < torch.tensor([300, 250, 3])[:, None]
@@ -688,7 +690,7 @@ def long_and_unlikely_sequences(student, rng):
     }
 
 
-@check("calc_sequence_ratio", expected=geometric_mean_of_ratios)
+@check("calc_sequence_ratio", expected=geometric_mean_of_ratios, tier="hardening")
 def extremes_behind_the_sequences_mask(student, rng):
     """Log-ratios of +-1000 behind the mask: all is finite"""
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
@@ -827,7 +829,7 @@ def rlvr_advantages_of_tokens(student, rng):
     return found
 
 
-@check("calc_rlvr_objective", expected=rlvr_by_cases)
+@check("calc_rlvr_objective", expected=rlvr_by_cases, tier="hardening")
 def rlvr_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, 150 rows, nothing; inputs stay"""
     masks = masks_of_many_shapes(rng)
@@ -843,7 +845,7 @@ def rlvr_of_many_shapes(student, rng):
     }
 
 
-@check("calc_rlvr_objective", expected=rlvr_by_cases)
+@check("calc_rlvr_objective", expected=rlvr_by_cases, tier="hardening")
 def extremes_behind_both_masks(student, rng):
     """Log-ratios of +-1000 behind the mask, and one of 200 of a clipped completion: all finite"""
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
@@ -862,7 +864,7 @@ def extremes_behind_both_masks(student, rng):
     return found
 
 
-@check("calc_rlvr_objective")
+@check("calc_rlvr_objective", tier="hardening")
 def levels_that_there_are_not(student, rng):
     """An unknown ratio_level or mode, no max_len, no ref_logprobs: a ValueError names it"""
     mask, advantages = ragged_mask(rng), rng.normal(6)

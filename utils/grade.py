@@ -3,13 +3,15 @@
     python -m utils.grade submissions/* --out graded -j 2
 
 Each is run in processes of its own, shut off from the solutions, the network and each other. What
-is graded and unchanged is not graded again, so an interrupted batch goes on where it stopped.
+is graded and unchanged is not graded again, so an interrupted batch goes on where it stopped, a
+late submission joins the others, and new points are only counted.
 
 Exit status: 0 if every submission was graded, 1 if some could not be, 2 for wrong arguments, 3 if
 --require-isolation is not met, 130 or 143 if it was ended: run it again to go on.
 """
 
 import argparse
+import difflib
 import hashlib
 import json
 import os
@@ -20,13 +22,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # more hang in a forked child
+os.environ["OMP_NUM_THREADS"] = "1"  # more hang in a forked child
 
 from tqdm import tqdm
 
 from utils.autograder import batch, protections
 from utils.autograder.reading import name_submissions, read_submission
 from utils.autograder.reports import write_class, write_submission
+from utils.autograder.roster import read_roster, write_grades
+from utils.grading.points import list_chapters, list_exercises, load_points
 
 ROOT = Path(__file__).parents[1]
 GRADER = ("tests", "solutions", "utils")  # what a report depends on, beside the submission
@@ -38,7 +42,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="one submission each")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="one submission each")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the reports")
     parser.add_argument("-j", "--jobs", type=int, default=_count_jobs(), metavar="N",
                         help="submissions at the same time, about 1 GB of memory each")  # fmt: skip
@@ -48,11 +52,31 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
                         metavar="FILE", help="points and visibility of the exercises")  # fmt: skip
     parser.add_argument("--seconds", type=int, default=30, metavar="N",
                         help="wall clock of one check, six times that if it is slow")  # fmt: skip
+    parser.add_argument("--submission-seconds", type=int, default=900, metavar="N",
+                        help="of all checks of a submission together")  # fmt: skip
     parser.add_argument("--secret", help="what the seeds derive from (default: kept in DIR)")
-    parser.add_argument("--again", action="store_true", help="grade also what is graded already")
+    parser.add_argument("--again", nargs="*", metavar="EXERCISE",
+                        help="grade again, all or these alone")  # fmt: skip
+    parser.add_argument("--roster", type=Path, metavar="FILE",
+                        help="CSV with id, name, and if wanted email, late, adjustment, comment:"
+                        " writes grades.csv, canvas.csv and moodle.csv")  # fmt: skip
+    parser.add_argument("--assignment", default="RLHF", metavar="NAME",
+                        help="what its column is called in those")  # fmt: skip
     parser.add_argument("--require-isolation", action="store_true",
                         help="grade nothing where a protection is missing")  # fmt: skip
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    # Paths may follow --again: what is there and no exercise is one.
+    paths = [name for name in args.again or () if "/" in name or Path(name).suffix]
+    paths = [name for name in paths if name not in _list_all_exercises()]
+    args.paths += map(Path, paths)
+    args.again = None if args.again is None else [n for n in args.again if n not in paths]
+    if not args.paths:
+        parser.error("there should be a PATH of a submission at least")
+    return args
+
+
+def _list_all_exercises() -> list[str]:
+    return [exercise for chapter in list_chapters() for exercise in list_exercises(chapter)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,26 +84,43 @@ def main(arguments: list[str] | None = None) -> int:
     if (wrong := _find_wrong_argument(args)) is not None:
         print(wrong, file=sys.stderr)
         return 2
+    try:
+        points = load_points(args.points)
+        people = read_roster(args.roster) if args.roster else []
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     args.out.mkdir(parents=True, exist_ok=True)
     secret = args.secret or _load_secret(args.out)
-    named = name_submissions(list(dict.fromkeys(args.paths)))
-    version = _digest_grader(args)
-    reports = {
-        name: None if args.again else _load_report(args.out / name, path, version)
-        for name, path in named.items()
-    }
+    stored = load_reports(args.out)
+    named = name_submissions(list(dict.fromkeys(args.paths)), _get_places(stored))
+    version = _digest_grader(args, secret)
+    kept = {n: r for n, r in stored.items() if n not in named or _is_current(r, named[n], version)}
+    again = args.again or []
+    if args.again is not None:
+        partly = {n: stored[n] for n in named if again and _is_unchanged(stored.get(n), named[n])}
+        kept = {n: r for n, r in kept.items() if n not in named} | partly
     if args.require_isolation:
-        reports = {n: r if r and not _find_lacking([r]) else None for n, r in reports.items()}
-    todo = {name: path for name, path in named.items() if reports[name] is None}
-    options = batch.Options(secret, args.points, args.seconds, tuple(args.chapters))
+        kept = {n: r for n, r in kept.items() if not _find_lacking([r])}
+    only = {name: tuple(again) for name in named if again and name in kept}
+    todo = {name: path for name, path in named.items() if name not in kept or name in only}
+    options = batch.Options(
+        secret, args.points, args.seconds, tuple(args.chapters), only, args.submission_seconds
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that is to be cleaned up
+    reports = {name: points.score(report) for name, report in kept.items()}
+    for name, report in reports.items():
+        if report != stored[name]:  # the points have changed
+            write_submission(args.out / name, report)
     try:
         if args.require_isolation and (lacking := batch.find_missing_protections(options)):
             print(f"these protections are missing here: {', '.join(lacking)}", file=sys.stderr)
             return 3
         done = batch.grade_all(todo, args.jobs, options) if todo else []
         for name, report in _show_progress(done, len(named), len(todo)):
-            report = report | {"grader": version}
+            report |= {"grader": version, "path": str(named[name].absolute())}
+            if name in only:
+                report = points.score(merge(kept[name], report))
             reports[name] = report
             write_submission(args.out / name, report)
     except ValueError as error:
@@ -88,9 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: run it again to go on", file=sys.stderr)
         return 130
-    graded = [report for report in reports.values() if report is not None]
-    write_class(args.out, graded)
-    return _conclude(graded, args, len(named) - len(todo))
+    write_class(args.out, list(reports.values()))
+    if args.roster:
+        for line in write_grades(args.out, people, list(reports.values()), args.assignment):
+            print(line, file=sys.stderr)
+    return _conclude([reports[name] for name in named], args, len(named) - len(todo))
 
 
 def _count_jobs() -> int:
@@ -102,15 +145,18 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
     missing = [str(path) for path in args.paths if not path.exists()]
     if missing:
         return f"there is no such path: {', '.join(missing)}"
-    if args.jobs < 1 or args.seconds < 1:
-        return f"-j and --seconds should be at least 1, but are {args.jobs} and {args.seconds}"
+    if min(args.jobs, args.seconds, args.submission_seconds) < 1:
+        return (
+            "-j, --seconds and --submission-seconds should be at least 1, but are "
+            f"{args.jobs}, {args.seconds} and {args.submission_seconds}"
+        )
+    known = _list_all_exercises()
+    if wrong := [name for name in args.again or () if name not in known]:
+        close = difflib.get_close_matches(wrong[0], known, n=3, cutoff=0.4) or known
+        return f"--again should name exercises, but {wrong[0]} is none: perhaps {', '.join(close)}"
     if not args.points.is_file():
         return f"--points should be a TOML file, but {args.points} is none"
-    unknown = [
-        chapter
-        for chapter in args.chapters
-        if not (ROOT / "tests" / f"test_{chapter}.py").is_file()
-    ]
+    unknown = [chapter for chapter in args.chapters if chapter not in list_chapters()]
     if unknown:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
     if args.out.exists() and not args.out.is_dir():
@@ -124,12 +170,12 @@ def _show_progress(done: Iterable, total: int, left: int) -> Iterable:
 
 def _find_lacking(reports: list[dict[str, Any]]) -> list[str]:
     """Return the protections that some graded submission did without."""
-    active = [set(report["protections"]) for report in reports if report["chapters"]]
+    active = [set(report["protections"]) for report in reports if report["readable"]]
     return sorted(set(protections.PROTECTIONS) - set.intersection(*active)) if active else []
 
 
 def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int) -> int:
-    unreadable = [r["submission"] for r in reports if not r["chapters"]]
+    unreadable = [r["submission"] for r in reports if not r["readable"]]
     for name in unreadable:
         print(f"not graded: {name}: see {args.out / name / 'report.json'}", file=sys.stderr)
     if lacking := _find_lacking(reports):
@@ -144,32 +190,58 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
 def _load_secret(out: Path) -> str:
     """Load the secret kept beside the reports: a batch that goes on has the same seeds."""
     path = out / ".secret"
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_hex(16))
+    if not path.exists() or not path.read_text():
+        partial = out / ".secret.partial"
+        partial.unlink(missing_ok=True)
+        partial.touch(mode=0o600)
+        partial.write_text(secrets.token_hex(16))
+        os.replace(partial, path)
     return path.read_text()
 
 
-def _digest_grader(args: argparse.Namespace) -> str:
-    """Digest what a report depends on, beside the submission and the secret."""
-    digest = hashlib.sha256(args.points.read_bytes())
-    digest.update(f"{args.seconds} {args.chapters}".encode())
+def _digest_grader(args: argparse.Namespace, secret: str) -> str:
+    """Digest what verdicts depend on, beside the submission: not the points."""
+    digest = hashlib.sha256(f"{secret} {args.seconds} {args.submission_seconds}".encode())
+    digest.update(f"{args.chapters}".encode())
     paths = [path for folder in GRADER for path in sorted((ROOT / folder).rglob("*.py"))]
     paths += sorted((ROOT / "tests" / "mistakes").rglob("*.md"))  # their sentences stand in reports
+    paths += sorted((ROOT / "chapters" / "source").glob("*.md"))  # what belongs to an exercise
     for path in [*paths, ROOT / "requirements.txt"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _load_report(folder: Path, path: Path, version: str) -> dict[str, Any] | None:
-    """Load the report of before, if submission and grader are what they were."""
-    try:
-        report = json.loads((folder / "report.json").read_text())
-        digest = read_submission("", path).digest
-    except (OSError, ValueError):
-        return None
-    same = report.get("digest") == digest and report.get("grader") == version
-    return report if same else None
+def load_reports(out: Path) -> dict[str, dict[str, Any]]:
+    """Load all reports of before, those of other runs among them."""
+    reports = {}
+    for path in sorted(out.glob("*/report.json")):
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            reports[path.parent.name] = report if "readable" in report else {}
+        except (OSError, ValueError):
+            continue
+    return {name: report for name, report in reports.items() if report}
+
+
+def _get_places(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: report.get("path", "") for name, report in reports.items()}
+
+
+def _is_unchanged(report: dict[str, Any] | None, path: Path) -> bool:
+    digest = report.get("digest") if report else None
+    return digest is not None and digest == read_submission("", path).digest
+
+
+def _is_current(report: dict[str, Any], path: Path, version: str) -> bool:
+    """Return whether submission and grader are what they were."""
+    return report.get("grader") == version and _is_unchanged(report, path)
+
+
+def merge(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+    """Put exercises that were graded again in the place of those of before."""
+    new = {(e["chapter"], e["name"]): e for e in again["exercises"]}
+    exercises = [new.get((e["chapter"], e["name"]), e) for e in before["exercises"]]
+    return again | {"exercises": exercises, "chapters": before["chapters"]}
 
 
 if __name__ == "__main__":

@@ -45,7 +45,11 @@ def check_fields(args: Any) -> None:
         options = typing.get_args(types[name])
         if type(None) in options and getattr(args, name) is None:
             continue
-        kind = options[0] if type(None) in options else types[name]
+        kind = (
+            next(o for o in options if o is not type(None))
+            if type(None) in options
+            else types[name]
+        )
         if typing.get_origin(kind) is Literal:
             require_option(args, name, *typing.get_args(kind))
         elif typing.get_origin(kind) is Annotated:

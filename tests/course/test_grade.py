@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from tests.attacks.containers import make_containers, make_notebook
+from utils.authoring.__main__ import sum_points
 from utils.autograder import batch as batch_module
 from utils.autograder import grader as grader_module
-from utils.autograder import protections, reading, reports
+from utils.autograder import protections, reading
 from utils.autograder.reading import (
     MAX_FILES,
     VARIANTS,
@@ -30,11 +31,12 @@ from utils.autograder.reading import (
     name_submissions,
     read_submission,
 )
+from utils.autograder.roster import shield
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.comparison import Mismatch
 from utils.grading.known_answers import get_mistakes
 from utils.grading.observation import Raised, Unsupported
-from utils.grading.points import FILE, format_points, load_points
+from utils.grading.points import FILE, fill_points, list_exercises, load_points
 from utils.grading.probes import collect_sources
 from utils.grading.submission import load_submission
 from utils.grading.wire import pack, unpack
@@ -594,7 +596,7 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     kept = []
     monkeypatch.setattr(grader_module, "diagnose", lambda verdicts, _: kept.extend(verdicts))
     grader = grader_module.Grader(None, "secret", load_points(FILE))
-    report = grader.grade(SubmittedFiles("x", (("work.py", b""),)), only="masked_mean")
+    report = grader.grade(SubmittedFiles("x", (("work.py", b""),)), only=["masked_mean"])
     assert kept
     assert not any(verdict.observations for verdict in kept)
     assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
@@ -602,24 +604,31 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
 
 @pytest.mark.parametrize("text", ["=1+1", "\t=1+1", "\r\n@SUM(A1)", " -1"])
 def test_a_cell_of_the_class_is_no_formula(text):
-    assert reports._shield(text) == f"'{text}"
+    assert shield(text) == f"'{text}"
 
 
 def test_reading_the_files_counts_as_time_of_the_submission(monkeypatch):
-    monkeypatch.setattr(grader_module, "MAX_SUBMISSION_SECONDS", -1)
-    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    grader = grader_module.Grader(None, "secret", load_points(FILE), submission_seconds=-1)
     report = grader.grade(SubmittedFiles("x", (("work.py", MEAN.encode()),)))
     assert report["problems"] == ["work.py was not read, as others took too long"]
 
 
 def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
-    assert FILE.read_text() == format_points()
+    worth = sum_points()
+    assert {c: list(names) for c, names in worth.items()} == {c: list_exercises(c) for c in worth}
     points = tmp_path / "points.toml"
-    points.write_text('[ch0_sampling]\nmasked_mean = { points = 10, visibility = "hidden" }\n')
-    assert load_points(points).get("ch0_sampling", "masked_mean") == (10, "hidden")
-    assert load_points(points).get("ch0_sampling", "left_pad") == (3, "visible")
+    points.write_text(
+        'core_share = 1\n[ch0_sampling]\nmasked_mean = { points = 10, visibility = "hidden" }\n'
+    )
+    assert load_points(points).core_share == 1
+    points.write_text(fill_points(worth, points))  # what was edited stays
+    table = load_points(points).table
+    assert load_points(points).core_share == 1
+    assert table["ch0_sampling"]["masked_mean"] == {"points": 10, "visibility": "hidden"}
+    assert table["ch0_sampling"]["left_pad"] == {"points": 3, "visibility": "visible"}
+    assert {c: list(names) for c, names in table.items()} == {c: list(n) for c, n in worth.items()}
     for wrong in ("[ch9]", "[ch0_sampling]\nx = {points = 1}", "[ch0_sampling]\nleft_pad = 3",
-                  "[ch0_sampling]\nleft_pad = {points = -1}", "["):  # fmt: skip
+                  "[ch0_sampling]\nleft_pad = {points = -1}", "[", "core_share = 2"):  # fmt: skip
         points.write_text(wrong)
         with pytest.raises(ValueError, match=r"points\.toml"):
             load_points(points)
@@ -629,7 +638,10 @@ def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
     ("arguments", "said"),
     [
         (["nowhere.ipynb", "--out", "OUT"], "no such path: nowhere.ipynb"),
-        (["README.md", "--out", "OUT", "-j", "0"], "-j and --seconds should be at least 1"),
+        (
+            ["README.md", "--out", "OUT", "-j", "0"],
+            "-j, --seconds and --submission-seconds should be",
+        ),
         (["README.md", "--out", "OUT", "--points", "none.toml"], "--points should be a TOML file"),
         (["README.md", "--out", "README.md"], "--out should be a folder"),
     ],
@@ -678,7 +690,7 @@ def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
     only = {}
     for answer in answers:
         name = f"{answer.exercise}-{answer.name}"
-        only[name] = answer.exercise
+        only[name] = [answer.exercise]
         (folder / f"{name}.py").write_text(answer.make_source())
     (folder / "only.json").write_text(json.dumps(only))
     command = [sys.executable, "-c", GRADE_ONE_EXERCISE_EACH, str(folder)]

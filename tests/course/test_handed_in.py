@@ -223,7 +223,7 @@ def graded(tmp_path_factory):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
         todo[name] = path if len(files) == 1 else folder / name
-    only = {name: exercise for name, (_, exercise) in RIGHT.items()}
+    only = {name: (exercise,) for name, (_, exercise) in RIGHT.items()}
     return dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
 
 

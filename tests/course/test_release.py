@@ -157,7 +157,7 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
 def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     """In the folders that Gradescope makes."""
     root = tmp_path / "autograder"
-    write_zip(tmp_path / "autograder.zip", collect_autograder())
+    write_zip(tmp_path / "autograder.zip", collect_autograder("ch0_sampling"))
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         archive.extractall(root / "source")
     (root / "submission").mkdir()
@@ -165,6 +165,8 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     source = source.replace("logits - logits.", "logits - 0 * logits.")
     source += "\n\ndef masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"
     (root / "submission" / "ch0 (1).py").write_text(source)
+    # Another chapter earns nothing here.
+    (root / "submission" / "ch4.py").write_text((ROOT / "solutions" / "ch4_kl.py").read_text())
     environment = os.environ | {"AUTOGRADER_ROOT": str(root), "AUTOGRADER_PYTHON": sys.executable}
     environment.pop("PYTHONPATH", None)
     script = root / "source" / "run_autograder"
@@ -172,7 +174,8 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     subprocess.run([script], env=environment, check=True, capture_output=True)
     results = json.loads((root / "results" / "results.json").read_text())
     command = [sys.executable, "-m", "utils.grade", str(root / "submission"), "--out"]
-    subprocess.run([*command, str(tmp_path / "out")], cwd=ROOT, check=True, capture_output=True)
+    command += [str(tmp_path / "out"), "--chapters", "ch0_sampling"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     report = json.loads((tmp_path / "out" / "submission" / "report.json").read_text())
     assert results["score"] == report["score"]
     scores = {test["name"]: test["score"] for test in results["tests"]}

@@ -4,6 +4,7 @@ python -m utils.authoring [CHAPTER ...]     the student's notebook and, executed
 python -m utils.authoring --no-execute      the student's notebooks alone
 python -m utils.authoring --checks          outputs of checks alone, in solutions/CHAPTER.ipynb
 python -m utils.authoring --without-solutions DIR    for course bundles, into DIR
+python -m utils.authoring --points          new exercises into tests/points.toml; edits stay
 """
 
 import argparse
@@ -26,6 +27,8 @@ from utils.authoring.notebooks import (
     save_figures,
     write,
 )
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.points import FILE, fill_points
 
 
 def build_student(chapter: str, folder: Path, folded_solutions: bool = True) -> None:
@@ -57,6 +60,16 @@ def renew_checks(chapter: str) -> None:
     write(notebook, path)
 
 
+def sum_points() -> dict[str, dict[str, float]]:
+    """Sum the points of each exercise's checks, by chapter."""
+    return {
+        chapter: {
+            name: sum(c.points for c in checks) for name, checks in get_checks(chapter).items()
+        }
+        for chapter in get_chapters()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -64,8 +77,12 @@ def main() -> None:
     )
     parser.add_argument("--no-execute", action="store_true", help="the student's notebooks alone")
     parser.add_argument("--checks", action="store_true", help="outputs of checks alone, anew")
+    parser.add_argument("--points", action="store_true", help="fill tests/points.toml, and end")
     parser.add_argument("--without-solutions", type=Path, metavar="DIR")
     args = parser.parse_args()
+    if args.points:
+        FILE.write_text(fill_points(sum_points()), encoding="utf-8")
+        return
     unknown = set(args.chapters) - set(get_written_chapters())
     if unknown:
         parser.error(

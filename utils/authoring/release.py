@@ -1,10 +1,11 @@
-"""Builds `dist/`: a course bundle for each chapter, and the autograder for Gradescope.
+"""Builds `dist/`: for each chapter a course bundle, and an autograder for Gradescope.
 
     python -m utils.authoring.release [CHAPTER ...]
 
 A course bundle is a zip with the chapter's notebook without solutions, the solutions of chapters
 before it, its public checks, and what the reference and known mistakes give on those. It holds no
-code of this or a later chapter's solutions, of a hidden check or of a mistake.
+code of this or a later chapter's solutions, of a hidden check or of a mistake. An autograder grades
+its own chapter, whatever else is handed in.
 """
 
 import argparse
@@ -34,7 +35,7 @@ SHARED = (
     "utils/grading/catalogue.py", "utils/grading/diagnosis.py", "utils/grading/extraction.py",
     "utils/grading/judging.py", "utils/grading/known_answers.py",
     "utils/grading/observation.py", "utils/grading/recorded.py",
-    "utils/grading/substitution.py", "utils/grading/wire.py",
+    "utils/grading/scoring.py", "utils/grading/substitution.py", "utils/grading/wire.py",
 )  # fmt: skip
 AUTOGRADER = (
     "LICENSE", "requirements.txt", "solutions/*.py", "tests/*.py", "tests/support/*.py",
@@ -69,10 +70,12 @@ def collect_course(chapter: str) -> dict[str, bytes]:
     return files
 
 
-def collect_autograder() -> dict[str, bytes]:
-    """Return the files of the autograder: the whole grader, and the two scripts that Gradescope
-    calls."""
+def collect_autograder(chapter: str) -> dict[str, bytes]:
+    """Return the files of a chapter's autograder: the whole grader, the two scripts that Gradescope
+    calls, and their settings."""
     files = collect_files(AUTOGRADER)
+    settings = (PARTS / "settings.sh").read_text(encoding="utf-8")
+    files["settings.sh"] = settings.replace("{chapter}", chapter).encode()
     for name in ("setup.sh", "run_autograder"):
         files[name] = (PARTS / name).read_bytes()
     return files
@@ -104,12 +107,12 @@ def main() -> None:
         parser.error(
             f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
         )
-    made = [DIST / "autograder.zip"]
-    write_zip(made[0], collect_autograder())
-    for chapter in tqdm(args.chapters or get_written_chapters(), unit="bundle"):
-        made.append(DIST / f"{chapter}.zip")
+    made = []
+    for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
+        made += [DIST / f"{chapter}.zip", DIST / f"autograder_{chapter}.zip"]
         files = {f"{chapter}/{name}": data for name, data in collect_course(chapter).items()}
-        write_zip(made[-1], files)
+        write_zip(made[-2], files)
+        write_zip(made[-1], collect_autograder(chapter))
     for path in made:
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 2**20:.1f} MB")
 

@@ -26,7 +26,7 @@ TRIES = 2
 # Of the environment: a child sees no more than this.
 KEPT = (
     "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONPATH",
-    "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "MPLCONFIGDIR",
+    "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "MPLCONFIGDIR",
     "OBJC_DISABLE_INITIALIZE_FORK_SAFETY",
 )  # fmt: skip
 
@@ -36,13 +36,15 @@ class Options:
     """secret: what the seeds derive from. points: the TOML file. seconds: of one check.
 
     chapters: which are graded; those that are found in a submission if there are none here.
+    only: of a submission these exercises alone. submission_seconds: of all its checks.
     """
 
     secret: str
     points: Path
     seconds: int
     chapters: tuple[str, ...] = ()
-    only: dict[str, str] = field(default_factory=dict)  # of a submission one exercise alone
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    submission_seconds: int = 900
 
 
 @dataclass
@@ -58,12 +60,13 @@ class Pair:
 def grade_all(
     todo: dict[str, Path], jobs: int, options: Options
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and report of each submission, as they are done.
+    """Yield each submission's name and report as it is done.
 
     Raises ValueError for a file of points that is wrong.
     """
     waiting = list(todo)
     tries: dict[str, int] = {}
+    lost: dict[str, str] = {}  # those that ended the grader's process, and what is said of it
     pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
     try:
         while True:
@@ -73,7 +76,8 @@ def grade_all(
                     waiting.remove(pair.name)
                     pair.variants.add(get_variant(pair.name))
                     with contextlib.suppress(BrokenPipeError):
-                        pair.connection.send((pair.name, todo[pair.name].absolute()))
+                        path = todo[pair.name].absolute()
+                        pair.connection.send((pair.name, path, lost.get(pair.name)))
             busy: dict[Any, tuple[Pair, str]] = {
                 pair.connection: (pair, pair.name) for pair in pairs if pair.name is not None
             }
@@ -88,10 +92,12 @@ def grade_all(
                     _stop(pair)
                     pairs[pairs.index(pair)] = _start(options)
                     tries[name] = tries.get(name, 0) + 1
-                    if tries[name] < TRIES:
+                    if tries[name] >= TRIES:  # it is not read again, and counts nothing
+                        lost[name] = "grading it ended the grader's process"
+                    if tries[name] <= TRIES:
                         waiting.insert(0, name)
                         continue
-                    report = make_empty_report(name, "grading it ended the grader's process")
+                    report = make_empty_report(name, lost[name])
                 yield name, report
     finally:
         for pair in pairs:
@@ -121,8 +127,9 @@ def _receive(connection: Connection) -> Any:
 def make_empty_report(name: str, problem: str) -> dict[str, Any]:
     """Return the report of a submission that could not be graded."""
     return {
-        "submission": name, "digest": None, "chapters": [], "score": 0, "max_score": 0,
-        "protections": [], "problems": [problem], "left_out": [], "exercises": [],
+        "submission": name, "digest": None, "readable": False, "chapters": [], "score": 0,
+        "max_score": 0, "seconds": 0, "protections": [], "problems": [problem], "left_out": [],
+        "exercises": [],
     }  # fmt: skip
 
 
@@ -159,7 +166,10 @@ def _start(options: Options) -> Pair:
     forkserver = _start_forkserver()
     ours, theirs = Pipe()
     reduction.send_handle(forkserver, theirs.fileno(), None)
-    pids = forkserver.recv()
+    try:
+        pids = forkserver.recv()
+    except (EOFError, OSError) as error:
+        raise ValueError("the process that forks all others ended: its error is above") from error
     theirs.close()
     ours.send(replace(options, points=options.points.absolute()))
     return Pair(ours, pids)

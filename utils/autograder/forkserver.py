@@ -25,7 +25,7 @@ from typing import Any
 
 from utils.autograder import child, sandbox, zygote
 from utils.autograder.grader import Grader
-from utils.autograder.reading import read_submission
+from utils.autograder.reading import SubmittedFiles, read_submission
 from utils.grading.points import load_points
 from utils.models.loading import boot_ahead
 
@@ -155,7 +155,14 @@ def _work(connection: Connection, to_zygote: Connection) -> None:
             connection.recv()
             connection.send(str(error))
             return
-        grader = Grader(to_zygote, options.secret, points, options.seconds, options.chapters)
+        grader = Grader(
+            to_zygote,
+            options.secret,
+            points,
+            options.seconds,
+            options.chapters,
+            options.submission_seconds,
+        )
         while True:
             task = connection.recv()
             if task is None:
@@ -163,10 +170,10 @@ def _work(connection: Connection, to_zygote: Connection) -> None:
                 job = zygote.Job("list_definitions", options.seconds, nothing)
                 connection.send(zygote.ask(to_zygote, job).protections)
                 continue
-            name, path = task
-            submitted = read_submission(name, path)
-            report = grader.grade(submitted, options.only.get(name))
-            connection.send(report | {"digest": submitted.digest})
+            name, path, lost = task
+            submitted = SubmittedFiles(name, (), (lost,)) if lost else read_submission(name, path)
+            report = grader.grade(submitted, options.only.get(name, ()))
+            connection.send(report | {"digest": None if lost else submitted.digest})
 
 
 if __name__ == "__main__":

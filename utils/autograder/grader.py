@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import time
 from collections import Counter
+from collections.abc import Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +21,7 @@ from utils.autograder.zygote import Job, Outcome
 from utils.grading.checks import Check, get_chapters, get_checks
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
-from utils.grading.judging import Verdict, count_points, get_points, judge
+from utils.grading.judging import Verdict, count_points, judge
 from utils.grading.known_answers import get_chapter_source, get_source
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import Points
@@ -31,7 +32,7 @@ from utils.grading.wire import unpack
 
 CHECK_SECONDS = 30  # wall clock of one check
 SLOW_FACTOR = 6  # a slow check gets this many times as long
-MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together
+MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together, unless given
 MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
@@ -54,53 +55,59 @@ class Grader:
         points: Points,
         seconds: int = CHECK_SECONDS,
         chapters: tuple[str, ...] = (),
+        submission_seconds: int = MAX_SUBMISSION_SECONDS,
     ):
         self.connection, self.secret, self.points = connection, secret, points
         self.seconds, self.chapters = seconds, chapters
+        self.submission_seconds = submission_seconds
         self.names = get_top_names()
 
-    def grade(self, submitted: SubmittedFiles, only: str | None = None) -> dict[str, Any]:
-        """Return the report of a submission; of one exercise if `only` is given."""
+    def grade(self, submitted: SubmittedFiles, only: Collection[str] = ()) -> dict[str, Any]:
+        """Return the report of a submission; of some exercises if `only` names them."""
         secret = f"{self.secret}|{get_variant(submitted.name)}"
         secret = hashlib.sha256(secret.encode()).hexdigest()
         problems, chapters, exercises = list(submitted.problems), [], []
         self.protections: set[str] | None = None
-        self.started = time.monotonic()
+        self.seconds_used = 0.0
         self.left_out: list[str] = []
         by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
         small = [f for f in submitted.files if len(f[1]) <= MAX_MODULE_BYTES]
         self.helpers = small if len(submitted.files) > 1 else []
-        for chapter in (self.chapters or by_chapter) if by_chapter else ():
+        for chapter in self.chapters or by_chapter:  # of what cannot be read, all is missing
             files, defined = by_chapter.get(chapter, ([], set()))
             chapters.append(chapter)
             for exercise in get_checks(chapter):
-                if only not in (None, exercise):
+                if only and exercise not in only:
                     continue
                 one = _Exercise(self, chapter, exercise, files, secret)
-                name = exercise.partition(".")[0]
+                name, before = exercise.partition(".")[0], self.seconds_used
                 verdicts, sentence = one.grade() if name in defined else (one.miss(name), None)
-                exercises.append(self._describe(chapter, exercise, verdicts, sentence))
-        if not chapters and not problems:
+                seconds = self.seconds_used - before
+                exercises.append(self._describe(chapter, exercise, verdicts, sentence, seconds))
+        if not by_chapter and not problems:
             problems.append("it defines no exercise of any chapter")
-        return {
+        report = {
             "submission": submitted.name,
+            "readable": bool(by_chapter),
             "chapters": chapters,
-            "score": round(sum(e["score"] for e in exercises), 4),
-            "max_score": round(sum(e["max_score"] for e in exercises), 4),
+            "seconds": round(self.seconds_used, 1),
             "protections": sorted(self.protections or ()),
             "problems": problems,
             "left_out": self.left_out,
             "exercises": exercises,
         }
+        return self.points.score(report)
 
     @property
     def is_out_of_time(self) -> bool:
-        return time.monotonic() - self.started > MAX_SUBMISSION_SECONDS
+        return self.seconds_used > self.submission_seconds
 
     def ask(self, job: Job) -> zygote.Reply:
         """Ask for a reply, and keep which protections were active: in a report, those of all
         replies."""
+        start = time.monotonic()
         reply = zygote.ask(self.connection, job)
+        self.seconds_used += time.monotonic() - start
         active = set(reply.protections)
         if reply.protections or reply.outcome is Outcome.DONE:
             self.protections = active if self.protections is None else self.protections & active
@@ -151,30 +158,31 @@ class Grader:
         }
 
     def _describe(
-        self, chapter: str, exercise: str, verdicts: list[Verdict], sentence: str | None
+        self,
+        chapter: str,
+        exercise: str,
+        verdicts: list[Verdict],
+        sentence: str | None,
+        seconds: float,
     ) -> dict[str, Any]:
-        worth, visibility = self.points.get(chapter, exercise)
-        share = count_points(verdicts) / sum(verdict.check.points for verdict in verdicts)
-        earned = get_points(verdicts)
         checks = [
             {
                 "name": verdict.check.name,
                 "title": verdict.check.title,
+                "tier": verdict.check.tier,
                 "passed": verdict.passed,
                 "public": verdict.check.public,
-                "points": points,
-                "max_points": verdict.check.points,
+                "weight": verdict.check.points,
+                "earns_alone": verdict.check.earns_alone,
                 "message": verdict.describe()[:MAX_MESSAGE_CHARACTERS],
             }
-            for verdict, points in zip(verdicts, earned, strict=True)
+            for verdict in verdicts
         ]
         return {
             "chapter": chapter,
             "name": exercise,
-            "score": round(worth * share, 4),
-            "max_score": worth,
-            "visibility": visibility,
             "sentence": sentence,
+            "seconds": round(seconds, 1),
             "checks": checks,
         }
 

@@ -46,6 +46,16 @@ def _write_outside(limits):
         pass
 
 
+@_fails(OSError)
+def _cut_off(limits):
+    os.truncate(limits.forbidden, os.stat(limits.forbidden).st_size)
+
+
+def _has_a_small_folder(limits: sandbox.Limits) -> bool:
+    system = os.statvfs(limits.folder)
+    return system.f_blocks * system.f_frsize <= sandbox.MAX_FOLDER_BYTES
+
+
 def _keeps_modes(limits: sandbox.Limits) -> bool:
     mode = os.stat(limits.forbidden).st_mode & 0o777
     with contextlib.suppress(OSError):
@@ -103,7 +113,8 @@ def _open_many(limits):
 
 _TESTS = {
     "reading files": _read_outside,
-    "writing files": _write_outside,
+    "writing files": lambda limits: _write_outside(limits) and _cut_off(limits),
+    "folder size": _has_a_small_folder,
     "modes of files": _keeps_modes,
     "file size": _write_much,
     "network": _reach_the_network,

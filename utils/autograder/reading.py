@@ -3,6 +3,7 @@
 Nothing is extracted to disk and no link is followed, so a name can lead nowhere.
 """
 
+import functools
 import hashlib
 import io
 import os
@@ -47,15 +48,21 @@ class SubmittedFiles:
         return digest.hexdigest()
 
 
-def name_submissions(paths: list[Path]) -> dict[str, Path]:
+def name_submissions(paths: list[Path], taken: dict[str, str] | None = None) -> dict[str, Path]:
     """Return a folder name for each path, from its own name and, where two share it, its
-    parents'."""
+    parents'.
+
+    taken: names of before, and the path that each stands for.
+    """
+    places = taken or {}
     names = {path: _clean(path.stem if path.suffix.lower() in (*SUFFIXES, ".zip") else path.name)
              for path in paths}  # fmt: skip
+    of_before = {place: name for name, place in places.items()}
     counts = Counter(names.values())
     for path, name in names.items():
-        if counts[name] > 1:
+        if counts[name] > 1 or places.get(name, str(path.absolute())) != str(path.absolute()):
             names[path] = _clean("__".join([*path.absolute().parts[-3:-1], path.name]))
+        names[path] = of_before.get(str(path.absolute()), names[path])
     counts = Counter(names.values())
     return {
         name if counts[name] == 1 else f"{name}-{hashlib.sha256(bytes(path)).hexdigest()[:8]}": path
@@ -184,10 +191,7 @@ def _iterate_folder(folder: Path) -> Iterator[Entry]:
         folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
         for name in sorted(names):
             path = Path(parent, name)
-            yield (
-                path.relative_to(folder).as_posix(),
-                lambda most, path=path: _read_regular(path, most),
-            )
+            yield path.relative_to(folder).as_posix(), functools.partial(_read_regular, path)
 
 
 def _iterate_zip(data: bytes) -> Iterator[Entry]:

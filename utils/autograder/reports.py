@@ -9,6 +9,8 @@ from typing import Any
 
 import jinja2
 
+from utils.autograder.roster import shield
+
 TEMPLATES = Path(__file__).parent / "templates"
 Report = dict[str, Any]
 
@@ -41,11 +43,10 @@ def _render(name: str, **values: Any) -> str:
 def make_gradescope(report: Report) -> dict[str, Any]:
     """Return Gradescope's results.json, as its specification has it."""
     if not report["exercises"]:
-        said = "\n".join(report["problems"])
-        return {"score": 0, "output": said, "output_format": "text", "tests": []}
+        return {"score": 0, "output": format_problems(report), "output_format": "text", "tests": []}
     tests = []
     for exercise in report["exercises"]:
-        passed = all(check["passed"] for check in exercise["checks"])
+        passed = exercise["score"] >= exercise["max_score"]
         tests.append({
             "score": exercise["score"],
             "max_score": exercise["max_score"],
@@ -57,13 +58,21 @@ def make_gradescope(report: Report) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "score": report["score"],
-        "output": "\n".join(report["problems"]),
+        "output": format_problems(report),
         "output_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",
-        "extra_data": {"protections": report["protections"]},  # for the instructor
+        "extra_data": {"protections": report["protections"], "seconds": report["seconds"]},
         "tests": tests,
     }
+
+
+def format_problems(report: Report) -> str:
+    """Format what is wrong with the files, and which statements of them do not run."""
+    lines = list(report["problems"])
+    if report["left_out"]:
+        lines += ["Not run, as no exercise needs it:", *(f"    {s}" for s in report["left_out"])]
+    return "\n".join(lines)
 
 
 def format_exercise(exercise: Report) -> str:
@@ -75,7 +84,9 @@ def format_exercise(exercise: Report) -> str:
     lines = []
     for check in exercise["checks"]:
         mark = "✓" if check["passed"] else "✗"
-        lines.append(f"{mark} {check['points']:g}/{check['max_points']:g}  {check['title']}")
+        points = f"{check['points']:.3g}/{check['max_points']:.3g}"
+        hardening = " (hardening)" * (check["tier"] == "hardening")
+        lines.append(f"{mark} {points}  {check['title']}{hardening}")
         lines += [f"    {line}" for line in check["message"].splitlines()]
     return "\n".join(lines + sentence)
 
@@ -87,21 +98,16 @@ def write_class(out: Path, reports: list[Report]) -> None:
     partial = out / "class.csv.partial"
     with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
-        columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names), "problems"]
+        columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names)]
+        columns += ["seconds", "problems"]
         writer.writerow(columns)
         for report in reports:
             scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
-            row = [_shield(report["submission"]), report["score"], report["max_score"]]
+            row = [shield(report["submission"]), report["score"], report["max_score"]]
             row += [scores.get(name, "") for name in names]
-            writer.writerow([*row, _shield("; ".join(report["problems"]))])
+            writer.writerow([*row, report["seconds"], shield("; ".join(report["problems"]))])
     os.replace(partial, out / "class.csv")
     _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
-
-
-def _shield(text: str) -> str:
-    """Shield a cell that a spreadsheet would take for a formula, with white space before it or
-    not."""
-    return f"'{text}" if text.strip().startswith(("=", "+", "-", "@")) else text
 
 
 def summarize(reports: list[Report]) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def summarize(reports: list[Report]) -> dict[str, Any]:
             "name": f"{chapter} {name}",
             "mean": sum(e["score"] for e in found) / len(found),
             "max_score": found[0]["max_score"],
-            "full": sum(all(check["passed"] for check in e["checks"]) for e in found),
+            "full": sum(e["score"] >= e["max_score"] for e in found),
             "n": len(found),
         }
         for (chapter, name), found in rows.items()

@@ -70,7 +70,7 @@ def end_with_parent() -> None:
 def become_root() -> bool:
     """Become root of namespaces of its own, where this is another user: it may then make more.
 
-    Whether that was needed and is allowed: what is forked next is in them.
+    Return whether this was needed and allowed; what is forked next is in them.
     """
     user, group = os.geteuid(), os.getegid()
     if not LINUX or user == 0 or not _unshare(CLONE_NEWUSER | CLONE_NEWPID):

@@ -37,7 +37,8 @@ REFUSED_CALLS = {
         # The turns and places of others.
         "setpriority": 141, "ioprio_set": 251, "sched_setaffinity": 203, "sched_setattr": 314,
         "sched_setscheduler": 144, "sched_setparam": 142, "migrate_pages": 256, "move_pages": 279,
-        # Landlock lets whoever owns a file change these.
+        # Landlock lets whoever owns a file change these, and before its version 3 cut it off.
+        "truncate": 76,
         "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452,
         "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
         "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
@@ -58,6 +59,7 @@ REFUSED_CALLS = {
         "add_key": 217, "request_key": 218,
         "setpriority": 140, "ioprio_set": 30, "sched_setaffinity": 122, "sched_setattr": 274,
         "sched_setscheduler": 119, "sched_setparam": 118, "migrate_pages": 238, "move_pages": 239,
+        "truncate": 45,
         "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54,
         "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463,
         "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,

@@ -73,7 +73,7 @@ class Job:
 
 
 def start(connection: Connection, place: Place) -> None:
-    """`serve`, in namespaces where processes may be separated."""
+    """Serve jobs, as root of its own namespaces where processes may be separated."""
     if sandbox.become_root() and (pid := os.fork()) != 0:
         os.waitpid(pid, 0)
         return

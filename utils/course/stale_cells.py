@@ -6,13 +6,14 @@ import time
 from pathlib import Path
 
 import nbformat
+from IPython import get_ipython
 
 _ran: dict[str, float] = {}  # when each source ran last
 
 
 def watch() -> None:
     """Remember what runs from now on. Does nothing outside IPython."""
-    shell = _get_shell()
+    shell = get_ipython()
     if shell is None:
         return
     for source in shell.user_ns.get("In", []):
@@ -43,18 +44,10 @@ def _remember(result) -> None:
     _ran[result.info.raw_cell.strip()] = time.time()
 
 
-def _get_shell():
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return None
-    return get_ipython()
-
-
 def _find_notebook() -> Path | None:
     """Return the file of this kernel's notebook, where the front end tells (JupyterLab, VS
     Code)."""
-    shell = _get_shell()
+    shell = get_ipython()
     path = (shell and shell.user_ns.get("__vsc_ipynb_file__")) or os.environ.get("JPY_SESSION_NAME")
     return Path(path) if path else None
 

@@ -170,9 +170,8 @@ def _append(mistake: Mistake) -> str:
     """Return a whole definition, and the line that puts it in the exercise's place."""
     last = find_definitions(mistake.code)
     name = next(reversed([name for name in last if "." not in name]))
-    owner, _, method = mistake.exercise.rpartition(".")
-    target = f"{owner}.{method}" if owner else mistake.exercise
-    return f"\n\n{mistake.code}" + (f"\n\n{target} = {name}" if target != name else "")
+    is_renamed = mistake.exercise != name
+    return f"\n\n{mistake.code}" + f"\n\n{mistake.exercise} = {name}" * is_renamed
 
 
 def _locate(source: str, diff: Diff, place: str) -> tuple[int, int]:
@@ -234,7 +233,9 @@ def find_stale(chapter: str) -> list[str]:
 
 def get_catalogued() -> list[str]:
     """Return the chapters that have a folder of mistakes."""
-    return sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0] == "c")
+    return sorted(
+        path.name for path in FOLDER.iterdir() if path.is_dir() and path.name.startswith("ch")
+    )
 
 
 def main() -> int:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -70,7 +70,10 @@ class Check:
     """One probe of one exercise, and how what it observes is judged.
 
     exercise: a name of the chapter's solutions, dotted for a method ("RLHFTrainer.rollout_phase").
-    points: what it is worth. seeds: how many times it runs, each with other inputs.
+    points: what it is worth beside the others of its tier (`utils.grading.scoring`).
+    seeds: how many times it runs, each with other inputs.
+    tier: "core" for the idea, "hardening" for what a library needs besides, such as NaN behind
+        masks, dtypes, error messages and extreme numbers.
     public: whether a student's bundle keeps it, and failures show values.
     slow: not run in a notebook unless asked for.
     expected: an independent oracle. A callable stands in for the exercise and the probe runs on it;
@@ -88,6 +91,7 @@ class Check:
     probe: Callable[[Any, Rng], Any]
     points: float = 1
     seeds: int = 1
+    tier: Literal["core", "hardening"] = "core"
     public: bool = False
     slow: bool = False
     expected: Any = None
@@ -123,6 +127,10 @@ class Check:
     @property
     def earns_alone(self) -> bool:
         return not (self.is_worked or self.beside)
+
+    @property
+    def is_core(self) -> bool:
+        return self.tier == "core"
 
     @property
     def chapter(self) -> str:

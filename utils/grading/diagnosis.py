@@ -32,7 +32,7 @@ SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the s
 
 
 def grade_answer(check: Check, answer: Answer, secret: str = "") -> Verdict:
-    """`grade` of a known answer; what was observed of it is kept."""
+    """Grade a known answer, and keep what was observed of it."""
     return grade_runs(
         check, lambda index: (observe_answer(answer, check, index, secret), ""), secret
     )

@@ -204,8 +204,7 @@ def _walk_running(node: ast.AST) -> Iterator[ast.AST]:
 
 def _get_target_roots(node: ast.AST) -> set[str]:
     """Return T for `T.method = f`, `T["x"] += 1` and `del T[0]`."""
-    is_target = isinstance(node, ast.Attribute | ast.Subscript)
-    if not is_target or isinstance(node.ctx, ast.Load):
+    if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
         return set()
     if isinstance(node, ast.Subscript) and _is_namespace(node.value):  # globals()["x"] = 1
         return _get_strings(node.slice)
@@ -224,8 +223,9 @@ def _get_root(node: ast.AST) -> str:
 
 
 def _is_namespace(node: ast.AST) -> bool:
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    return is_call and node.func.id in _NAMESPACES
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    return node.func.id in _NAMESPACES
 
 
 def _get_strings(node: ast.AST) -> set[str]:

@@ -16,6 +16,7 @@ from utils.grading.checks import Check, get_checks, get_reference
 from utils.grading.comparison import Mismatch, find_mismatch, is_finite_as, measure_gap
 from utils.grading.known_answers import replace_definition
 from utils.grading.observation import Answers, Raised, is_sound, run_check
+from utils.grading.scoring import earn, weigh
 
 MAX_SOURCE_LINES = 15  # of a public check that is shown: a longer one says little to a student
 
@@ -169,18 +170,14 @@ def _as_tensors_like(worked: Any, reference: Any) -> Any:
 
 
 def get_points(verdicts: list[Verdict]) -> list[float]:
-    """Return what each check of an exercise earns.
-
-    What a worked example expects can be copied from it: those count beside another check that
-    passes, not alone.
-    """
-    others = [v.passed for v in verdicts if v.check.earns_alone]
-    is_earned = any(others) or not others
-    return [v.check.points if v.passed and is_earned else 0 for v in verdicts]
+    """Return what each check of an exercise earns, which is worth the points of its checks."""
+    checks = [verdict.check for verdict in verdicts]
+    weights = weigh(checks, sum(check.points for check in checks))
+    return earn(checks, [verdict.passed for verdict in verdicts], weights)
 
 
 def count_points(verdicts: list[Verdict]) -> float:
-    return sum(get_points(verdicts))
+    return round(sum(get_points(verdicts)), 4)
 
 
 def get_quick_checks(chapter: str, exercise: str) -> list[Check]:

@@ -160,5 +160,5 @@ def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
 def run_check(
     check: Check, student: Answers, index: int, secret: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, str]:
-    """`observe` with the seed that a check derives."""
+    """Run a check's probe with the seed of this index."""
     return observe(check.probe, student, check.seed(index, secret), dtype)

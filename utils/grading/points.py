@@ -1,25 +1,61 @@
-"""What each exercise is worth, and when its result shows: `tests/points.toml`, edited by hand."""
+"""What each exercise is worth, and when its result shows: `tests/points.toml`, edited by hand.
 
+Points are applied to verdicts that are stored, so nothing runs again when they change.
+"""
+
+import functools
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from utils.grading.checks import get_chapters, get_checks
+from utils.grading.scoring import CORE_SHARE, earn, weigh
 
-FILE = Path(__file__).parents[2] / "tests" / "points.toml"
+TESTS = Path(__file__).parents[2] / "tests"
+FILE = TESTS / "points.toml"
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
 
 
 @dataclass(frozen=True)
 class Points:
-    """Points and visibility by chapter and exercise; those of the checks where nothing is said."""
+    """Points and visibility by chapter and exercise; those of the checks where nothing is said.
+
+    core_share: what the core checks of an exercise are worth of it; 1 switches hardening off.
+    """
 
     table: dict[str, dict[str, dict]]
+    core_share: float = CORE_SHARE
 
-    def get(self, chapter: str, exercise: str) -> tuple[float, str]:
-        row = self.table.get(chapter, {}).get(exercise, {})
-        worth = sum(check.points for check in get_checks(chapter)[exercise])
-        return row.get("points", worth), row.get("visibility", "visible")
+    def score(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Return a report with the scores that its verdicts have."""
+        exercises = [self._score_exercise(exercise) for exercise in report["exercises"]]
+        return report | {
+            "score": round(sum(e["score"] for e in exercises), 4),
+            "max_score": round(sum(e["max_score"] for e in exercises), 4),
+            "exercises": exercises,
+        }
+
+    def _score_exercise(self, exercise: dict[str, Any]) -> dict[str, Any]:
+        row = self.table.get(exercise["chapter"], {}).get(exercise["name"], {})
+        checks = [
+            SimpleNamespace(points=c["weight"], tier=c["tier"], earns_alone=c["earns_alone"])
+            for c in exercise["checks"]
+        ]
+        worth = row.get("points", sum(check.points for check in checks))
+        most = weigh(checks, worth, self.core_share)
+        earned = earn(checks, [c["passed"] for c in exercise["checks"]], most)
+        scored = [
+            check | {"points": round(points, 4), "max_points": round(limit, 4)}
+            for check, points, limit in zip(exercise["checks"], earned, most, strict=True)
+        ]
+        return exercise | {
+            "score": round(sum(earned), 4),
+            "max_score": worth,
+            "visibility": row.get("visibility", "visible"),
+            "checks": scored,
+        }
 
 
 def load_points(path: Path = FILE) -> Points:
@@ -30,17 +66,19 @@ def load_points(path: Path = FILE) -> Points:
         raise ValueError(f"the points should be in {path}, which cannot be read") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} should be TOML: {error}") from error
+    core_share = table.pop("core_share", CORE_SHARE)
+    if type(core_share) not in (int, float) or not 0 < core_share <= 1:
+        raise ValueError(f"{path}: core_share should be above 0 and at most 1: {core_share!r}")
+    chapters = list_chapters()
     for chapter, exercises in table.items():
-        if chapter not in get_chapters() or not isinstance(exercises, dict):
-            raise ValueError(
-                f"{path}: the chapter should be one of {get_chapters()}, but is {chapter!r}"
-            )
+        if chapter not in chapters or not isinstance(exercises, dict):
+            raise ValueError(f"{path}: the chapter should be one of {chapters}, but is {chapter!r}")
         for exercise, row in exercises.items():
             place = f"{path}: {chapter}.{exercise!r}"
-            if exercise not in get_checks(chapter):
-                raise ValueError(f"{place}: no exercise; there are {list(get_checks(chapter))}")
+            if exercise not in list_exercises(chapter):
+                raise ValueError(f"{place}: no exercise; there are {list_exercises(chapter)}")
             _check_row(place, row)
-    return Points(table)
+    return Points(table, core_share)
 
 
 def _check_row(place: str, row: object) -> None:
@@ -53,17 +91,39 @@ def _check_row(place: str, row: object) -> None:
         raise ValueError(f"{place}: visibility should be one of {VISIBILITIES}: {visibility!r}")
 
 
-def format_points() -> str:
-    """Format a file that says what holds without one."""
+# --- Names, without importing the checks, which takes seconds -----------------------------------
+
+
+def list_chapters() -> list[str]:
+    return sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_ch*.py"))
+
+
+@functools.cache
+def list_exercises(chapter: str) -> list[str]:
+    """Return the exercises that the checks of a chapter name."""
+    text = (TESTS / f"test_{chapter}.py").read_text(encoding="utf-8")
+    return list(dict.fromkeys(re.findall(r'^@check\(\s*"([\w.]+)"', text, re.MULTILINE)))
+
+
+def fill_points(worth: dict[str, dict[str, float]], path: Path = FILE) -> str:
+    """Return the file with all of these exercises in it: what was edited stays.
+
+    worth: by chapter and exercise, the points of its checks.
+    """
+    points = load_points(path) if path.exists() else Points({})
     lines = [
-        "# What each exercise is worth. Edit freely: the checks of an exercise share its points",
-        "# in their own proportion. visibility is when Gradescope shows the result: "
-        + ", ".join(VISIBILITIES)
-        + ".",
+        "# What each exercise is worth: edit it freely, and grade again; what is graded is only",
+        "# counted anew. `visibility` is when Gradescope shows the result: visible,",
+        "# after_due_date, after_published or hidden.",
+        "",
+        "# Of an exercise's points, the share of its core checks; the others have the rest.",
+        "# 1 switches them off.",
+        f"core_share = {points.core_share:.4g}",
     ]
-    for chapter in get_chapters():
+    for chapter, exercises in worth.items():
         lines += ["", f"[{chapter}]"]
-        for exercise, checks in get_checks(chapter).items():
-            worth = sum(check.points for check in checks)
-            lines.append(f'"{exercise}" = {{ points = {worth:g}, visibility = "visible" }}')
+        for exercise, default in exercises.items():
+            row = points.table.get(chapter, {}).get(exercise, {})
+            value, visibility = row.get("points", default), row.get("visibility", "visible")
+            lines.append(f'"{exercise}" = {{ points = {value:g}, visibility = "{visibility}" }}')
     return "\n".join(lines) + "\n"

@@ -53,7 +53,7 @@ def _describe(check: Check) -> str:
     options = {"public": True}
     for field in dataclasses.fields(Check):
         value = getattr(check, field.name)
-        if field.name in ("points", "seeds", "slow", "beside", "rtol", "atol", "float64"):
+        if field.name in ("points", "seeds", "tier", "slow", "beside", "rtol", "atol", "float64"):
             options[field.name] = value
     if check.is_worked:
         options["expected"] = check.expected

@@ -2,7 +2,7 @@
 
     pytest tests                        the reference, every mistake and every alternative, and
                                         the course's own tests; --size quick: the reference alone;
-                                        --size all: every mistake through every check, and more
+                                        --size all: also every mistake through every quick check
     pytest tests --submission PATH      a student's notebook or script
     pytest tests -k compute_advantages  one exercise; -m "not slow" leaves out the slow checks
 
@@ -185,7 +185,7 @@ class CheckItem(Item):
 class MistakeItem(Item):
     """Passes if the check that the mistake's entry names rejects it.
 
-    With --size all, every check is run, and no other mistake's sentence may be given for it.
+    With --size all, every quick check is run, and no other mistake's sentence may be given for it.
     """
 
     def __init__(self, *, answer: Answer, **kwargs):

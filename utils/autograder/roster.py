@@ -1,0 +1,173 @@
+"""The people of a class: whose a submission is, what is added or taken off, and exports.
+
+A roster is a CSV file with a head: `id` and `name`, and if wanted `email`, `late` (how many percent
+of the score are taken off), `adjustment` (points that are added, or taken off) and `comment`.
+"""
+
+import csv
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("id", "name", "email", "late", "adjustment", "comment")
+
+
+@dataclass(frozen=True)
+class Person:
+    """One row of a roster."""
+
+    id: str
+    name: str
+    email: str = ""
+    late: float = 0.0
+    adjustment: float = 0.0
+    comment: str = ""
+
+    def count(self, score: float) -> float:
+        """Return what a score counts, after the penalty and the adjustment: at least 0."""
+        return round(max(score * (1 - self.late / 100) + self.adjustment, 0.0), 4)
+
+
+def read_roster(path: Path) -> list[Person]:
+    """Read a roster. Raises ValueError, with the line, for what is none."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--roster should be a CSV file, but {path}: {error}") from error
+    first = text.partition("\n")[0]
+    delimiter = ";" if first.count(";") > first.count(",") else ","  # as some spreadsheets write
+    rows = csv.DictReader(text.splitlines(), delimiter=delimiter)
+    head = [str(name).strip().lower() for name in rows.fieldnames or ()]
+    rows.fieldnames = head
+    if not {"id", "name"} <= {*head} <= {*COLUMNS}:
+        raise ValueError(
+            f"{path}: the first line should name id, name, and others of {COLUMNS}: {head}"
+        )
+    people = [_read_person(row, f"{path}, line {rows.line_num}") for row in rows]
+    ids = [person.id for person in people]
+    if twice := sorted({one for one in ids if ids.count(one) > 1}):
+        raise ValueError(f"{path}: each id should stand there once, but these do not: {twice}")
+    return people
+
+
+def _read_person(row: dict[str, Any], place: str) -> Person:
+    given = {name: (row.get(name) or "").strip() for name in COLUMNS}
+    if not given["id"] or not given["name"]:
+        raise ValueError(f"{place}: id and name should not be empty")
+    numbers = {}
+    for name, least, most in (("late", 0, 100), ("adjustment", -1e6, 1e6)):
+        try:
+            numbers[name] = float(given[name].rstrip("%") or 0)
+        except ValueError:
+            numbers[name] = float("nan")
+        if not least <= numbers[name] <= most:
+            raise ValueError(f"{place}: {name} should be a number from {least:g} to {most:g}, "
+                             f"but is {given[name]!r}")  # fmt: skip
+    return Person(given["id"], given["name"], given["email"], comment=given["comment"], **numbers)
+
+
+def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
+    """Find whose each submission is, by its file name: an id in it, an address, or a name.
+
+    What fits nobody, or several, is left out.
+    """
+    found = {}
+    for name in names:
+        words = _split(name)
+        for get_keys in (_get_id, _get_address, _get_names):
+            fitting = [p for p in people if any(_is_in(key, words) for key in get_keys(p))]
+            if len(fitting) == 1:
+                found[name] = fitting[0]
+                break
+    return found
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a text in small letters, without accents."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore") or text.encode()
+    return re.findall(r"\w+", re.sub(r"[_\W]+", " ", plain.decode().lower()))
+
+
+def _is_in(key: list[str], words: list[str]) -> bool:
+    """Return whether the words of a key stand side by side, or run together as Canvas has them."""
+    n = len(key)
+    return bool(key) and (
+        any(words[i : i + n] == key for i in range(len(words) - n + 1)) or "".join(key) in words
+    )
+
+
+def _get_id(person: Person) -> list[list[str]]:
+    return [_split(person.id)]
+
+
+def _get_address(person: Person) -> list[list[str]]:
+    return [_split(person.email.partition("@")[0])]
+
+
+def _get_names(person: Person) -> list[list[str]]:
+    """Return the name as it stands, and with the last name first: "Doe, Jane" is Jane Doe."""
+    last, comma, first = person.name.partition(",")
+    words = _split(f"{first} {last}") if comma else _split(person.name)
+    turned = _split(f"{last} {first}") if comma else [words[-1], *words[:-1]] if words else []
+    return [words, turned]
+
+
+# --- Exports --------------------------------------------------------------------------------------
+
+
+def write_grades(
+    out: Path, people: list[Person], reports: list[dict[str, Any]], assignment: str
+) -> list[str]:
+    """Write grades.csv, and what Canvas and Moodle import; return what could not be matched.
+
+    assignment: the title of its column there. Who handed in nothing gets 0; of several
+    submissions of one person the best counts.
+    """
+    owners = match([report["submission"] for report in reports], people)
+    best: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        person = owners.get(report["submission"])
+        if person and report["score"] >= best.get(person.id, report)["score"]:
+            best[person.id] = report
+    most = max((report["max_score"] for report in reports), default=0)
+    rows = []
+    for person in people:
+        found = best.get(person.id, {"submission": "", "score": 0})
+        rows.append((person, found["submission"], found["score"], person.count(found["score"])))
+    _write(
+        out / "grades.csv",
+        ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
+        [(p.id, p.name, file, score, p.late, p.adjustment, total, most, p.comment)
+         for p, file, score, total in rows],
+    )  # fmt: skip
+    _write(
+        out / "canvas.csv",
+        ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
+        [("    Points Possible", "", "", "", "", most),
+         *((p.name, p.id, "", p.email, "", total) for p, _, _, total in rows)],
+    )  # fmt: skip
+    _write(
+        out / "moodle.csv",
+        ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
+        [(p.id, p.name, p.email, total, p.comment) for p, _, _, total in rows],
+    )
+    names = [report["submission"] for report in reports if report["submission"] not in owners]
+    return [f"{name}: nobody on the roster, or several" for name in names] + [
+        f"{person.name} ({person.id}) handed in nothing" for person, file, *_ in rows if not file
+    ]
+
+
+def shield(text: Any) -> Any:
+    """Shield a cell that a spreadsheet would take for a formula."""
+    is_formula = isinstance(text, str) and text.strip().startswith(("=", "+", "-", "@"))
+    return f"'{text}" if is_formula else text
+
+
+def _write(path: Path, head: tuple[str, ...], rows: list[tuple]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(head)
+        writer.writerows([shield(cell) for cell in row] for row in rows)
