@@ -263,7 +263,8 @@ def encode_prompts(
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
     """The left-padded prompts on the model's device: ids and attention mask.
 
-    Raises ValueError for an empty list, a prompt without tokens, and one too long for the context.
+    Raises ValueError for an empty list, a prompt without tokens, one that begins with the bos that
+    is put before it, and one too long for the context.
     """
     require(
         isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts),
@@ -276,6 +277,11 @@ def encode_prompts(
     sequences = [prefix + tokens for tokens in encoded]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         require(len(sequence) > 0, f"prompts should have tokens, but one is {prompt!r}")
+        require(
+            not prefix or sequence[1:2] != prefix,
+            f"prompts should not begin with a bos, as one is put before them, but {prompt[:40]!r} "
+            f"does: leave it out, or pass prepend_bos=False",
+        )
         require(
             len(sequence) + max_new_tokens <= model.cfg.n_ctx,
             f"prompts and max_new_tokens should fit the model's context of {model.cfg.n_ctx} "

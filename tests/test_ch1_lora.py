@@ -1222,15 +1222,15 @@ def errors_inside_reference(student, rng):
         score(model, ids, mask)
     score(model, ids, mask)
     hooks, found = count_hooks(model), {}
-    for error in (SeveralErrors, Interruption):
-        found[error.__name__] = "swallowed"
+    for error, name in ((SeveralErrors, "an error"), (Interruption, "an interrupt")):
+        found[name] = "swallowed"
         try:
             with model.reference():
-                found[f"inside, before the {error.__name__}"] = score(model, ids, mask)
+                found[f"inside, before {name}"] = score(model, ids, mask)
                 raise error
         except (error, Exception) as caught:
-            found[error.__name__] = f"{type(caught).__name__} passed on"
-        found[f"after {error.__name__}"] = score(model, ids, mask)
+            found[name] = f"{type(caught).__name__} passed on"
+        found[f"after {name}"] = score(model, ids, mask)
     other = set_alike(boot(student, "llama", alpha=2 * ALPHA, sites=("attn.q",)), rng)
     with model.reference():
         found["another model's logits"] = score(other, ids, mask)

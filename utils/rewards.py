@@ -4,6 +4,7 @@ import inspect
 import reprlib
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
     Raises ValueError unless there is one finite number a sample; shows a sample where one is not.
     """
     try:
+        if isinstance(rewards, np.ndarray):
+            rewards = np.ascontiguousarray(rewards)  # torch takes no negative strides
         rewards = torch.as_tensor(rewards).detach().float()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -57,6 +60,11 @@ def call_reward_fn(
 
     Raises ValueError if it needs another argument, or does not return finite rewards.
     """
+    require(
+        "completions" not in columns,
+        "columns should not hold 'completions', which is what reward_fn may call the samples: give "
+        "the column another name",
+    )
     function = reward_fn.forward if isinstance(reward_fn, nn.Module) else reward_fn
     parameters = list(inspect.signature(function).parameters.values())
     kinds = {p.kind for p in parameters}

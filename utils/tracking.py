@@ -1,15 +1,21 @@
 """What a run shows, and what it leaves in its folder: metrics, checkpoints, adapters, a plot."""
 
+import hashlib
+import io
 import itertools
 import json
 import os
+import re
 import reprlib
+import sys
+import tempfile
 import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from tabulate import tabulate
 from tqdm import tqdm
 
@@ -32,9 +38,11 @@ class Run:
 
     def __enter__(self) -> "Run":
         trainer, args = self.trainer, self.trainer.args
+        tolerate_encoding()
         if trainer.folder is None:
             kind = type(trainer).__name__.removesuffix("Trainer").lower()
             trainer.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
+        self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"
         self.log = RunLog(trainer.folder, trainer.history, args)
         self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
@@ -69,6 +77,7 @@ class Run:
         finally:
             self.bar.close()
             self.log.close()
+            self.lock.release()
         if error is None:
             save_checkpoint(self.checkpoint, self.state)
             trainer = self.trainer
@@ -90,6 +99,37 @@ class Run:
             error.add_note(hint)  # repeated below the traceback
 
 
+def claim(folder: Path) -> FileLock:
+    """Lock a run's folder for this process, until it is released or the process ends.
+
+    Raises ValueError if another run is writing it.
+    """
+    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    lock = FileLock(Path(tempfile.gettempdir(), f"run-{digest}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise ValueError(
+            f"name should be new, but another run is writing {folder} now: give this one another "
+            f"name"
+        ) from error
+    return lock
+
+
+def tolerate_encoding() -> None:
+    """Have `print` put "?" for what an output cannot encode, as files on Windows."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def get_wandb_mode(is_logged_in: bool) -> str:
+    """Return wandb's mode: of WANDB_MODE, or offline unless the user is logged in."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE") or ("online" if is_logged_in else "offline")
+
+
 class RunLog:
     """Rows of metrics: appended to `folder/metrics.jsonl`, and to wandb if `args.use_wandb`.
 
@@ -104,7 +144,7 @@ class RunLog:
         if args.use_wandb:
             import wandb  # takes a second to import
 
-            mode: Any = os.environ.get("WANDB_MODE", "online" if wandb.api.api_key else "offline")
+            mode: Any = get_wandb_mode(bool(wandb.api.api_key))
             self.wandb_run = wandb.init(
                 project=args.wandb_project_name,
                 entity=args.wandb_entity,
@@ -179,14 +219,29 @@ def describe_args(args: Any) -> dict[str, Any]:
     def describe(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if callable(value):  # its repr may hold an address
-            return getattr(value, "__qualname__", type(value).__qualname__)
-        return str(value) if isinstance(value, Path) else repr(value)
+        if callable(value):
+            return format_stably(value)
+        return str(value) if isinstance(value, Path) else format_stably(value)
 
     # A reward function may have been mended since; its name says little anyway.
     free = {"name", "runs_dir", "checkpoint_every", "samples_every", "reward_fn"}
     names = {f.name for f in fields(args) if "wandb" not in f.name} - free
     return {name: describe(getattr(args, name)) for name in sorted(names)}
+
+
+def format_stably(value: Any) -> str:
+    """Return a `repr` that is the same in every process: without addresses and orders of sets."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(format_stably, value)))}}}"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{k!r}: {format_stably(v)}' for k, v in value.items())}}}"
+    if type(value) is list:
+        return f"[{', '.join(map(format_stably, value))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(format_stably, value))}{',' * (len(value) == 1)})"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
 def check_same_args(args: Any, saved: dict[str, Any]) -> None:

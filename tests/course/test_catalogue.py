@@ -184,7 +184,7 @@ def diagnose(chapter: str, exercise: str, *names: str) -> str | None:
     source = apply(known_answers.get_source(chapter), *chosen)
     student = Answers(vars(build_module(chapter, source)))
     verdicts = [grade(check, student) for check in get_quick_checks(chapter, exercise)]
-    return diagnosis.diagnose(verdicts)
+    return diagnosis.diagnose(verdicts, seconds=diagnosis.SEARCH_SECONDS)
 
 
 PAIR = ("ch4_kl", "calc_kl_estimate", "k2_without_the_half", "k3_without_the_one")

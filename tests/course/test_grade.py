@@ -582,7 +582,7 @@ def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeyp
 
 def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     """Of all checks of an exercise together that filled the memory."""
-    data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": ""})
+    data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": "", "is_stub": False})
     replies = iter([{"defined": {"ch0_sampling": ["masked_mean"]}}])
     inspected = {"stubs": 0, "problems": [], "left_out": [], "code": torch.zeros(0)}
     monkeypatch.setattr(

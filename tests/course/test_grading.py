@@ -273,7 +273,7 @@ def masked_mean(values, mask, dim=None):
 def test_the_notebook_names_the_mistake_and_shows_values_of_public_checks_only(capsys):
     check_in_notebook(masked_mean)
     said = capsys.readouterr().out
-    assert "masked_mean: 1 of 6 points" in said
+    assert "masked_mean: 0.667 of 6 points\n" in said
     assert "yours     nan\n" in said  # of the public check
     assert "expected  2.5" in said
     assert said.count("expected ") == 1

@@ -32,7 +32,14 @@ from utils.grading.extraction import (
     select_statements,
 )
 from utils.grading.observation import Answers, Raised, observe
-from utils.grading.substitution import ChapterSource, alone, answer_with, build_module, find_written
+from utils.grading.substitution import (
+    ChapterSource,
+    alone,
+    answer_with,
+    build_module,
+    find_written,
+    is_stub,
+)
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
@@ -119,20 +126,21 @@ def run_probe(
     found = getattr(sys.modules[probe[0]], probe[1])
     namespace, log = load(files, helpers, stand_in, is_alone)
     answer = find_written(stand_in, exercise, namespace)
+    seen = {"log": log, "is_stub": is_stub(answer)}
     if is_alone and answer is not None:
         with alone(stand_in, exercise, answer, namespace) as student:
-            return observe_all(found, student, seeds, log)
-    return observe_all(found, answer_with(stand_in, exercise, namespace), seeds, log)
+            return seen | observe_all(found, student, seeds)
+    return seen | observe_all(found, answer_with(stand_in, exercise, namespace), seeds)
 
 
-def observe_all(probe: Any, student: Answers, seeds: list[int], log: str) -> dict[str, Any]:
+def observe_all(probe: Any, student: Answers, seeds: list[int]) -> dict[str, Any]:
     observations, printed = [], ""
     for seed in seeds:
         observed, printed = observe(probe, student, seed, torch.float32)
         observations.append(observed)
         if isinstance(observed, Raised):
             break
-    return {"observations": observations, "printed": printed, "log": log}
+    return {"observations": observations, "printed": printed}
 
 
 def install(name: str, source: str) -> None:

@@ -217,7 +217,7 @@ class _Exercise:
     def _run_checks(self, is_alone: bool) -> list[Verdict]:
         verdicts: list[Verdict] = []
         for check in get_checks(self.chapter)[self.exercise]:
-            if verdicts and verdicts[0].is_stub:
+            if verdicts and verdicts[0].is_unwritten:
                 verdicts.append(dataclasses.replace(verdicts[0], check=check))
             elif self._took_too_long(verdicts) or self.grader.is_out_of_time:
                 mismatch = Mismatch("was not run, as others took too long")
@@ -255,6 +255,7 @@ class _Exercise:
                 seen["observations"],
                 f"{seen['log']}\n{seen['printed']}".strip(),
             )
+            is_stub = seen["is_stub"]
             if not isinstance(observations, list):
                 raise TypeError("observations should be a list")
             if is_alone or not check.public:
@@ -265,6 +266,7 @@ class _Exercise:
         verdict = self._judge_all(check, observations, printed)
         if len(reply.data) > MAX_KEPT_BYTES:
             verdict = dataclasses.replace(verdict, observations=())
+        verdict = dataclasses.replace(verdict, is_unwritten=verdict.is_stub and bool(is_stub))
         return _without_values(verdict) if is_alone else verdict
 
     def _get_stand_in(self, is_alone: bool) -> ChapterSource:
@@ -320,7 +322,7 @@ class _Exercise:
             message = "something that the check needs is not defined"
         elif kind != "NotDefined" and not _is_builtin(kind, BaseException):
             kind = "an exception"
-        return Raised(kind, message, "", place)
+        return Raised(kind, message, "", place, "check" if raised.origin == "check" else "answer")
 
 
 def _without_values(verdict: Verdict) -> Verdict:

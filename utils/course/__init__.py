@@ -17,6 +17,9 @@ if _missing or sys.version_info < (3, 11):
 
 warnings.filterwarnings("ignore", message="IProgress not found")  # bars of text will do
 
+if "ipykernel" in sys.modules:
+    print("Importing PyTorch and TransformerLens: this takes 5 to 20 s ...", flush=True)
+
 # Only now, as these import what may be missing.
 from utils.course.session import (  # noqa: E402
     catch_up,

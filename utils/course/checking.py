@@ -1,13 +1,9 @@
 """Checking one exercise in a notebook: what `check(function)` prints in the cell below it."""
 
 import contextlib
-import dataclasses
-import dis
 import inspect
-import itertools
 import os
 import sys
-import types
 from typing import Any
 
 from utils.grading.checks import (
@@ -27,22 +23,28 @@ from utils.grading.judging import (
     grade,
 )
 from utils.grading.known_answers import get_chapter_source
-from utils.grading.observation import Answers, Raised
-from utils.grading.substitution import alone, find_answer, find_owner, replaced
+from utils.grading.observation import Answers, Raised, usual_settings
+from utils.grading.substitution import alone, find_answer, find_owner, is_stub, replaced
 
 Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
 GREEN, RED, YELLOW, BOLD = 32, 31, 33, 1
-GENERATED = ("__init__", "__repr__", "__eq__", "__setattr__", "__delattr__")  # of a dataclass
 
 
-def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Grade:
+def run_and_print(
+    answer: Any, caller: dict[str, Any], slow: bool = False, hardening: bool = False
+) -> Grade:
     """Run the checks of an exercise on the caller's function or class, and print how each went.
 
     What fails because of the caller's other exercises is checked again with the solutions in their
-    place.
+    place. Settings of PyTorch are the usual ones meanwhile, and afterwards what they were.
 
     Raises ValueError for something that is no exercise.
     """
+    with usual_settings():
+        return _run_and_print(answer, caller, slow, hardening)
+
+
+def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: bool) -> Grade:
     exercise = _get_exercise(answer, caller)
     chapter = find_chapter(exercise)
     if is_stub(answer):
@@ -57,7 +59,7 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
     student = Answers(given, caller, home, rest)
-    verdicts, sentence = grade_exercise(chapter, exercise, student, slow=slow)
+    verdicts, sentence = grade_exercise(chapter, exercise, student, slow=slow, hardening=hardening)
     if not verdicts:
         print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
         return chapter, exercise, []
@@ -68,7 +70,7 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
         note = "This needs other exercises that are not written yet: check it again after those."
     elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
-            again = grade_exercise(chapter, exercise, student_alone, slow=slow)
+            again = grade_exercise(chapter, exercise, student_alone, slow=slow, hardening=hardening)
         if count_points(again[0]) > count_points(verdicts):
             pairs = zip(verdicts, again[0], strict=True)
             mended = [now.check for before, now in pairs if now.passed and not before.passed]
@@ -79,7 +81,7 @@ def run_and_print(answer: Any, caller: dict[str, Any], slow: bool = False) -> Gr
             note += "With your own it fails too, in another way."
         if note is not None:
             verdicts, sentence = again
-    print(format_verdicts(exercise, verdicts, sentence, note))
+    print(format_verdicts(exercise, verdicts, sentence, note, hardening))
     return chapter, exercise, verdicts
 
 
@@ -150,22 +152,6 @@ def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
     return getattr(answer, "__qualname__", repr(answer))
 
 
-def is_stub(answer: Any) -> bool:
-    """Return whether a function, or every method of a class, still raises NotImplementedError."""
-    if isinstance(answer, type):
-        generated = GENERATED if dataclasses.is_dataclass(answer) else ()
-        members = [value for name, value in vars(answer).items() if name not in generated]
-        functions = [f for f in members if isinstance(f, types.FunctionType)]
-        return bool(functions) and all(map(is_stub, functions))
-    function = inspect.unwrap(getattr(answer, "__func__", answer))
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return False
-    # An answer may raise it too, for what it does not do: with a message, as stubs have none.
-    steps = itertools.pairwise(dis.get_instructions(code))
-    return any(a.argval == "NotImplementedError" and b.opname == "RAISE_VARARGS" for a, b in steps)
-
-
 def is_solution(chapter: str, exercise: str, answer: Any) -> bool:
     """Return whether this is the reference itself, not the same text run in a cell."""
     if not has_reference(chapter):
@@ -188,21 +174,52 @@ def paint(text: str, color: int) -> str:
 
 
 def format_verdicts(
-    exercise: str, verdicts: list[Verdict], sentence: str | None = None, note: str | None = None
+    exercise: str,
+    verdicts: list[Verdict],
+    sentence: str | None = None,
+    note: str | None = None,
+    hardening: bool = False,
 ) -> str:
-    """Format a line per check, what differs below those that failed, and the mistake's sentence."""
+    """Format a line per core check, what differs below those that failed, and the mistake's
+    sentence; one line for all that is hardening, unless that is asked for."""
     if all(verdict.is_stub for verdict in verdicts):
         return f"{exercise}: not written yet"
     earned, total = count_points(verdicts), sum(verdict.check.points for verdict in verdicts)
-    lines = [paint(f"{exercise}: {earned:g} of {total:g} points", BOLD)]
-    for verdict, points in zip(verdicts, get_points(verdicts), strict=True):
-        mark = paint("✓", GREEN) if verdict.passed else paint("✗", RED)
-        lines.append(f"  {mark} {points:g}/{verdict.check.points:g}  {verdict.check.title}")
-        if verdict.passed and points < verdict.check.points:
-            lines.append("      (this earns nothing alone: another check has to pass as well)")
-        lines += [f"      {line}" for line in verdict.describe().splitlines()]
+    solved = ", solved" if is_solved(verdicts) else ""
+    lines = [paint(f"{exercise}: {earned:.3g} of {total:g} points{solved}", BOLD)]
+    points = dict(zip([v.check for v in verdicts], get_points(verdicts), strict=True))
+    harder = [verdict for verdict in verdicts if not verdict.check.is_core]
+    for verdict in [v for v in verdicts if v.check.is_core]:
+        lines += _format_verdict(verdict, earns=points[verdict.check] > 0)
+    if harder:
+        n_passed = sum(verdict.passed for verdict in harder)
+        mark = paint("✓", GREEN) if n_passed == len(harder) else paint("✗", RED)
+        how = "" if hardening or n_passed == len(harder) else f": check({exercise}, hardening=True)"
+        lines.append(f"  {mark} hardening: {n_passed} of {len(harder)}{how}")
+        if hardening:
+            for verdict in harder:
+                told = _format_verdict(verdict, earns=points[verdict.check] > 0)
+                lines += [f"  {line}" for line in told]
     if sentence is not None:
         lines.append(paint(f"→ {sentence}", YELLOW))
     if note is not None:
         lines.append(note)
+    chapter = verdicts[0].check.chapter
+    if left := len(get_checks(chapter)[exercise]) - len(verdicts):
+        more = "1 slow check was" if left == 1 else f"{left} slow checks were"
+        lines.append(f"({more} not run: check({exercise}, slow=True))")
     return "\n".join(lines)
+
+
+def is_solved(verdicts: list[Verdict]) -> bool:
+    """Return whether all core checks that ran have passed."""
+    core = [verdict.passed for verdict in verdicts if verdict.check.is_core]
+    return bool(core) and all(core)
+
+
+def _format_verdict(verdict: Verdict, earns: bool) -> list[str]:
+    mark = paint("✓", GREEN) if verdict.passed else paint("✗", RED)
+    lines = [f"  {mark} {verdict.check.title}"]
+    if verdict.passed and not earns:
+        lines.append("      (this earns nothing alone: another check has to pass as well)")
+    return lines + [f"      {line}" for line in verdict.describe(is_own=True).splitlines()]

@@ -6,19 +6,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformer_lens  # noqa: F401  before transformers
+from IPython import get_ipython
 from IPython.display import Image, display
 from tabulate import tabulate
 
-from utils.course import stale_cells
-from utils.course.checking import YELLOW, is_solution, is_stub, paint, run_and_print
+from utils.course import attached, stale_cells
+from utils.course.checking import YELLOW, is_solution, is_solved, paint, run_and_print
 from utils.grading.checks import boot_models, get_chapters, get_checks, get_reference
-from utils.grading.judging import count_points
-from utils.grading.substitution import find_answer, find_owner, rebind
+from utils.grading.judging import Verdict, count_points
+from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
+from utils.tracking import tolerate_encoding
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
+NOTHING = {"solved": False, "share": 0.0, "hardening": ""}  # of an exercise that was not checked
 SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cut short
 SOLVED = "COURSE_SOLVED"  # set when the edition with solutions is executed: it needs none lent
 
@@ -27,60 +31,122 @@ def start(chapter: str) -> None:
     """Begin a chapter: what there is to do, and how far you are."""
     if (ROOT / "utils" / "models" / "embedded").exists():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    tolerate_encoding()
+    _choose_threads()
     stale_cells.watch()
+    _watch_classes(chapter)
     done = _load_progress()
     exercises = [name for name in get_checks(chapter)]
     boot_models()
-    solved = sum(done.get(f"{chapter}::{name}", 0) == 1 for name in exercises)
+    solved = sum(done.get(f"{chapter}::{name}", NOTHING)["solved"] for name in exercises)
     print(
         f"{chapter}: {solved} of {len(exercises)} exercises solved. progress() shows all chapters."
     )
 
 
-def check(answer: Any, slow: bool = False) -> None:
+def _watch_classes(chapter: str) -> None:
+    """Keep, from now on, what is attached to a class when its cell runs again."""
+    shell = get_ipython()
+    if shell is None:
+        return
+    classes = {name.partition(".")[0] for name in get_checks(chapter) if "." in name}
+
+    def remember(*_: Any) -> None:
+        attached.remember(shell.user_ns, classes)
+
+    def keep(*_: Any) -> None:
+        if kept := attached.keep(shell.user_ns):
+            print(f"A class was defined anew; what you had written for it stays: {', '.join(kept)}")
+
+    for event, callback in (("pre_run_cell", remember), ("post_run_cell", keep)):
+        for old in shell.events.callbacks[event]:
+            if getattr(old, "__module__", "") == __name__:  # of a set-up cell that ran before
+                shell.events.unregister(event, old)
+        shell.events.register(event, callback)
+
+
+def _choose_threads() -> None:
+    """Leave one thread, or half of the processors that are idle if those are many.
+
+    The models here are small: two threads are hardly faster than one, and on a busy machine they
+    wait for each other, which can make a run ten times as long.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else n_processors
+    threads = max(1, min(4, int(n_processors - busy) // 2))
+    torch.set_num_threads(threads)
+    print(
+        f"PyTorch uses {threads} of {n_processors} processors: torch.set_num_threads(n) changes it."
+    )
+
+
+def check(answer: Any, slow: bool = False, hardening: bool = False) -> None:
     """Check an exercise: `check(compute_advantages)`, or `check(RLHFTrainer.rollout_phase)`.
 
-    Prints how each check went. `slow=True` runs those that train as well. What fails because of
-    your other exercises is checked again with the solutions in their place.
+    Prints how each check went. It is solved when the core checks pass; the others, which ask for
+    what a library would need, stand in one line unless `hardening` is True. `slow=True` runs those
+    that train as well. What fails because of your other exercises is checked again with the
+    solutions in their place.
 
     Raises ValueError for something that is no exercise.
     """
+    tolerate_encoding()
     caller = sys._getframe(1).f_globals
-    chapter, exercise, verdicts = run_and_print(answer, caller, slow)
+    chapter, exercise, verdicts = run_and_print(answer, caller, slow, hardening)
     if stale_cells.is_unrun(exercise):
         print(paint("The cell above was edited after it ran: run it again, then this one.", YELLOW))
     if verdicts and is_solution(chapter, exercise, answer):
         print("This is the solution that catch_up() put in: it does not count as solved.")
     elif verdicts:
-        share = count_points(verdicts) / sum(verdict.check.points for verdict in verdicts)
-        done = _load_progress()
-        done[f"{chapter}::{exercise}"] = max(share, done.get(f"{chapter}::{exercise}", 0))
-        partial = PROGRESS.with_suffix(".partial")
+        _save_progress(f"{chapter}::{exercise}", verdicts)
+
+
+def _save_progress(name: str, verdicts: list[Verdict]) -> None:
+    harder = [verdict.passed for verdict in verdicts if not verdict.check.is_core]
+    done = _load_progress()
+    done[name] = {
+        "solved": is_solved(verdicts),
+        "share": count_points(verdicts) / sum(verdict.check.points for verdict in verdicts),
+        "hardening": f"{sum(harder)} of {len(harder)}" if harder else "",
+    }
+    partial = PROGRESS.with_suffix(".partial")
+    try:
         partial.write_text(json.dumps(done, indent=1))
         os.replace(partial, PROGRESS)
+    except OSError as error:
+        print(f"(Your progress could not be saved in {PROGRESS}: {error.strerror})")
 
 
 def progress() -> None:
-    """Show the course so far: the best that each exercise has reached."""
+    """Show the course so far: how each exercise did when it was last checked."""
+    tolerate_encoding()
     done, rows = _load_progress(), []
     for chapter in get_chapters():
         names = list(get_checks(chapter))
-        shares = [done.get(f"{chapter}::{name}", 0) for name in names]
-        solved = sum(share == 1 for share in shares)
-        bar = "█" * round(20 * sum(shares) / len(shares))
-        rows.append((chapter, f"{bar:·<20}", f"{solved} of {len(names)}"))
-        left = [name for name, share in zip(names, shares, strict=True) if 0 < share < 1]
+        found = [done.get(f"{chapter}::{name}", NOTHING) for name in names]
+        bar = "█" * round(20 * sum(one["share"] for one in found) / len(found))
+        solved = f"{sum(one['solved'] for one in found)} of {len(names)}"
+        rows.append((chapter, f"{bar:·<20}", solved, ""))
         rows += [
-            ("", f"  {name}", f"{done[f'{chapter}::{name}']:.0%} of its points") for name in left
-        ]
-    print(tabulate(rows, ("chapter", "progress", "solved"), disable_numparse=True))
+            ("", f"  {name}", "solved" if one["solved"] else f"{one['share']:.0%} of its points",
+             one["hardening"])
+            for name, one in zip(names, found, strict=True)
+            if 0 < one["share"] < 1 or (one != NOTHING and not one["solved"])
+        ]  # fmt: skip
+    print(tabulate(rows, ("chapter", "progress", "solved", "hardening"), disable_numparse=True))
 
 
-def _load_progress() -> dict[str, float]:
+def _load_progress() -> dict[str, dict[str, Any]]:
     try:
-        return json.loads(PROGRESS.read_text())
+        done = json.loads(PROGRESS.read_text())
     except (OSError, ValueError):  # none yet, or damaged
         return {}
+    # An earlier version noted the share alone.
+    of_before = {n: NOTHING | {"solved": s == 1, "share": s} for n, s in done.items()
+                 if isinstance(s, int | float)}  # fmt: skip
+    return done | of_before
 
 
 def catch_up() -> None:

@@ -12,10 +12,12 @@ from utils.grading.observation import Raised, Unsupported
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an observation differs. `values` is for public checks only."""
+    """Where an observation differs. `values` is for public checks only, and for a student's own
+    notebook where they tell of an error (`is_error`)."""
 
     message: str
     values: str = ""
+    is_error: bool = False
 
 
 def find_mismatch(
@@ -115,7 +117,10 @@ def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
         return Mismatch(yours.message)
     if yours.kind == "NotImplementedError" and not yours.message:
         return Mismatch(f"{yours.place} is not written yet")
-    return Mismatch(f"raised {yours.kind}", f"{yours.message}\n{yours.trace}".strip())
+    what = f"raised {yours.kind}"
+    if yours.origin == "check":
+        what = f"the check could not go on with what it got ({yours.kind})"
+    return Mismatch(what, f"{yours.message}\n{yours.trace}".strip(), is_error=True)
 
 
 def _describe_kind(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Which known mistake a student made: the one whose observations equal theirs.
 
-Where none does, two at once are tried.
+Where none does, two at once are tried, and then the one that explains most.
 """
 
 import functools
@@ -27,7 +27,9 @@ from utils.grading.known_answers import Answer
 from utils.grading.observation import Answers, Raised, run_check
 from utils.grading.substitution import build_module
 
-SEARCH_SECONDS = 5  # after which no pair of mistakes is tried any more
+SEARCH_SECONDS = 5  # in a notebook, after which no mistake and no pair is tried any more
+AT_LEAST = "At least: "  # before a sentence that does not explain all that fails,
+MIN_EXPLAINED = 3  # but one of so many failures
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
 
 
@@ -38,12 +40,15 @@ def grade_answer(check: Check, answer: Answer, secret: str = "") -> Verdict:
     )
 
 
-def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
+def diagnose(
+    verdicts: Iterable[Verdict], secret: str = "", seconds: float | None = None, exact: bool = False
+) -> str | None:
     """Return the sentence of the mistake whose observations equal the student's over all checks.
 
-    Where no mistake's do, the sentences of the two that do together. None if that is more than one
-    mistake or pair, or if none is found in `SEARCH_SECONDS`; and for an error in slow checks alone:
-    to run every known mistake takes longer than reading the error.
+    Where none's do, and there are `seconds` to look, those of the two mistakes that do together;
+    else, unless it has to be `exact`, that of the mistake which explains most of what fails, and a
+    third of it at least. None for a tie of two that fit; and for an error in slow checks alone,
+    as to run every known mistake takes longer than reading the error.
     """
     # The telling ones first, and the quick ones of them: each mistake is run until one differs.
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
@@ -54,20 +59,44 @@ def diagnose(verdicts: Iterable[Verdict], secret: str = "") -> str | None:
         return None
     first = failed[0].check
     known = recorded.load(first.chapter)
-    if known is not None:
-        own = [m for m in known.mistakes if m.exercise == first.exercise]
-        same = [m for m in own if all(_same_as_recorded(v, m, secret) for v in verdicts)]
-        return same[0].sentence if len(same) == 1 else None
-    if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
-        return None
-    mine = [m for m in known_answers.get_mistakes(first.chapter) if m.exercise == first.exercise]
-    deadline = time.monotonic() + SEARCH_SECONDS
+    if known is None:
+        if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
+            return None
+        mine: list[Any] = list(known_answers.get_mistakes(first.chapter))
+    else:
+        mine = list(known.mistakes)
+    mine = [mistake for mistake in mine if mistake.exercise == first.exercise]
+    compare = _same_as_mistake if known is None else _same_as_recorded
+    deadline = None if seconds is None else time.monotonic() + seconds
     # Each mistake is run, which takes seconds at the first time.
     bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=not _in_notebook())
-    fitting = [mistake for mistake in bar if _is_same(verdicts, mistake, secret)]
-    if not fitting:
+    fitting, alike = [], []
+    for mistake in bar:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        n_same = _count_while(compare, verdicts, mistake, secret)
+        fitting += [mistake] * (n_same == len(verdicts))
+        alike += [mistake] * (n_same > 0)
+    if not fitting and known is None and deadline is not None:
         fitting = _find_pairs(verdicts, mine, secret, deadline)
-    return fitting[0].sentence if len(fitting) == 1 else None
+    if fitting or exact:
+        return fitting[0].sentence if len(fitting) == 1 else None
+    most, sentence = (len(failed) - 1) // MIN_EXPLAINED, None
+    for mistake in alike if deadline is None else mine:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        explained = sum(compare(verdict, mistake, secret) for verdict in failed)
+        if explained > most:
+            most, sentence = explained, f"{AT_LEAST}{mistake.sentence}"
+    return sentence
+
+
+def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: str) -> int:
+    """Count the verdicts up to the first on which a mistake does something else."""
+    for n, verdict in enumerate(verdicts):
+        if not compare(verdict, mistake, secret):
+            return n
+    return len(verdicts)
 
 
 def _in_notebook() -> bool:
@@ -118,10 +147,6 @@ def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
         del sys.modules[module.__name__]
 
 
-def _is_same(verdicts: list[Verdict], answer: Answer, secret: str) -> bool:
-    return all(_same_as_mistake(verdict, answer, secret) for verdict in verdicts)
-
-
 def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
     observed = mistake.observed.get(verdict.check.path, recorded.SAME)
     if observed == recorded.SAME or verdict.passed:
@@ -167,14 +192,23 @@ def diagnose_answer(answer: Answer) -> str | None:
     """Return what `diagnose` says of a known mistake: its own sentence, unless another does the
     same."""
     checks = get_quick_checks(answer.chapter, answer.exercise)
-    return diagnose([grade_answer(check, answer) for check in checks])
+    return diagnose([grade_answer(check, answer) for check in checks], exact=True)
 
 
 def grade_exercise(
-    chapter: str, exercise: str, student: Answers, secret: str = "", slow: bool = False
+    chapter: str,
+    exercise: str,
+    student: Answers,
+    secret: str = "",
+    slow: bool = False,
+    hardening: bool = True,
+    seconds: float | None = SEARCH_SECONDS,
 ) -> tuple[list[Verdict], str | None]:
-    """Grade an exercise by every check, and find the mistake's sentence if exactly one fits."""
+    """Grade an exercise by every check, and find the sentence of the mistake.
+
+    hardening: whether a mistake is looked for that fails no core check.
+    """
     checks = get_quick_checks(chapter, exercise) if not slow else get_checks(chapter)[exercise]
     verdicts = [grade(check, student, secret) for check in checks]
-    failed = any(not verdict.passed for verdict in verdicts)
-    return verdicts, diagnose(verdicts, secret) if failed else None
+    failed = any(not v.passed and (hardening or v.check.is_core) for v in verdicts)
+    return verdicts, diagnose(verdicts, secret, seconds) if failed else None

@@ -31,6 +31,7 @@ class Verdict:
     printed: str = ""
     seconds: float = 0.0  # that it took, where it was run here
     is_timeout: bool = False  # it was stopped, where it was run apart
+    is_unwritten: bool = False  # its answer holds nothing but the stub, where it was run apart
 
     @property
     def passed(self) -> bool:
@@ -48,12 +49,14 @@ class Verdict:
             and not last.message  # torch has NotImplementedErrors of its own
         )
 
-    def describe(self) -> str:
+    def describe(self, is_own: bool = False) -> str:
         """Return what failed, for the student; of public checks alone the values, the probe
-        unless it is long, and what was printed."""
+        unless it is long, and what was printed. Who `is_own` sees errors of all checks."""
         if self.mismatch is None:
             return ""
         lines = [self.mismatch.message]
+        if is_own and self.mismatch.is_error and not self.check.public:
+            return "\n".join([*lines, *self.mismatch.values.splitlines()])
         if self.check.public and self.observations and not self.is_stub:
             lines += self.mismatch.values.splitlines()
             source = self.check.source.splitlines()

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import huggingface_hub.constants
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from utils.grading.checks import Check, Rng
 
+ROOT = Path(__file__).parents[2]
+CHECKS = {ROOT / "tests", ROOT / "tests" / "support", ROOT / "tests" / "oracles"}
+STANDARD_LIBRARY = str(Path(os.__file__).parent)
 MAX_NUMBERS = 10**7  # of a tensor that is observed
 
 
@@ -29,6 +33,7 @@ class Raised:
     message: str
     trace: str = ""  # the frames of the student's code
     place: str = ""  # the function that raised
+    origin: str = "answer"  # or "check", where no line of the answer was under way
 
     def __eq__(self, other: Any) -> bool:
         return isinstance(other, Raised) and self._wording() == other._wording()
@@ -78,9 +83,8 @@ def observe(
             raise
         except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
-            observed = Raised(
-                type(error).__name__, _say(error), _format_frames(frames, probe), frames[-1].name
-            )
+            trace, origin = _format_frames(frames, probe), _find_origin(frames)
+            observed = Raised(type(error).__name__, _say(error), trace, frames[-1].name, origin)
     return observed, printed.getvalue()
 
 
@@ -97,29 +101,49 @@ def _say(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
-    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+def usual_settings() -> Iterator[None]:
+    """Set what checks rely on, and leave it as it was: default device and dtype, anomaly mode,
+    deterministic algorithms, precision of products, grad mode, NumPy's errors and warnings."""
+    device, dtype = torch.get_default_device(), torch.get_default_dtype()
+    anomaly, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+    torch.autograd.set_detect_anomaly(False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.enable_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_device(None if device.type == "cpu" else device)
+        torch.set_default_dtype(dtype)
+        torch.autograd.set_detect_anomaly(anomaly, checks_nan)
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.set_float32_matmul_precision(precision)
+
+
+@contextlib.contextmanager
+def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
+    threads = torch.get_num_threads()
     python_state, numpy_state = random.getstate(), np.random.get_state()
     hub, folder = huggingface_hub.constants, os.getcwd()
     offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
     torch.set_num_threads(1)
-    torch.set_default_dtype(dtype)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.random.fork_rng(devices=[]), usual_settings():
+            torch.set_default_dtype(dtype)
             torch.manual_seed(seed)
             yield
     finally:
         hub.HF_HUB_OFFLINE = offline
         os.chdir(folder)
-        torch.set_default_device(None)
-        torch.autograd.set_detect_anomaly(False)
-        torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
-        torch.set_default_dtype(default)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 
@@ -148,12 +172,29 @@ def is_sound(observed: Any) -> bool:
     return not isinstance(observed, Raised | Unsupported)
 
 
+def _is_of_the_check(frame: traceback.FrameSummary) -> bool:
+    path = Path(frame.filename)
+    is_engine = ROOT / "utils" / "grading" in path.parents
+    return is_engine or path.parent in CHECKS or frame.filename.startswith("<tests.")
+
+
+def _is_of_a_library(frame: traceback.FrameSummary) -> bool:
+    return "-packages" in frame.filename or frame.filename.startswith(STANDARD_LIBRARY)
+
+
+def _find_origin(frames: traceback.StackSummary) -> str:
+    """Return "answer" if a line of an answer is among the frames, else "check"."""
+    is_answer = any(not (_is_of_the_check(f) or _is_of_a_library(f)) for f in frames)
+    return "answer" if is_answer else "check"
+
+
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
     """Return the traceback without the engine's and the check's frames; of libraries' only the
     last."""
-    own = (__file__, probe.__code__.co_filename)
-    kept = [frame for frame in frames if frame.filename not in own]
-    kept = [f for f in kept[:-1] if "-packages" not in f.filename] + kept[-1:]
+    is_own = [frame.filename == probe.__code__.co_filename or _is_of_the_check(frame)
+              for frame in frames]  # fmt: skip
+    kept = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
+    kept = [f for f in kept[:-1] if not _is_of_a_library(f)] + kept[-1:]
     return "".join(traceback.format_list(kept)).rstrip()
 
 

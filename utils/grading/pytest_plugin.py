@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.diagnosis import diagnose, diagnose_answer, grade_answer
+from utils.grading.diagnosis import SEARCH_SECONDS, diagnose, diagnose_answer, grade_answer
 from utils.grading.judging import Verdict, count_points, get_points, get_quick_checks, grade
 from utils.grading.known_answers import Answer, get_alternatives, get_chapter_source, get_mistakes
 from utils.grading.observation import Answers
@@ -132,7 +132,8 @@ class Exercise(pytest.Collector):
     @functools.cached_property
     def sentence(self) -> str | None:
         """Return the sentence of the mistake that the student made, over all quick checks."""
-        return diagnose([self.verdicts[check] for check in self.quick_checks], self.secret)
+        verdicts = [self.verdicts[check] for check in self.quick_checks]
+        return diagnose(verdicts, self.secret, SEARCH_SECONDS)
 
     @property
     def quick_checks(self) -> list[Check]:

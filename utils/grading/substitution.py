@@ -5,6 +5,9 @@ Only source and names are needed, so that it works where the graded solution mus
 
 import ast
 import contextlib
+import dataclasses
+import dis
+import inspect
 import itertools
 import sys
 import types
@@ -18,6 +21,7 @@ from utils.grading.catalogue import find_definitions, get_span
 from utils.grading.extraction import get_bound_names
 from utils.grading.observation import Answers
 
+GENERATED = ("__init__", "__repr__", "__eq__", "__setattr__", "__delattr__")  # of a dataclass
 _numbers = itertools.count()
 
 
@@ -94,6 +98,30 @@ def _is_of_the_student(value: Any, names: dict[str, Any]) -> bool:
     home = str(getattr(value, "__module__", ""))
     is_lent = "_built_" in home and home != names.get("__name__")
     return not is_lent and home.partition(".")[0] not in ("solutions", "torch", "builtins")
+
+
+def is_stub(answer: Any) -> bool:
+    """Return whether a function, or every method of a class, does nothing but raise
+    NotImplementedError without a message, whatever else its stub holds."""
+    if isinstance(answer, type):
+        generated = GENERATED if dataclasses.is_dataclass(answer) else ()
+        members = [value for name, value in vars(answer).items() if name not in generated]
+        functions = [f for f in members if isinstance(f, types.FunctionType)]
+        return bool(functions) and all(map(is_stub, functions))
+    function = inspect.unwrap(getattr(answer, "__func__", answer))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    # A finished answer may raise it in a branch, or after all that it returns.
+    end = 0  # of the branches so far
+    for one, other in itertools.pairwise(dis.get_instructions(code)):
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            end = max(end, one.argval)
+        if one.opname.startswith("RETURN_"):
+            return False
+        if one.argval == "NotImplementedError" and other.opname == "RAISE_VARARGS":
+            return one.offset >= end
+    return False
 
 
 def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> Answers:

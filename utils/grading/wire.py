@@ -62,7 +62,7 @@ def _to_tree(value: Any, tensors: dict[str, Tensor]) -> list:
     if isinstance(value, dict):
         return ["dict", [[key, _to_tree(item, tensors)] for key, item in value.items()]]
     if isinstance(value, Raised):
-        said = (value.kind, value.message, value.trace, value.place)
+        said = (value.kind, value.message, value.trace, value.place, value.origin)
         return ["raised", [text[:MAX_STRING_CHARACTERS] for text in said]]
     if isinstance(value, Unsupported):
         return ["unsupported", value.kind[:100]]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from utils.validation import require
@@ -72,15 +73,18 @@ def _copy(model: TransformerBridge) -> TransformerBridge:
 
 
 def load_base_model(
-    name: str | Path, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    name: str | Path,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> TransformerBridge:
     """Boot "embedded" (the model in this repo), a local folder, or a model of the Hugging Face hub.
 
     The device defaults to the GPU if there is one, the dtype to float32. Both are given at the
     start because a bridge that is moved later stops sharing GPT-2's q, k, v weights with `c_attn`.
 
-    Raises ValueError for a name that cannot be loaded.
+    Raises ValueError for a name that cannot be loaded, and for a dtype that is none.
     """
+    exact_dtype = _get_dtype(dtype)
     if str(name) == "embedded":
         name = EMBEDDED_MODEL
     path = Path(name).expanduser()
@@ -99,11 +103,22 @@ def load_base_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     kept = _kept.get(str(name))
     if kept is None:
-        return _boot(str(name), device, dtype or torch.float32)
-    key = (str(device), dtype or torch.float32, torch.get_default_dtype())
+        return _boot(str(name), device, exact_dtype)
+    key = (str(device), exact_dtype, torch.get_default_dtype())
     if key not in kept:
         kept[key] = [_boot(str(name), *key[:2])]
     return kept[key].pop() if len(kept[key]) > 1 else _copy(kept[key][0])
+
+
+def _get_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
+    found: Any = torch.float32 if dtype is None else dtype
+    if isinstance(found, str):
+        found = getattr(torch, found.removeprefix("torch."), found)
+    require(
+        isinstance(found, torch.dtype) and found.is_floating_point,
+        f"dtype should be a floating-point dtype such as torch.bfloat16, but is {dtype!r}",
+    )
+    return found
 
 
 def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> TransformerBridge:
@@ -115,6 +130,9 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
             f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
             f"hub, but there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
+    tokenizer: Any = base.tokenizer
+    if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
+        tokenizer.bos_token = AutoTokenizer.from_pretrained(name).bos_token
     for module in base.modules():
         if type(module) is NormalizationBridge and type(module.original_component) is nn.LayerNorm:
             module.__class__ = NativeLayerNorm

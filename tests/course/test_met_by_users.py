@@ -1,0 +1,333 @@
+"""Faults that people met in notebooks and trainers, each an example of its kind."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from solutions.ch0_sampling import get_samples
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from utils import tracking
+from utils.course import attached, session
+from utils.course.checking import run_and_print
+from utils.grading import diagnosis
+from utils.grading.checks import get_checks
+from utils.grading.observation import Answers
+from utils.grading.substitution import is_stub
+from utils.models.loading import load_base_model
+from utils.rewards import call_reward_fn
+from utils.tracking import describe_args, format_stably
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def without_colour(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def masked_mean(values, mask, dim=None):
+    if isinstance(dim, str):
+        raise NotImplementedError
+    kept = values.masked_fill(~mask, 0.0)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+
+
+# --- Trainers -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos(tmp_path):
+    letters = enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()), 3)
+    vocabulary = {"<|start|>": 0, "<|end|>": 1, "<|pad|>": 2} | {c: i for i, c in letters}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|end|>", pad_token="<|pad|>",
+        additional_special_tokens=["<|start|>"],
+    )  # fmt: skip
+    fast.save_pretrained(tmp_path)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
+        pad_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = load_base_model(tmp_path, device="cpu")
+    assert model.tokenizer.bos_token is None
+    samples = get_samples(model, ["<|start|>user\nHi"], 2)
+    assert samples.input_ids[0, :-2].tolist() == fast("<|start|>user\nHi")["input_ids"]
+
+
+def test_a_bos_is_not_put_before_another():
+    model = load_base_model("embedded", device="cpu")
+    prompt = f"{model.tokenizer.bos_token}This movie is"
+    with pytest.raises(ValueError, match="prompts should not begin with a bos"):
+        get_samples(model, [prompt], 1)
+    twice = get_samples(model, [prompt], 1, temperature=0.0, prepend_bos=False)
+    once = get_samples(model, ["This movie is"], 1, temperature=0.0)
+    assert torch.equal(twice.input_ids, once.input_ids)
+
+
+DESCRIBE = """
+from solutions.ch3_grpo import GrpoArgs
+from utils.tracking import describe_args
+columns = {"accepted": [{"21", "twenty-one", "XXI"}, {"3", "three"}], "rule": [len, lambda x: x]}
+print(describe_args(GrpoArgs(prompts=["a", "b"], columns=columns)))
+"""
+
+
+def test_arguments_are_described_alike_in_every_process():
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", DESCRIBE], cwd=ROOT, capture_output=True, text=True, check=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(said) == 1
+    for plain in ([1, (2.0,), ("a", None)], {"k": ["v", True]}, (1, 2), torch.float16):
+        assert format_stably(plain) == repr(plain)  # as checkpoints of before have it
+    assert format_stably({"b", "a"}) == format_stably({"a", "b"}) == "{'a', 'b'}"
+
+
+def test_a_runs_folder_is_claimed_at_its_start(tmp_path):
+    lock = tracking.claim(tmp_path / "run")
+    with pytest.raises(ValueError, match="another run is writing"):
+        tracking.claim(tmp_path / "run")
+    lock.release()
+    tracking.claim(tmp_path / "run").release()
+
+
+@pytest.mark.parametrize("kind", ["stdout", "stderr"])
+def test_what_a_stream_cannot_encode_ends_nothing(kind, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, kind, stream)
+    tracking.tolerate_encoding()
+    print("✓ ⏎ │", file=getattr(sys, kind), flush=True)
+    assert stream.buffer.getvalue().strip() == b"? ? ?"
+
+
+def test_a_column_has_not_the_name_of_the_samples():
+    with pytest.raises(ValueError, match="columns should not hold 'completions'"):
+        call_reward_fn(lambda completions, **_: [0.0], ["a"], {"completions": ["gold"]})
+
+
+def test_a_dtype_may_be_given_by_its_name():
+    assert load_base_model("embedded", "cpu", "bfloat16").unembed.weight.dtype == torch.bfloat16
+    for wrong in ("bloat16", "int8", torch.int64):
+        with pytest.raises(ValueError, match="dtype should be a floating-point dtype"):
+            load_base_model("embedded", "cpu", wrong)
+    assert GrpoTrainer(GrpoArgs(dtype="bfloat16", device="cpu")).model.cfg.dtype == torch.bfloat16
+    assert describe_args(GrpoArgs(dtype="bfloat16"))["dtype"] == "bfloat16"
+
+
+def test_rewards_may_be_an_array_seen_backwards():
+    rewards = call_reward_fn(lambda samples: np.arange(3.0)[::-1], ["a", "b", "c"], {})
+    assert rewards.tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_logged_in", "mode"),
+    [
+        ({}, False, "offline"),
+        ({}, True, "online"),
+        ({"WANDB_MODE": ""}, False, "offline"),
+        ({"WANDB_MODE": "disabled"}, True, "disabled"),
+        ({"WANDB_DISABLED": "true", "WANDB_MODE": "online"}, True, "disabled"),
+    ],
+)
+def test_the_mode_of_wandb(variables, is_logged_in, mode, monkeypatch):
+    for name in ("WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert tracking.get_wandb_mode(is_logged_in) == mode
+
+
+# --- The notebook -------------------------------------------------------------------------------
+
+
+def test_checks_pass_under_unusual_settings_and_leave_them(capsys):
+    torch.set_default_device("meta")
+    torch.autograd.set_detect_anomaly(True)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run_and_print(masked_mean, globals())
+        assert torch.get_default_device() == torch.device("meta")
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.is_anomaly_enabled()
+        assert not torch.is_grad_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_device(None)
+        torch.autograd.set_detect_anomaly(False)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+    assert "6 of 6 points, solved" in capsys.readouterr().out
+
+
+def test_a_branch_that_is_not_implemented_is_no_stub():
+    def falls_through(kind):
+        if kind == "k1":
+            return 1
+        raise NotImplementedError
+
+    def in_a_loop(kinds):
+        for kind in kinds:
+            if kind:
+                raise NotImplementedError
+        return kinds
+
+    def stub(kind):
+        if kind is None:
+            kind = "k1"
+        raise NotImplementedError
+
+    assert not any(map(is_stub, (masked_mean, falls_through, in_a_loop)))
+    assert is_stub(stub)
+
+
+def test_progress_that_cannot_be_saved_is_one_line(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(session, "PROGRESS", tmp_path / "file" / "progress.json")
+    session.check(masked_mean)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("(Your progress could not be saved in ")
+
+
+def test_progress_follows_a_later_version_that_fails(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(session, "PROGRESS", tmp_path / "progress.json")
+    (tmp_path / "progress.json").write_text('{"ch0_sampling::left_pad": 1}')  # of an older version
+    for source, solved in ((RIGHT, "2 of 9"), (WRONG, "1 of 9")):
+        names = run_cell(source)
+        exec("check(masked_mean)", names | {"check": session.check})
+        capsys.readouterr()
+        session.progress()
+        said = capsys.readouterr().out
+        assert solved in said
+    assert "masked_mean" in said
+
+
+def test_methods_stay_when_the_cell_of_their_class_runs_again():
+    names: dict = {}
+
+    def run(source: str) -> list[str]:
+        attached.remember(names, {"T"})
+        exec(source, names)
+        return attached.keep(names)
+
+    given = "class T:\n    def base(self): return {n}\n    def given(self): return self.mine()"
+    assert run(given.format(n=1)) == []
+    assert run("class T(T):\n    def mine(self): return 1 + super().base()") == []
+    assert run("T.other = lambda self: 5") == []
+    assert run(given.format(n=10)) == ["T.mine", "T.other"]
+    assert (names["T"]().given(), names["T"]().other()) == (11, 5)
+    assert run("class T(T):\n    def mine(self): return 0") == []
+    assert names["T"]().given() == 0
+
+
+def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    try:
+        for load, threads in ((0.0, 4), (11.0, 2), (15.5, 1), (40.0, 1)):
+            monkeypatch.setattr(os, "getloadavg", lambda load=load: (load,), raising=False)
+            session._choose_threads()
+            assert torch.get_num_threads() == threads
+            assert f"uses {threads} of 16" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- Messages -----------------------------------------------------------------------------------
+
+RIGHT = """
+def masked_mean(values, mask, dim=None):
+    kept = values.masked_fill(~mask, 0.0)
+    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+"""
+WRONG = "def masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"
+TWO_ERRORS = """
+def calc_entropy(logits):
+    logprobs = logits.log_softmax(-1)
+    entropy = (logprobs.exp() * logprobs).sum(-1)  # the sign
+    return entropy.double() if logits.shape[-1] > 10_000 else entropy  # and a dtype
+"""
+CELL = """
+def calc_entropy(logits):
+    probs = logits.softmax(-1)
+    return (probs @ probs.log()).sum(-1)
+
+def left_pad(sequences, pad_token_id):
+    return [torch.tensor(s) for s in sequences]
+"""
+
+
+def run_cell(source: str) -> dict:
+    names = {"torch": torch}
+    exec(compile(source, "/tmp/ipykernel_1/123.py", "exec"), names)
+    return names
+
+
+def check(source: str, name: str, **options) -> None:
+    names = run_cell(source)
+    run_and_print(names[name], names, **options)
+
+
+def test_an_error_shows_its_text_and_the_line_of_the_answer(capsys):
+    check(CELL, "calc_entropy", hardening=True)
+    said = capsys.readouterr().out
+    n_checks = len(get_checks("ch0_sampling")["calc_entropy"])
+    assert said.count("raised RuntimeError") == n_checks
+    assert said.count('123.py", line 4, in calc_entropy') == n_checks
+    assert "shapes cannot be multiplied" in said
+
+
+def test_an_error_of_the_check_is_not_said_to_be_the_answers(capsys):
+    check(CELL, "left_pad")
+    said = capsys.readouterr().out
+    assert "raised" not in said
+    assert "the check could not go on with what it got" in said
+
+
+def test_hardening_stands_in_one_line_and_slow_checks_are_said_to_exist(capsys):
+    harder = [check for check in get_checks("ch0_sampling")["masked_mean"] if not check.is_core]
+    check(RIGHT, "masked_mean")
+    said = capsys.readouterr().out
+    assert f"hardening: {len(harder)} of {len(harder)}\n" in said
+    assert harder[0].title not in said
+    check(RIGHT, "masked_mean", hardening=True)
+    said = capsys.readouterr().out
+    assert all(check.title in said for check in harder)
+    assert "slow" not in said
+    check("from solutions.ch0_sampling import sample_next_token", "sample_next_token")
+    said = capsys.readouterr().out
+    assert "(1 slow check was not run: check(sample_next_token, slow=True))" in said
+
+
+def test_the_mistake_that_explains_most_is_named(capsys):
+    """A known mistake, and besides one that nobody has noted."""
+    check(TWO_ERRORS, "calc_entropy")
+    assert f"→ {diagnosis.AT_LEAST}" in capsys.readouterr().out
+
+
+def test_the_search_for_a_mistake_ends(monkeypatch):
+    monkeypatch.setattr(diagnosis, "observe_answer", lambda *_: pytest.fail("it went on"))
+    student = Answers(run_cell(WRONG))
+    verdicts, sentence = diagnosis.grade_exercise(
+        "ch0_sampling", "masked_mean", student, seconds=-1
+    )
+    assert sentence is None
+    assert not all(verdict.passed for verdict in verdicts)

@@ -1,0 +1,47 @@
+"""Methods that stay on a class when the cell that gives it runs once more.
+
+A class is given in one cell, and its exercises re-open it in later ones: `class T(T)`. Running the
+first again would lose what was written in the others.
+"""
+
+import types
+from typing import Any
+
+from utils.grading.substitution import rebind
+
+METHODS = (types.FunctionType, classmethod, staticmethod, property)
+_before: dict[str, type] = {}  # the classes as they were when a cell began
+
+
+def remember(names: dict[str, Any], classes: set[str]) -> None:
+    """Note what classes of these names there are, before a cell runs."""
+    _before.clear()
+    _before.update({n: names[n] for n in classes if isinstance(names.get(n), type)})
+
+
+def keep(names: dict[str, Any]) -> list[str]:
+    """Put back, after a cell has run, what was attached to the classes that it defined anew.
+
+    Returns what is put back, as "T.method".
+    """
+    kept = []
+    for name, old in _before.items():
+        new = names.get(name)
+        if not isinstance(new, type) or issubclass(new, old) or new.__module__ != old.__module__:
+            continue
+        layers = [cls for cls in reversed(old.__mro__) if cls.__name__ == name]
+        lost = {key for layer in layers for key in _get_methods(layer)} - _get_methods(new).keys()
+        for key, method in _get_methods(layers[0]).items() if layers else ():
+            if key in lost:
+                setattr(new, key, rebind(method, new))
+        for layer in layers[1:]:
+            new = type(name, (new,), {"__module__": old.__module__, "__doc__": new.__doc__})
+            for key, method in _get_methods(layer).items():
+                setattr(new, key, rebind(method, new))
+        names[name] = new
+        kept += [f"{name}.{key}" for key in sorted(lost)]
+    return kept
+
+
+def _get_methods(cls: type) -> dict[str, Any]:
+    return {key: value for key, value in vars(cls).items() if isinstance(value, METHODS)}
