@@ -205,6 +205,17 @@ def gradient_at_the_start(student, rng):
     return gradients_of_layer(layer(x) * weights, layer)
 
 
+@check("LoraLayer", tier="hardening")
+def inputs_of_other_dtypes(student, rng):
+    """x in bfloat16, float16 and float64 is cast to the dtype of the adapter"""
+    layer = random_layer(student, rng, 5, 3)
+    x = rng.normal(4, 5)
+    return {
+        f"the result of x in {dtype}": layer(x.bfloat16().to(dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    }
+
+
 # --- make_lora_hooks ----------------------------------------------------------------------------
 
 
@@ -1321,6 +1332,19 @@ def memory_of_the_reference(student, rng):
     return found | {"weights that go back": name_changed(changed, model)}
 
 
+@check("TransformerWithLora.reference", tier="hardening")
+def what_reference_yields(student, rng):
+    """It yields the model itself; gradients are recorded inside if they are outside, or not"""
+    model = set_alike(boot(student, "shallow"), rng)
+    ids, mask = ragged_batch(rng)
+    with model.reference() as yielded:
+        found = {"the logits of what is yielded": score(yielded, ids, mask)}
+        found["gradients are recorded inside"] = torch.is_grad_enabled()
+    with torch.no_grad(), model.reference():
+        found["gradients are recorded inside, under no_grad"] = torch.is_grad_enabled()
+    return found
+
+
 # --- TransformerWithLora.merged -----------------------------------------------------------------
 
 
@@ -1813,6 +1837,27 @@ def every_site_is_saved(student, rng):
     return _save_and_load(student, rng, "llama", sites, sites[::-1], Path, "adapter", dtype)
 
 
+def _measure_adapters(model) -> dict[str, Tensor]:
+    return measure(p for p in model.trainable_parameters() if p.ndim > 1)
+
+
+def _save_random(student, rng, folder: str, alpha: int) -> tuple[Any, Path]:
+    model = set_alike(boot(student, "shallow", alpha=alpha, sites=("attn.q", "mlp.out")), rng)
+    path = Path(folder, "adapter.safetensors")
+    model.save_adapter(path)
+    return model, path
+
+
+@check("TransformerWithLora.save_adapter", tier="hardening")
+def the_scaling_is_noted(student, rng):
+    """What was saved with one alpha / rank does not go into a model with another"""
+    with tempfile.TemporaryDirectory() as folder:
+        _, path = _save_random(student, rng, folder, alpha=7)
+        other = set_alike(boot(student, "shallow", alpha=8, sites=("attn.q", "mlp.out")), rng)
+        found = {"an error is raised": is_error(other.load_adapter, path)}
+        return found | {"the parameters": _measure_adapters(other)}
+
+
 @check("TransformerWithLora.load_adapter", public=True, holds=_is_loaded)
 def loaded_into_another(student, rng):
     """What one model saved gives a second one the same logits, in the parameters that it has"""
@@ -1826,6 +1871,25 @@ def loaded_into_eleven_blocks(student, rng):
     """11 blocks, each of which gets its own adapter from the file"""
     sites = ("attn.q",)
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter")
+
+
+@check("TransformerWithLora.load_adapter", tier="hardening")
+def refused_files_change_nothing(student, rng):
+    """Another alpha / rank, and a file whose last matrix has another shape: the model stays"""
+    with tempfile.TemporaryDirectory() as folder:
+        _, path = _save_random(student, rng, folder, alpha=7)
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        last = sorted(name for name, tensor in state.items() if tensor.ndim > 1)[-1]
+        wrong = Path(folder, "wrong.safetensors")
+        save_file(state | {last: torch.cat([state[last]] * 2)}, wrong, metadata=metadata)
+        found = {}
+        for name, alpha, file in (("another alpha", 8, path), ("another shape", 7, wrong)):
+            model, _ = _save_random(student, rng, tempfile.mkdtemp(dir=folder), alpha)
+            found[f"{name}: an error is raised"] = is_error(model.load_adapter, file)
+            found[f"{name}: the parameters afterwards"] = _measure_adapters(model)
+        return found
 
 
 LOADED_WRONGLY = {
@@ -2044,4 +2108,18 @@ def small_and_large_batches(student, rng):
         ),
         "1025 targets": sft_loss_and_gradient(student, *large, large_mask),
         "a row of 1100 tokens": sft_loss_and_gradient(student, *long, every_64th | long_mask),
+    }
+
+
+@check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
+def no_targets(student, rng):
+    """No target at all, or none but the first tokens: the loss is 0, and so is its gradient"""
+    logits, tokens, loss_mask = sft_batch(rng)
+    none = torch.zeros_like(loss_mask)
+    firsts = none.clone()
+    firsts[:, 0] = True
+    return {
+        "no target": sft_loss_and_gradient(student, logits, tokens, none),
+        "the first tokens alone": sft_loss_and_gradient(student, logits, tokens, firsts),
+        "some": sft_loss_and_gradient(student, logits, tokens, loss_mask),
     }

@@ -6,6 +6,7 @@ hooks are added once and stay, and one without TransformerLens.
 
 import functools
 from contextlib import contextmanager
+from pathlib import Path
 
 import einops
 import torch
@@ -35,7 +36,8 @@ class WithLinear(nn.Module):
         nn.init.uniform_(self.lora_A, -(d_in**-0.5), d_in**-0.5)
 
     def forward(self, x):
-        return self.alpha / self.rank * F.linear(F.linear(x, self.lora_A.T), self.lora_B.T)
+        low = F.linear(x.type_as(self.lora_A), self.lora_A.T)
+        return self.alpha / self.rank * F.linear(low, self.lora_B.T)
 
 
 @right("LoraLayer")
@@ -63,7 +65,7 @@ class WithEinsum(nn.Module):
         self.register_parameter("lora_B", nn.Parameter(torch.zeros(rank, d_out)))
 
     def forward(self, x):
-        low = einops.einsum(x, self.lora_A, "... d_in, d_in rank -> ... rank")
+        low = einops.einsum(x.to(self.lora_B.dtype), self.lora_A, "... d_in, d_in rank -> ... rank")
         return einops.einsum(low, self.lora_B, "... rank, rank d_out -> ... d_out") * self.scaling
 
 
@@ -142,8 +144,11 @@ class _Common(nn.Module):
         save_file(state | {"scaling": torch.tensor(self.scaling)}, path)
 
     def load_adapter(self, path):
-        state = load_file(path)
-        del state["scaling"]
+        state, own = load_file(path), self.adapters.state_dict()
+        if state.pop("scaling").item() != torch.tensor(self.scaling).item():
+            raise ValueError("alpha / rank should fit")
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
+            raise ValueError("sites and shapes should fit")
         self.adapters.load_state_dict(state)
 
 
@@ -209,7 +214,7 @@ class HooksThatStay(_Common):
         assert self.state == "on", f"{state} inside {self.state}"
         self.state = state
         try:
-            yield
+            yield self
         finally:
             self.state = "on"
 
@@ -320,7 +325,7 @@ class WithoutTransformerLens(_Common):
 
     @contextmanager
     def reference(self):
-        with self._enter("reference"), torch.no_grad():
+        with self._enter("reference"):
             yield self
 
     @contextmanager
@@ -441,7 +446,8 @@ SMALL_CHANGES = [
         "TransformerWithLora.save_adapter",
         "to_the_path_at_once",
         'save_file(state, partial, metadata={"scaling": str(float(self._layers[0].scaling))})',
-        "partial.write_bytes(__import__('safetensors.torch').torch.save(state))",
+        "noted = {'scaling': f'{self._layers[0].alpha / self._layers[0].rank}'}\n"
+        "        partial.write_bytes(__import__('safetensors.torch').torch.save(state, noted))",
     ),
 ]
 
@@ -457,7 +463,7 @@ def scaled_by_zero(self):
         try:
             for layer in self._layers:
                 layer.scaling = 0.0
-            yield
+            yield self
         finally:
             del self._in_mode, enter
             for layer, scaling in zip(self._layers, scalings, strict=True):
@@ -478,6 +484,7 @@ class _Off:
 
     def __enter__(self):
         self.model._mode = "off"
+        return self.model
 
     def __exit__(self, *error):
         self.model._mode = "hooked"
@@ -493,7 +500,13 @@ def refuses_at_the_call(self):
     """What is in the way is said at once, not on entering."""
     if self._mode != "hooked":
         raise RuntimeError("the adapters are off already")
-    return self._in_mode("reference")
+    return _enter(self)
+
+
+@contextmanager
+def _enter(model):
+    with model._in_mode("reference"):
+        yield model
 
 
 @right("TransformerWithLora.merged")
@@ -523,14 +536,21 @@ def with_plain_tensors(self):
 
 @right("TransformerWithLora.load_adapter")
 def through_bytes(self, path):
+    import json
+    import struct
+
     from safetensors.torch import load
 
-    with open(path, "rb") as file:
-        state = load(file.read())
-    for name, own in self.trainable_state().items():
+    data, mine = Path(path).read_bytes(), self.trainable_state()
+    (length,) = struct.unpack("<Q", data[:8])
+    noted = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    assert float(noted["scaling"]) == self._layers[0].scaling, "alpha / rank should fit"
+    state = load(data)
+    for name, own in mine.items():
         assert state[name].shape == own.shape, f"{name} should be {own.shape}"
-        own.copy_(state.pop(name))
-    assert not state, f"unknown: {list(state)}"
+    assert state.keys() == mine.keys(), f"unknown: {state.keys() - mine.keys()}"
+    for name, own in mine.items():
+        own.copy_(state[name])
 
 
 # --- calc_sft_loss ------------------------------------------------------------------------------
@@ -541,12 +561,14 @@ def by_gather(logits, tokens, loss_mask):
     predicted, mask = logits[:, :-1].double(), loss_mask[:, 1:]
     predicted = predicted.masked_fill(~mask[..., None], 0)
     chosen = predicted.gather(-1, tokens[:, 1:, None])[..., 0] - predicted.logsumexp(-1)
-    return -(chosen.where(mask, 0).sum() / mask.sum()).to(logits.dtype)
+    return -(chosen.where(mask, 0).sum() / mask.sum().clamp(min=1)).to(logits.dtype)
 
 
 @right("calc_sft_loss")
 def by_cross_entropy(logits, tokens, loss_mask):
     rows, columns = loss_mask[:, 1:].nonzero(as_tuple=True)
+    if not len(rows):
+        return logits.new_zeros(()) * logits.sum()
     return F.cross_entropy(logits[rows, columns], tokens[rows, columns + 1])
 
 
@@ -555,7 +577,9 @@ def with_ignored_labels(logits, tokens, loss_mask):
     labels = tokens.masked_fill(~loss_mask, -100).roll(-1, 1)
     labels[:, -1] = -100
     clean = logits.masked_fill((labels == -100)[..., None], 0)
-    return F.cross_entropy(einops.rearrange(clean, "b s v -> (b s) v"), labels.flatten())
+    flat = einops.rearrange(clean, "b s v -> (b s) v")
+    loss = F.cross_entropy(flat, labels.flatten(), reduction="sum")
+    return loss / max(1, int((labels != -100).sum()))
 
 
 as_a_lambda = right("calc_sft_loss")(
@@ -564,6 +588,7 @@ as_a_lambda = right("calc_sft_loss")(
         .log_softmax(dim=-1)[
             torch.arange(int(loss_mask[:, 1:].sum())), tokens[:, 1:][loss_mask[:, 1:]]
         ]
-        .mean()
+        .sum()
+        / max(int(loss_mask[:, 1:].sum()), 1)
     )
 )

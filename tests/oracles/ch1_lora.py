@@ -227,5 +227,7 @@ def parameters_by_backward(self):
 def sft_loss_by_loops(logits, tokens, loss_mask):
     """Pick the targets one by one, and score them with torch.distributions."""
     targets = [(i, t) for i, t in loss_mask.nonzero().tolist() if t > 0]
+    if not targets:
+        return (logits * 0).sum()
     predictions = Categorical(logits=torch.stack([logits[i, t - 1] for i, t in targets]))
     return -predictions.log_prob(torch.stack([tokens[i, t] for i, t in targets])).mean()

@@ -25,8 +25,8 @@ import yaml
 
 from utils.grading import catalogue
 from utils.grading.catalogue import Mistake, find_definitions, get_span
-from utils.grading.checks import get_checks, get_reference
-from utils.grading.extraction import get_bound_names, select_statements
+from utils.grading.checks import get_chapters, get_checks, get_reference
+from utils.grading.extraction import get_bound_names, get_used_names, select_statements
 from utils.grading.observation import Answers
 from utils.grading.substitution import ChapterSource, build_module
 
@@ -144,8 +144,33 @@ def get_chapter_source(chapter: str) -> ChapterSource:
     """Return the reference of a chapter as source."""
     exercises, definitions = tuple(get_checks(chapter)), get_definitions(chapter)
     inherited = tuple(name for name in exercises if name not in definitions)
+    may_call = {exercise: get_callable(chapter, exercise) for exercise in exercises}
     companions = get_companions(chapter)
-    return ChapterSource(chapter, get_source(chapter), exercises, companions, inherited)
+    return ChapterSource(chapter, get_source(chapter), exercises, companions, inherited, may_call)
+
+
+@functools.cache
+def get_callable(chapter: str, exercise: str) -> tuple[str, ...]:
+    """Return the functions and classes of a chapter's exercises that one of them may call: what its
+    solution calls, and what stands before it."""
+    exercises = tuple(get_checks(chapter))
+    before = exercises[: exercises.index(exercise)]
+    tops = [name.partition(".")[0] for name in (*before, *_get_called(chapter, exercise))]
+    return tuple(dict.fromkeys(tops))
+
+
+def get_called(chapter: str, exercise: str) -> list[str]:
+    """Return the exercises that the solution of one calls, of its chapter and of earlier ones."""
+    chapters = get_chapters()
+    known = {e for c in chapters[: chapters.index(chapter) + 1] for e in get_checks(c)}
+    return [name for name in _get_called(chapter, exercise) if name in known and name != exercise]
+
+
+def _get_called(chapter: str, exercise: str) -> list[str]:
+    definitions = get_definitions(chapter)
+    names = [exercise, *get_companions(chapter).get(exercise, ())]
+    used = [get_used_names(definitions[name]) for name in names if name in definitions]
+    return sorted(set().union(*used))
 
 
 @functools.cache

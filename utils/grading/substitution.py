@@ -34,6 +34,7 @@ class ChapterSource:
     exercises: tuple[str, ...]
     companions: dict[str, tuple[str, ...]] = field(default_factory=dict)  # written with an exercise
     inherited: tuple[str, ...] = ()  # methods that the chapter's own class inherits
+    may_call: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by exercise; else all
 
     def without(self, *names: str) -> "ChapterSource":
         """Leave out these functions, classes or methods, with what is written with them.
@@ -143,17 +144,19 @@ def alone(
     """Put the reference in place of the chapter's exercises except one of the caller's.
 
     The caller's functions find each other in its namespace: there, too, the reference stands in
-    until the end, and lends what is not there.
+    until the end, and lends what is not there, of the exercises those that this one may call.
     """
     name, _, method = exercise.partition(".")
-    others = {other.partition(".")[0] for other in source.exercises} - {name}
+    tops = {other.partition(".")[0] for other in source.exercises}
+    others = tops.intersection(source.may_call.get(exercise, tops)) - {name}
     if method:
         reference, answer = _graft(source, name, method, caller[name])
     else:
         reference = source.without(exercise).build(**{name: answer})
     swapped = {other: reference[other] for other in others} | {name: answer}
     bound = set().union(*map(get_bound_names, ast.parse(source.without(exercise).source).body))
-    swapped |= {key: reference[key] for key in bound - caller.keys() if key in reference}
+    given = bound - tops - caller.keys()
+    swapped |= {key: reference[key] for key in given if key in reference}
     saved = {key: caller[key] for key in swapped if key in caller}
     caller.update(swapped)
     try:
