@@ -211,7 +211,6 @@ def test_every_exercise_has_an_oracle_and_a_public_check(chapter, exercise):
 )
 def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
     mine = [m for m in known_answers.get_mistakes(chapter) if m.exercise == exercise]
-    assert len(mine) >= 5
     sentences = [m.sentence for m in mine]
     assert all(s.endswith(".") for s in sentences)
     assert len(set(sentences)) == len(sentences)

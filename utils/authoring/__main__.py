@@ -2,7 +2,7 @@
 
 python -m utils.authoring [CHAPTER ...]     the student's notebook and, executed, the solved one
 python -m utils.authoring --no-execute      the student's notebooks alone
-python -m utils.authoring --checks          outputs of checks alone, in solutions/CHAPTER.ipynb
+python -m utils.authoring --checks          text and outputs of checks, in solutions/CHAPTER.ipynb
 python -m utils.authoring --without-solutions DIR    for course bundles, into DIR
 python -m utils.authoring --points          new exercises into tests/points.toml; edits stay
 """

@@ -34,6 +34,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from utils.authoring import stubs
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
+from utils.grading.known_answers import get_called
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
@@ -111,12 +112,16 @@ class _Builder:
         options = yaml.safe_load(body)
         if not REQUIRED <= options.keys() <= FIELDS:
             wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
-            raise ValueError(f"{self.chapter} {name}: fields that lack or are unknown: {wrong}")
+            raise ValueError(
+                f"{self.chapter} {name}: the block should have {sorted(REQUIRED)} and may have "
+                f"{sorted(FIELDS - REQUIRED)}, but these lack or are unknown: {wrong}"
+            )
         self.placed.append(name)
         self.markdown(
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
+            f"{self._say_callable(name)}"
         )
         solved, inherited = self.edition.solved, options.get("inherited", False)
         if not inherited:
@@ -132,6 +137,13 @@ class _Builder:
         elif self.edition.folded_solutions:
             code = f"```python\n{piece.solution}\n```\n\n{options['why'].strip()}"
             self.markdown(_fold("Solution", code))
+
+    def _say_callable(self, exercise: str) -> str:
+        """Say what an exercise may call: what is lent to it where it is missing."""
+        names = [f"`{name}`" for name in get_called(self.chapter, exercise)]
+        if self.placed[:-1]:
+            names.append("any exercise above")
+        return f" · may call {', '.join(names)}" if names else ""
 
 
 def _dots(n: int) -> str:
@@ -189,7 +201,8 @@ def _require_every_exercise(chapter: str, placed: list[str]) -> None:
     if sorted(placed) != sorted(exercises):
         missing, twice = set(exercises) - set(placed), [n for n in placed if placed.count(n) > 1]
         raise ValueError(
-            f"{chapter}: each exercise has one place; missing {missing}, twice {twice}"
+            f"{chapter}: each exercise with checks should have one {{exercise}} block in "
+            f"chapters/source/{chapter}.md, but missing are {missing}, and twice there are {twice}"
         )
 
 
@@ -214,9 +227,22 @@ def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> Noteb
 
 
 def check_anew(chapter: str, notebook: NotebookNode) -> None:
-    """Renew the outputs of an executed notebook's cells that check, and of no other."""
-    if get_sources(notebook) != get_sources(build(chapter, Edition(solved=True))):
-        raise ValueError(f"{chapter}: the notebook is not as its source says: execute it")
+    """Renew an executed notebook's text and the outputs of its cells that check.
+
+    All other outputs stay. Raises ValueError if other code has changed since it was executed.
+    """
+    built = build(chapter, Edition(solved=True))
+    old, new = (
+        [cell for cell in each.cells if cell.cell_type == "code"] for each in (notebook, built)
+    )
+    changed = [two.source for one, two in zip(old, new, strict=False) if one.source != two.source]
+    if changed or len(old) != len(new):
+        where = changed[0].splitlines()[0] if changed else "a code cell more or less"
+        raise ValueError(f"{chapter}: code has changed ({where}): build it without --checks")
+    for one, two in zip(old, new, strict=True):
+        two.outputs, two.execution_count = one.outputs, one.execution_count
+    notebook.cells, notebook.metadata = built.cells, built.metadata
+    notebook.metadata = nbformat.from_dict(METADATA | {"course": built.metadata["course"]})
     import ipykernel  # noqa: F401  checks print in colour where it is
 
     names = vars(get_reference(chapter)) | {"CHAPTER": chapter}
