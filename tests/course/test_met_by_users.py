@@ -242,7 +242,7 @@ def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     try:
-        for load, threads in ((0.0, 4), (11.0, 2), (15.5, 1), (40.0, 1)):
+        for load, threads in ((0.0, 8), (11.0, 5), (15.2, 1), (40.0, 1)):
             monkeypatch.setattr(os, "getloadavg", lambda load=load: (load,), raising=False)
             session._choose_threads()
             assert torch.get_num_threads() == threads

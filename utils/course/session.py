@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
 NOTHING = {"solved": False, "share": 0.0, "hardening": ""}  # of an exercise that was not checked
+MAX_THREADS = 8  # the models are small: more hardly help
 SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cut short
 SOLVED = "COURSE_SOLVED"  # set when the edition with solutions is executed: it needs none lent
 
@@ -66,16 +67,16 @@ def _watch_classes(chapter: str) -> None:
 
 
 def _choose_threads() -> None:
-    """Leave one thread, or half of the processors that are idle if those are many.
+    """Use the processors that are idle, eight at most and one at least.
 
-    The models here are small: two threads are hardly faster than one, and on a busy machine they
-    wait for each other, which can make a run ten times as long.
+    Threads that have to share a processor wait for each other, which can make a run ten times as
+    long as one thread does.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
     n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else n_processors
-    threads = max(1, min(4, int(n_processors - busy) // 2))
+    threads = max(1, min(MAX_THREADS, round(n_processors - busy)))
     torch.set_num_threads(threads)
     print(
         f"PyTorch uses {threads} of {n_processors} processors: torch.set_num_threads(n) changes it."
