@@ -115,7 +115,7 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "run": (
         {
-            "mine.ipynb": notebook("%run tools.ipynb", MEAN.format(fill="zero()")),
+            "mine.ipynb": notebook("%run -n tools.ipynb --steps 3", MEAN.format(fill="zero()")),
             "tools.ipynb": notebook("def zero():\n    return 0.0", "zero()\n1 / 0"),
         },
         "masked_mean",
@@ -177,6 +177,39 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
     "a walrus counts as the last": (
         {"q.py": b"def masked_mean(values, mask, dim=None):\n    return values\n"
                  + PLAIN.replace("masked_mean", "mine").encode() + b"\n(masked_mean := mine)\n"},
+        "masked_mean",
+    ),
+    "main guard": (
+        {"q.py": b"if __name__ == '__main__':\n    FILL = 0.0\n    train()\n"
+                 + MEAN.format(fill="FILL").encode()},
+        "masked_mean",
+    ),
+    "latin-1": (
+        {"q.py": ("# -*- coding: latin-1 -*-\nf\u00fcll = 0.0\n" + MEAN.format(fill="f\u00fcll"))
+                 .encode("latin-1")},
+        "masked_mean",
+    ),
+    "single dispatch": (
+        {"q.py": b"import functools, torch\n@functools.singledispatch\n"
+                 b"def masked_mean(values, mask, dim=None):\n    raise TypeError\n"
+                 b"@masked_mean.register\n"
+                 + PLAIN.strip().replace("masked_mean(values,", "_(values: torch.Tensor,")
+                 .encode()},
+        "masked_mean",
+    ),
+    "many magics": (
+        {"q.ipynb": notebook("\n".join(f"!echo {n}" for n in range(600)), PLAIN)}, "masked_mean"
+    ),
+    "compiled": ({"q.py": f"import torch\n@torch.compile{PLAIN}".encode()}, "masked_mean"),
+    "counted, and an experiment": (
+        {"q.ipynb": notebook(PLAIN.replace("    kept", "    global N\n    N += 1\n    kept"),
+                             "N = 0", "while True:\n    masked_mean(x, y)")},
+        "masked_mean",
+    ),
+    "logged, and an endless experiment": (
+        {"q.ipynb": notebook("LOG = []\ndef log(x):\n    LOG.append(x)",
+                             PLAIN.replace("    kept", "    log(1)\n    kept", 1),
+                             "import time\nwhile True:\n    time.sleep(1)\n    log(2)")},
         "masked_mean",
     ),
     "method attached": ({"t.ipynb": attach_methods()}, "RLHFTrainer.learning_phase"),

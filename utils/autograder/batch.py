@@ -31,6 +31,10 @@ KEPT = (
 )  # fmt: skip
 
 
+# More threads, and CUDA, hang a forked child. What is compiled needs a compiler's processes.
+SET = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+
+
 @dataclass(frozen=True)
 class Options:
     """secret: what the seeds derive from. points: the TOML file. seconds: of one check.
@@ -152,7 +156,7 @@ def _start_forkserver() -> Connection:
     forkserver = subprocess.Popen(
         [sys.executable, "-m", "utils.autograder.forkserver", str(theirs.fileno())],
         cwd=ROOT,
-        env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | kept,  # both hang a forked child
+        env=SET | kept,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
     )

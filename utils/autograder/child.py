@@ -4,13 +4,16 @@ Everything here is in the student's reach; what it says is judged elsewhere. It 
 the fork, and never with a solution, an oracle or the checks' modules as they are.
 """
 
+import contextlib
 import importlib
 import linecache
 import marshal
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -28,6 +31,7 @@ from utils.grading.extraction import (
     describe_left_out,
     get_bound_names,
     get_flags,
+    is_effect,
     run_statement,
     select_statements,
 )
@@ -42,6 +46,8 @@ from utils.grading.substitution import (
 )
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
+
+MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
 
 
 def prepare() -> None:
@@ -100,7 +106,7 @@ def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> 
             code = compile_statement(statement, flags)
         except Exception as error:
             code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
-        compiled.append((place, code))
+        compiled.append((place, code, is_effect(statement)))
     return marshal.dumps((compiled, sources))
 
 
@@ -171,20 +177,40 @@ def load(
     """
     module = build_module(stand_in.chapter, "from __future__ import annotations")
     loaded = [(name, *marshal.loads(data)) for name, data in files]
-    codes = [code for _, compiled, _ in loaded for _, code in compiled]
+    codes = [code for _, compiled, _ in loaded for _, code, _ in compiled]
     # After all that is installed: they stand in for none of it.
     sys.meta_path.append(SubmittedModules(helpers, codes))
     said = []
+    left = float(MAX_EFFECT_SECONDS)
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
         module.__package__ = ".".join(Path(name).parts[:-1])
-        for place, code in compiled:
+        for place, code, is_timed in compiled:
+            start = time.monotonic()
             try:
-                _run_or_lend(code, module.__dict__, stand_in if is_lent else None)
+                with limit_seconds(left if is_timed else 0):
+                    _run_or_lend(code, module.__dict__, stand_in if is_lent else None)
             except BaseException as error:  # costs what it defines
                 said.append(f"{place}: {type(error).__name__}: {error}"[:300])
+            left = max(left - (time.monotonic() - start) * is_timed, 0.1)
     return module.__dict__, "\n".join(said[:20])
+
+
+@contextlib.contextmanager
+def limit_seconds(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in a block that takes longer; 0 sets no limit."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it took more than the {MAX_EFFECT_SECONDS} s for loops and calls")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _run_or_lend(code: CodeType, names: dict[str, Any], stand_in: ChapterSource | None) -> None:

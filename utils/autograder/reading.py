@@ -19,6 +19,7 @@ SUFFIXES = (".ipynb", ".py")
 # Of the course's folder, what students do not write; beside one of these, it is that folder.
 COURSE_FOLDERS = ("solutions", "tests", "utils")
 COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/authoring")
+MAX_COURSES = 20  # copies of the course in a submission that are looked for
 MAX_FILES = 200
 MAX_DEPTH = 3  # of zips in zips, as learning platforms send them
 MAX_NAME_CHARACTERS = 1000  # of a file, with its folders: it stands in reports
@@ -126,7 +127,7 @@ def _gather(name: str, entries: list[Entry]) -> SubmittedFiles:
         except Exception as error:
             problems.append(f"{entry} cannot be read: {_say(error)}")
     if n_own:
-        places = ", ".join(folder for folder in own)[:200]
+        places = ", ".join(own)[:200]
         problems.append(f"{n_own} files of the course itself were left out: {places}")
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
@@ -165,7 +166,8 @@ def _find_course_folders(entries: list[str]) -> tuple[str, ...]:
             parts = f"/{entry}/".partition(f"/{mark}/")
             if parts[1]:
                 roots.add(parts[0].strip("/"))
-    return tuple(sorted(f"{r}/{f}/".lstrip("/") for r in roots for f in COURSE_FOLDERS))
+    chosen = sorted(roots)[:MAX_COURSES]
+    return tuple(f"{r}/{f}/".lstrip("/") for r in chosen for f in COURSE_FOLDERS)
 
 
 def _expand(entries: Iterable[Entry], budget: Budget, problems: list[str], depth: int = 1):

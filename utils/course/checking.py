@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import sys
+import time
 from typing import Any
 
 from utils.grading.checks import (
@@ -14,7 +15,7 @@ from utils.grading.checks import (
     get_reference,
     has_reference,
 )
-from utils.grading.diagnosis import grade_exercise
+from utils.grading.diagnosis import SEARCH_SECONDS, grade_exercise
 from utils.grading.judging import (
     Verdict,
     count_points,
@@ -47,6 +48,8 @@ def run_and_print(
 def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: bool) -> Grade:
     exercise = _get_exercise(answer, caller)
     chapter = find_chapter(exercise)
+    if "." not in exercise and "." in getattr(answer, "__qualname__", ""):
+        answer = caller.get(exercise, answer)
     if is_stub(answer):
         print(paint(f"{exercise}: not written yet: its cell still holds the stub", YELLOW))
         return chapter, exercise, []
@@ -59,6 +62,7 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
     student = Answers(given, caller, home, rest)
+    start = time.monotonic()
     verdicts, sentence = grade_exercise(chapter, exercise, student, slow=slow, hardening=hardening)
     if not verdicts:
         print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
@@ -70,7 +74,14 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
         note = "This needs other exercises that are not written yet: check it again after those."
     elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
-            again = grade_exercise(chapter, exercise, student_alone, slow=slow, hardening=hardening)
+            again = grade_exercise(
+                chapter,
+                exercise,
+                student_alone,
+                slow=slow,
+                hardening=hardening,
+                seconds=max(SEARCH_SECONDS - (time.monotonic() - start), 0),
+            )
         if count_points(again[0]) > count_points(verdicts):
             pairs = zip(verdicts, again[0], strict=True)
             mended = [now.check for before, now in pairs if now.passed and not before.passed]
@@ -149,7 +160,10 @@ def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
         found = caller.get(name)
         if found is not None and answer is (getattr(found, method, None) if method else found):
             return exercise
-    return getattr(answer, "__qualname__", repr(answer))
+    name = getattr(answer, "__qualname__", repr(answer))
+    if (top := name.partition(".")[0]) in exercises and name not in exercises:
+        return top  # a method of a class that is one exercise
+    return name
 
 
 def is_solution(chapter: str, exercise: str, answer: Any) -> bool:
@@ -189,8 +203,9 @@ def format_verdicts(
     lines = [paint(f"{exercise}: {earned:.3g} of {total:g} points{solved}", BOLD)]
     points = dict(zip([v.check for v in verdicts], get_points(verdicts), strict=True))
     harder = [verdict for verdict in verdicts if not verdict.check.is_core]
+    seen: set[str] = set()
     for verdict in [v for v in verdicts if v.check.is_core]:
-        lines += _format_verdict(verdict, earns=points[verdict.check] > 0)
+        lines += _format_verdict(verdict, points[verdict.check] > 0, seen)
     if harder:
         n_passed = sum(verdict.passed for verdict in harder)
         mark = paint("✓", GREEN) if n_passed == len(harder) else paint("✗", RED)
@@ -198,7 +213,7 @@ def format_verdicts(
         lines.append(f"  {mark} hardening: {n_passed} of {len(harder)}{how}")
         if hardening:
             for verdict in harder:
-                told = _format_verdict(verdict, earns=points[verdict.check] > 0)
+                told = _format_verdict(verdict, points[verdict.check] > 0, seen)
                 lines += [f"  {line}" for line in told]
     if sentence is not None:
         lines.append(paint(f"→ {sentence}", YELLOW))
@@ -217,9 +232,15 @@ def is_solved(verdicts: list[Verdict]) -> bool:
     return bool(core) and all(core)
 
 
-def _format_verdict(verdict: Verdict, earns: bool) -> list[str]:
+def _format_verdict(verdict: Verdict, earns: bool, seen: set[str]) -> list[str]:
+    """Format a check; an error that was `seen` above is not told once more."""
     mark = paint("✓", GREEN) if verdict.passed else paint("✗", RED)
     lines = [f"  {mark} {verdict.check.title}"]
     if verdict.passed and not earns:
         lines.append("      (this earns nothing alone: another check has to pass as well)")
-    return lines + [f"      {line}" for line in verdict.describe(is_own=True).splitlines()]
+    told = verdict.describe(is_own=True).splitlines()
+    if verdict.mismatch is not None and verdict.mismatch.is_error:
+        if verdict.mismatch.values in seen:
+            told = [f"{verdict.mismatch.message}, as above"]
+        seen.add(verdict.mismatch.values)
+    return lines + [f"      {line}" for line in told]

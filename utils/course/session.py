@@ -57,7 +57,7 @@ def _watch_classes(chapter: str) -> None:
 
     def keep(*_: Any) -> None:
         if kept := attached.keep(shell.user_ns):
-            print(f"A class was defined anew; what you had written for it stays: {', '.join(kept)}")
+            print(f"A class was defined anew; what was attached to it stays: {', '.join(kept)}")
 
     for event, callback in (("pre_run_cell", remember), ("post_run_cell", keep)):
         for old in shell.events.callbacks[event]:
@@ -129,7 +129,9 @@ def progress() -> None:
         found = [done.get(f"{chapter}::{name}", NOTHING) for name in names]
         bar = "█" * round(20 * sum(one["share"] for one in found) / len(found))
         solved = f"{sum(one['solved'] for one in found)} of {len(names)}"
-        rows.append((chapter, f"{bar:·<20}", solved, ""))
+        harder = [one["hardening"].split(" of ") for one in found if one["hardening"]]
+        sums = [sum(int(pair[i]) for pair in harder) for i in (0, 1)]
+        rows.append((chapter, f"{bar:·<20}", solved, f"{sums[0]} of {sums[1]}" if harder else ""))
         rows += [
             ("", f"  {name}", "solved" if one["solved"] else f"{one['share']:.0%} of its points",
              one["hardening"])

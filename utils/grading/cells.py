@@ -5,10 +5,12 @@ be told apart from the error.
 """
 
 import ast
+import io
 import itertools
 import json
 import re
 import textwrap
+import tokenize
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -24,10 +26,20 @@ MAX_PIECES = 40  # that one statement may span there, as a long string in column
 MAX_SAID = 3  # errors of a cell that are named
 # Cell magics whose body runs here, and leaves its names behind; `%%timeit` leaves none.
 PYTHON_MAGICS = {"time", "capture", "prun", "debug", "wandb", "memit", "mprun", "pyinstrument"}
-UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+MAX_ERRORS = 200  # after which the rest of a text is not read
+MAX_MAGICS = 100  # of a cell that IPython transforms, which takes their square
+UNPARSABLE = (
+    SyntaxError,
+    ValueError,
+    RuntimeError,
+    MemoryError,
+)  # RecursionError is a RuntimeError
 # What goes on with the statement above, though it stands in column 0.
+_MAIN_GUARD = re.compile(r"__name__ == '__main__'|'__main__' == __name__")
 _CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
-_RUN_MAGIC = re.compile(r"^%run\s+(?:-i\s+)?[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?\s*$", re.M)
+_RUN_MAGIC = re.compile(
+    r"^%run\s+(?:-\w+\s+)*[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?(?:\s.*)?$", re.M
+)
 
 
 @dataclass
@@ -76,8 +88,13 @@ def parse(data: bytes, name: str) -> Parsed:
 
 
 def _decode(data: bytes) -> str:
-    is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell's > writes
-    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors="replace")
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):  # as PowerShell's > writes
+        return data.decode("utf-16", errors="replace")
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    except SyntaxError:  # an encoding that there is not, or bytes that are not UTF-8
+        encoding = "utf-8-sig"
+    return data.decode(encoding, errors="replace")
 
 
 def _strip_outputs(notebook: Any) -> None:
@@ -107,6 +124,8 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
         return
     text = _RUN_MAGIC.sub(_import_instead, _blank_magics(text))
     readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(text)]
+    if len(re.findall(r"^\s*[%!]", text, re.M)) > MAX_MAGICS:
+        readings[1] = lambda: _make_plain(text)
     for read in readings:
         try:
             statements = _read_statements(read(), place)
@@ -172,7 +191,18 @@ def _read_statements(text: str, place: str, first_line: int = 1) -> list[Any]:
     for statement in statements:
         ast.increment_lineno(statement, first_line - 1)
         statement.first_line += first_line - 1
-    return statements
+    return [inner for statement in statements for inner in _open_main_guard(statement)]
+
+
+def _open_main_guard(statement: Any) -> list[Any]:
+    """Return what stands under `if __name__ == "__main__":`, as it is so where people work."""
+    if not isinstance(statement, ast.If) or not _MAIN_GUARD.fullmatch(ast.unparse(statement.test)):
+        return [statement]
+    body: list[Any] = list(statement.body)
+    place = vars(statement)["place"]
+    for inner in body:
+        inner.text, inner.first_line, inner.place = ast.unparse(inner), inner.lineno, place
+    return body
 
 
 def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
@@ -187,7 +217,7 @@ def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
     errors, statements, at = [], [], 0
     if len(lines) > MAX_LINES_IN_PIECES:
         errors, starts = [f"{place} is too long to be read in spite of its errors"], []
-    while at < len(starts):
+    while at < len(starts) and len(errors) <= MAX_ERRORS:
         for end in ends[at : at + MAX_PIECES]:
             piece = "\n".join(lines[starts[at] : end])
             try:

@@ -120,6 +120,8 @@ def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
     what = f"raised {yours.kind}"
     if yours.origin == "check":
         what = f"the check could not go on with what it got ({yours.kind})"
+        if "NoneType" in yours.message:
+            what += ": it got None, perhaps for want of a `return`"
     return Mismatch(what, f"{yours.message}\n{yours.trace}".strip(), is_error=True)
 
 

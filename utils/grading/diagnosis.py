@@ -28,8 +28,7 @@ from utils.grading.observation import Answers, Raised, run_check
 from utils.grading.substitution import build_module
 
 SEARCH_SECONDS = 5  # in a notebook, after which no mistake and no pair is tried any more
-AT_LEAST = "At least: "  # before a sentence that does not explain all that fails,
-MIN_EXPLAINED = 3  # but one of so many failures
+AT_LEAST = "At least in part: "  # before a sentence that does not explain all that fails
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
 
 
@@ -46,9 +45,10 @@ def diagnose(
     """Return the sentence of the mistake whose observations equal the student's over all checks.
 
     Where none's do, and there are `seconds` to look, those of the two mistakes that do together;
-    else, unless it has to be `exact`, that of the mistake which explains most of what fails, and a
-    third of it at least. None for a tie of two that fit; and for an error in slow checks alone,
-    as to run every known mistake takes longer than reading the error.
+    else, unless it has to be `exact`, that of the mistake which explains most of the core checks
+    that fail, and half of them at least. None for a tie of two that fit, for a name that is
+    missing, and for an error in slow checks alone, as to run every known mistake takes longer than
+    reading the error.
     """
     # The telling ones first, and the quick ones of them: each mistake is run until one differs.
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
@@ -58,6 +58,8 @@ def diagnose(
     if not failed:
         return None
     first = failed[0].check
+    if all(_is_a_typo(verdict) for verdict in failed):
+        return None
     known = recorded.load(first.chapter)
     if known is None:
         if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
@@ -81,14 +83,22 @@ def diagnose(
         fitting = _find_pairs(verdicts, mine, secret, deadline)
     if fitting or exact:
         return fitting[0].sentence if len(fitting) == 1 else None
-    most, sentence = (len(failed) - 1) // MIN_EXPLAINED, None
+    core = [verdict for verdict in failed if verdict.check.is_core] or failed
+    most, sentence = (0, 0), None
     for mistake in alike if deadline is None else mine:
         if deadline is not None and time.monotonic() > deadline:
             break
-        explained = sum(compare(verdict, mistake, secret) for verdict in failed)
-        if explained > most:
+        same = [verdict for verdict in failed if compare(verdict, mistake, secret)]
+        explained = (sum(verdict in core for verdict in same), len(same))
+        if 2 * explained[0] >= len(core) and explained > most:
             most, sentence = explained, f"{AT_LEAST}{mistake.sentence}"
     return sentence
+
+
+def _is_a_typo(verdict: Verdict) -> bool:
+    """Return whether a name is missing, which says enough."""
+    last = verdict.observations[-1]
+    return isinstance(last, Raised) and last.kind in ("NameError", "UnboundLocalError")
 
 
 def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: str) -> int:

@@ -40,14 +40,17 @@ def select_statements(statements: list[Any], exercises: Iterable[str]) -> list[A
     imports = [s for s in statements if isinstance(s, _IMPORTS)]
     taken = {id(s) for s in imports if not _is_future(s)}
     left = [s for s in statements if not isinstance(s, _IMPORTS)]
+    exercises = set(exercises)
     functions, libraries = _find_effects(left), _get_library_names(imports)
+    for name in exercises & functions.keys():  # an experiment that calls an exercise is none of it
+        functions[name] = _Effects([], set(), set(), [])
     changed = {
         id(s): get_bound_names(s)
         | _get_imported_names(s)
         | (_get_altered_names(s, functions) - libraries)
         for s in left
     }
-    needed = set(exercises)
+    needed = exercises
     while more := [s for s in left if changed[id(s)] & needed]:
         taken |= {id(s) for s in more}
         left = [s for s in left if id(s) not in taken]
@@ -105,6 +108,13 @@ def get_flags(statements: Iterable[ast.stmt]) -> int:
     for name in names & {*__future__.all_feature_names}:
         flags |= getattr(__future__, name).compiler_flag
     return flags
+
+
+def is_effect(statement: ast.stmt) -> bool:
+    """Return whether a statement is run for what it alters, as a loop or a call is."""
+    return not isinstance(
+        statement, _IMPORTS | _FUNCTIONS | ast.ClassDef | ast.Assign | ast.AnnAssign
+    )
 
 
 def compile_statement(statement: Any, flags: int) -> CodeType:
@@ -329,7 +339,8 @@ def _get_altered_by(call: ast.Call, functions: dict[str, _Effects]) -> set[str]:
 def _get_altered_by_decorator(decorator: ast.expr, functions: dict[str, _Effects]) -> set[str]:
     """Return the registry of `@REGISTRY.register`, and T of `@add_to(T)`."""
     call = decorator if isinstance(decorator, ast.Call) else None
-    name = _get_root(call.func if call else decorator)
-    if name in functions:
+    function = call.func if call else decorator
+    name = _get_root(function)
+    if name in functions and isinstance(function, ast.Name):
         return functions[name].globals  # the call itself is looked at like any other
     return {name, *(_get_root(argument) for argument in (call.args if call else ()))}

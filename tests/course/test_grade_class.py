@@ -1,0 +1,153 @@
+"""What an instructor does with a class: points, late work, another try, a roster, grade books."""
+
+import csv
+import json
+import shutil
+
+import pytest
+
+from tests.attacks.containers import make_notebook
+from tests.course.test_grade import get_exercise, linux, load_reports, run_grade
+from utils.autograder.roster import Person, match, read_roster
+from utils.grading.known_answers import get_source
+from utils.grading.points import FILE
+from utils.grading.scoring import earn, weigh
+
+CHAPTER = "ch4_kl"
+ROSTER = """id,name,email,late,adjustment,comment
+101,"Doe, Jane",,20,,two days late
+102,John Smith,,,1.5,explained it well
+103,Zoë Müller,zm@example.org,,,
+104,Nobody There,,,,
+"""
+
+
+def read_csv(path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@linux
+def test_a_class_from_its_first_day_to_its_grade_book(tmp_path):
+    folder, out = tmp_path / "handed in", tmp_path / "graded"
+    folder.mkdir()
+    right = get_source(CHAPTER)
+    half = right + "\n\ndef calc_exact_kl(logits, ref_logits):\n    return logits.sum(-1)\n"
+    (folder / "doejane_101_9000_hw.ipynb").write_text(make_notebook(*right.split("\n\n\n")))
+    (folder / "John Smith_55_assignsubmission_file_.py").write_text(half)
+    (folder / "broken.ipynb").write_bytes(b"%PDF-1.7")
+    points, roster = tmp_path / "points.toml", tmp_path / "roster.csv"
+    shutil.copy(FILE, points)
+    roster.write_text(ROSTER)
+    options = ["--out", out, "--chapters", CHAPTER, "--points", points, "--roster", roster]
+    first = run_grade(*sorted(folder.iterdir()), *options)
+    assert first.returncode == 1, first.stderr
+    assert "not graded: broken" in first.stderr
+    assert "Nobody There (104) handed in nothing" in first.stderr
+    reports = load_reports(out)
+    jane, john = reports["doejane_101_9000_hw"], reports["John Smith_55_assignsubmission_file_"]
+    assert jane["score"] == jane["max_score"] > john["score"] > 0
+    assert (reports["broken"]["score"], reports["broken"]["max_score"]) == (0, jane["max_score"])
+    assert jane["seconds"] >= sum(e["seconds"] for e in jane["exercises"]) - 0.5 > 0
+    grades = {row["id"]: row for row in read_csv(out / "grades.csv")}
+    assert float(grades["101"]["total"]) == pytest.approx(0.8 * jane["score"])
+    assert float(grades["102"]["total"]) == pytest.approx(john["score"] + 1.5)
+    assert float(grades["104"]["total"]) == 0
+    assert read_csv(out / "moodle.csv")[0]["RLHF"] == grades["101"]["total"]
+    assert read_csv(out / "canvas.csv")[1]["RLHF"] == grades["101"]["total"]
+
+    # Other points run nothing; a late submission joins the others.
+    text = points.read_text().replace(
+        '"calc_exact_kl" = { points = 7', '"calc_exact_kl" = { points = 70'
+    )
+    points.write_text(text.replace("core_share = 0.6667", "core_share = 1"))
+    assert points.read_text() != FILE.read_text()
+    again = run_grade(*sorted(folder.iterdir()), *options)
+    assert "(3 from before)" in again.stdout, again.stdout
+    changed = load_reports(out)
+    most = jane["max_score"] + 63
+    assert {report["max_score"] for report in changed.values()} == {most}
+    assert changed["doejane_101_9000_hw"]["score"] == most
+    (tmp_path / "zm.py").write_text(right)
+    late = run_grade(tmp_path / "zm.py", *options)
+    assert late.returncode == 0, late.stderr
+    assert len(read_csv(out / "class.csv")) == 4
+    assert {row["id"]: row for row in read_csv(out / "grades.csv")}["103"]["submission"] == "zm"
+
+    # One exercise again: of the others, what is stored stays.
+    path = out / "zm" / "report.json"
+    report = json.loads(path.read_text())
+    for exercise in report["exercises"]:
+        exercise["sentence"] = "stored"
+    path.write_text(json.dumps(report))
+    once = run_grade(tmp_path / "zm.py", *options, "--again", "calc_exact_kl")
+    assert once.returncode == 0, once.stderr
+    stored = json.loads(path.read_text())
+    assert get_exercise(stored, "calc_exact_kl")["sentence"] is None
+    assert get_exercise(stored, "calc_kl_estimate")["sentence"] == "stored"
+    assert stored["score"] == most
+    wrong = run_grade(tmp_path / "zm.py", *options, "--again", "calc_exact")
+    assert "perhaps calc_exact_kl" in wrong.stderr
+    secret = run_grade(tmp_path / "zm.py", *options, "--secret", "another")
+    assert "(0 from before)" in secret.stdout
+    assert get_exercise(json.loads(path.read_text()), "calc_kl_estimate")["sentence"] is None
+
+
+def test_core_checks_share_two_thirds():
+    class Check:
+        def __init__(self, points, tier, earns_alone=True):
+            self.points, self.tier, self.earns_alone = points, tier, earns_alone
+
+    checks = [
+        Check(1, "core", False),
+        Check(3, "core"),
+        Check(1, "hardening"),
+        Check(1, "hardening"),
+    ]
+    weights = weigh(checks, 12)
+    assert weights == pytest.approx([2, 6, 2, 2])
+    assert weigh(checks, 12, core_share=1) == pytest.approx([3, 9, 0, 0])
+    assert weigh(checks[2:], 12) == pytest.approx([6, 6])
+    assert sum(earn(checks, [True, False, False, False], weights)) == 0  # a worked number, alone
+    assert sum(earn(checks, [True, True, False, True], weights)) == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        ("doejane_101_9000_hw", "101"),
+        ("Jane Doe_55_assignsubmission_file_", "101"),
+        ("hw-102", "102"),
+        ("smith_john_hw (1)", "102"),
+        ("zoe mueller", None),
+        ("Zoe Muller final", "103"),
+        ("zm", "103"),
+        ("1012", None),
+        ("jane and john smith 101", "101"),
+        ("solution", None),
+    ],
+)
+def test_whose_a_submission_is(name, owner, tmp_path):
+    (tmp_path / "roster.csv").write_text(ROSTER)
+    found = match([name], read_roster(tmp_path / "roster.csv"))
+    assert (found[name].id if name in found else None) == owner
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,mail\nx,y\n", "the first line should name id, name"),
+        ("id,name\n1,a\n1,b\n", "each id should stand there once"),
+        ("id,name,late\n1,a,often\n", "line 2: late should be a number from 0 to 100"),
+        ("id,name\n,a\n", "line 2: id and name should not be empty"),
+    ],
+)
+def test_what_is_no_roster_is_said(text, said, tmp_path):
+    (tmp_path / "roster.csv").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        read_roster(tmp_path / "roster.csv")
+
+
+def test_a_penalty_and_an_adjustment():
+    assert Person("1", "a", late=25, adjustment=-1).count(8) == 5
+    assert Person("1", "a", adjustment=-10).count(8) == 0
