@@ -65,11 +65,14 @@ def run(action: str, arguments: dict[str, Any]) -> bytes:
     return wire.pack(actions[action](**arguments))
 
 
-def list_definitions(files: list[tuple[str, bytes]], names: dict[str, set[str]]) -> dict[str, Any]:
+def list_definitions(
+    files: list[tuple[str, bytes]], names: dict[str, set[str]], given: frozenset[str] = frozenset()
+) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
     Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file
-    and what of it is not run, by cell and line; and how many definitions are stubs.
+    and what of it is not run, by cell and line, without lines `given` by the course; and how many
+    definitions are stubs.
     """
     defined: set[str] = set()
     problems: list[str] = []
@@ -85,7 +88,7 @@ def list_definitions(files: list[tuple[str, bytes]], names: dict[str, set[str]])
             problems += [problem[:300] for problem in parsed.problems]
             defined |= set().union(*map(get_bound_names, statements))
             stubs += count_stubs(statements)
-            left_out += describe_left_out(parsed.statements, statements)
+            left_out += describe_left_out(parsed.statements, statements, given)
             code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
     mine = {chapter: sorted(defined & its) for chapter, its in names.items() if defined & its}
     return {

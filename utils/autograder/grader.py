@@ -22,7 +22,7 @@ from utils.grading.checks import Check, get_chapters, get_checks
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
 from utils.grading.judging import Verdict, count_points, judge
-from utils.grading.known_answers import get_chapter_source, get_source
+from utils.grading.known_answers import get_chapter_source, get_given_lines, get_source
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import Points
 from utils.grading.probes import collect_sources
@@ -125,7 +125,7 @@ class Grader:
             if self.is_out_of_time:
                 problems.append(f"{file[0]} was not read, as others took too long")
                 continue
-            arguments = {"files": [file], "names": self.names}
+            arguments = {"files": [file], "names": self.names, "given": get_given_lines()}
             reply = self.ask(Job("list_definitions", self.seconds, arguments))
             try:
                 seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import re
 import symtable
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -69,8 +69,13 @@ def _get_library_names(imports: Iterable[Any]) -> set[str]:
     return names
 
 
-def describe_left_out(statements: list[Any], taken: list[Any]) -> list[str]:
-    """Say which statements do something and are not run, by file, cell and line."""
+def describe_left_out(
+    statements: list[Any], taken: list[Any], given: Collection[str] = ()
+) -> list[str]:
+    """Say which statements do something and are not run, by file, cell and line.
+
+    given: first lines of statements of the course's own notebooks, which are not named.
+    """
     quiet = (ast.Import, ast.ImportFrom, ast.Assert, _FUNCTIONS, ast.ClassDef, ast.Assign,
              ast.AnnAssign, ast.AugAssign, ast.Pass)  # fmt: skip
     said = []
@@ -78,8 +83,9 @@ def describe_left_out(statements: list[Any], taken: list[Any]) -> list[str]:
     for statement in statements:
         if id(statement) in ids or isinstance(statement, quiet) or _is_quiet_call(statement):
             continue
-        line = statement.text.strip().split("\n")[0][:80]
-        said.append(f"{statement.place}, line {statement.first_line}: {line}")
+        line = statement.text.strip().split("\n")[0].strip()
+        if line not in given:
+            said.append(f"{statement.place}, line {statement.first_line}: {line[:80]}")
     more = [f"and {len(said) - MAX_LEFT_OUT} more"] * (len(said) > MAX_LEFT_OUT)
     return said[:MAX_LEFT_OUT] + more
 

@@ -174,6 +174,17 @@ def _get_called(chapter: str, exercise: str) -> list[str]:
 
 
 @functools.cache
+def get_given_lines() -> frozenset[str]:
+    """Return the lines of the code cells that the course's notebooks give, such as experiments."""
+    lines = {"if root is None:"}  # of the set-up cell
+    for path in SOURCES.glob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        for _, cell in re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S):
+            lines |= {line.strip() for line in cell.split("\n")}
+    return frozenset(lines)
+
+
+@functools.cache
 def get_companions(chapter: str) -> dict[str, tuple[str, ...]]:
     """Return by exercise what is written with it, and helpers that its solution alone has.
 
