@@ -14,7 +14,6 @@ from typing import Any
 from utils.grading.cells import SUFFIXES, Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
-    get_bound_names,
     get_flags,
     run_statement,
     select_statements,
@@ -67,9 +66,9 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
         name, _ = self.files[module.__name__]
         statements = self._parse(name).statements
-        bound = set().union(*map(get_bound_names, statements))
         definitions = {s.name for s in statements if isinstance(s, _DEFINITIONS)}
-        taken = select_statements(statements, definitions | (bound & self._get_mentioned(name)))
+        wanted = definitions | self._get_mentioned(name)
+        taken = select_statements(statements, wanted, are_graded=False)
         flags = get_flags(statements)
         for statement in taken:
             run_statement(compile_statement(statement, flags), module.__dict__)

@@ -35,14 +35,19 @@ _NAMESPACES = {"globals", "locals", "vars", "setattr"}
 MAX_LEFT_OUT = 20  # statements that are named
 
 
-def select_statements(statements: list[Any], exercises: Iterable[str]) -> list[Any]:
-    """Select imports, and the statements that the exercises need, in their order."""
+def select_statements(
+    statements: list[Any], exercises: Iterable[str], are_graded: bool = True
+) -> list[Any]:
+    """Select imports, and the statements that the exercises need, in their order.
+
+    are_graded: a call of one of them is an experiment, whatever it alters.
+    """
     imports = [s for s in statements if isinstance(s, _IMPORTS)]
     taken = {id(s) for s in imports if not _is_future(s)}
     left = [s for s in statements if not isinstance(s, _IMPORTS)]
     exercises = set(exercises)
     functions, libraries = _find_effects(left), _get_library_names(imports)
-    for name in exercises & functions.keys():  # an experiment that calls an exercise is none of it
+    for name in exercises & functions.keys() if are_graded else ():
         functions[name] = _Effects([], set(), set(), [])
     changed = {
         id(s): get_bound_names(s)
