@@ -198,12 +198,14 @@ def is_as_built(path: Path) -> bool:
 
 def _require_every_exercise(chapter: str, placed: list[str]) -> None:
     exercises = list(get_checks(chapter))
-    if sorted(placed) != sorted(exercises):
-        missing, twice = set(exercises) - set(placed), [n for n in placed if placed.count(n) > 1]
-        raise ValueError(
-            f"{chapter}: each exercise with checks should have one {{exercise}} block in "
-            f"chapters/source/{chapter}.md, but missing are {missing}, and twice there are {twice}"
-        )
+    wrong = {
+        f"has no {{exercise}} block in chapters/source/{chapter}.md": set(exercises) - {*placed},
+        f"has no check in tests/test_{chapter}.py": {*placed} - set(exercises),
+        "has more than one {exercise} block": {n for n in placed if placed.count(n) > 1},
+    }
+    said = [f"{name} {what}" for what, names in wrong.items() for name in sorted(names)]
+    if said:
+        raise ValueError(f"{chapter}: {'; '.join(said)}")
 
 
 def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> NotebookNode:
