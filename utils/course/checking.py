@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import os
 import sys
-import time
 from typing import Any
 
 from utils.grading.checks import (
@@ -62,8 +61,10 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
     student = Answers(given, caller, home, rest)
-    start = time.monotonic()
-    verdicts, sentence = grade_exercise(chapter, exercise, student, slow=slow, hardening=hardening)
+    # A half of the time for the search is left for the exercise alone.
+    verdicts, sentence = grade_exercise(
+        chapter, exercise, student, slow=slow, hardening=hardening, seconds=SEARCH_SECONDS / 2
+    )
     if not verdicts:
         print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
         return chapter, exercise, []
@@ -80,7 +81,7 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
                 student_alone,
                 slow=slow,
                 hardening=hardening,
-                seconds=max(SEARCH_SECONDS - (time.monotonic() - start), 0),
+                seconds=SEARCH_SECONDS / 2,
             )
         if count_points(again[0]) > count_points(verdicts):
             pairs = zip(verdicts, again[0], strict=True)
