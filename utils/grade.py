@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         for name, report in _show_progress(done, len(named), len(todo)):
             report |= {"grader": version, "path": str(named[name].absolute())}
             if name in only:
-                report = points.score(merge(kept[name], report))
+                report = points.score(merge(stored[name], report))
             reports[name] = report
             write_submission(args.out / name, report)
     except ValueError as error:
@@ -241,7 +241,13 @@ def merge(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
     """Put exercises that were graded again in the place of those of before."""
     new = {(e["chapter"], e["name"]): e for e in again["exercises"]}
     exercises = [new.get((e["chapter"], e["name"]), e) for e in before["exercises"]]
-    return again | {"exercises": exercises, "chapters": before["chapters"]}
+    return again | {
+        "exercises": exercises,
+        "chapters": before["chapters"],
+        "grader": before.get("grader"),  # what is stored of others may be of an earlier one
+        "protections": sorted({*before["protections"]} & {*again["protections"]}),
+        "seconds": round(sum(exercise["seconds"] for exercise in exercises), 1),
+    }
 
 
 if __name__ == "__main__":

@@ -44,7 +44,11 @@ class Run:
             trainer.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
         self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"
-        self.log = RunLog(trainer.folder, trainer.history, args)
+        try:
+            self.log = RunLog(trainer.folder, trainer.history, args)
+        except BaseException:  # as wandb raises
+            self.lock.release()
+            raise
         self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
         self.state = trainer.get_state()
         self.start = time.perf_counter()

@@ -77,11 +77,13 @@ def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
     found = {}
     for name in names:
         words = _split(name)
+        owners: dict[str, Person] = {}
         for get_keys in (_get_id, _get_address, _get_names):
             fitting = [p for p in people if any(_is_in(key, words) for key in get_keys(p))]
             if len(fitting) == 1:
-                found[name] = fitting[0]
-                break
+                owners[fitting[0].id] = fitting[0]
+        if len(owners) == 1:
+            (found[name],) = owners.values()
     return found
 
 

@@ -74,8 +74,9 @@ def _choose_threads() -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else n_processors
+    n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    n_processors = n_processors or os.cpu_count() or 1
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     threads = max(1, min(MAX_THREADS, round(n_processors - busy)))
     torch.set_num_threads(threads)
     print(
