@@ -1301,7 +1301,7 @@ OBJECTIVE_CHECK = {
 }
 
 
-@check("RlvrTrainer.compute_rlhf_objective", public=True, **OBJECTIVE_CHECK)
+@check("RlvrTrainer.compute_rlhf_objective", public=True, beside=True, **OBJECTIVE_CHECK)
 def rlvr_objective_by_default(student, rng):
     """The defaults: GRPO's objective"""
     defaults = {"clip_coef": 0.2, "clip_coef_high": None, "ent_coef": 0.001, "kl_coef": 0.04}

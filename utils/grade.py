@@ -65,11 +65,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--require-isolation", action="store_true",
                         help="grade nothing where a protection is missing")  # fmt: skip
     args = parser.parse_args(arguments)
-    # Paths may follow --again: what is there and no exercise is one.
-    paths = [name for name in args.again or () if "/" in name or Path(name).suffix]
-    paths = [name for name in paths if name not in _list_all_exercises()]
-    args.paths += map(Path, paths)
-    args.again = None if args.again is None else [n for n in args.again if n not in paths]
+    # Paths may follow --again and --chapters: what is there and no such name is one.
+    for option, known in (("again", _list_all_exercises()), ("chapters", list_chapters())):
+        given = getattr(args, option)
+        if given is not None:
+            paths = [name for name in given if name not in known and Path(name).exists()]
+            args.paths += map(Path, paths)
+            setattr(args, option, [name for name in given if name not in paths])
     if not args.paths:
         parser.error("there should be a PATH of a submission at least")
     return args
@@ -94,6 +96,13 @@ def main(arguments: list[str] | None = None) -> int:
     secret = args.secret or _load_secret(args.out)
     stored = load_reports(args.out)
     named = name_submissions(list(dict.fromkeys(args.paths)), _get_places(stored))
+    others = [report for name, report in stored.items() if name not in named]
+    if any(report.get("set", args.chapters) != args.chapters for report in others):
+        said = (
+            f"--chapters should be as for what is in {args.out} already: give the same, or another"
+        )
+        print(f"{said} --out, as pages and grade books would mix them", file=sys.stderr)
+        return 2
     version = _digest_grader(args, secret)
     kept = {n: r for n, r in stored.items() if n not in named or _is_current(r, named[n], version)}
     again = args.again or []
@@ -119,6 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
         done = batch.grade_all(todo, args.jobs, options) if todo else []
         for name, report in _show_progress(done, len(named), len(todo)):
             report |= {"grader": version, "path": str(named[name].absolute())}
+            report |= {"set": args.chapters}
             if name in only:
                 report = points.score(merge(stored[name], report))
             reports[name] = report
@@ -133,6 +143,9 @@ def main(arguments: list[str] | None = None) -> int:
     if args.roster:
         for line in write_grades(args.out, people, list(reports.values()), args.assignment):
             print(line, file=sys.stderr)
+    elif (args.out / "grades.csv").exists():
+        print("grades.csv, canvas.csv and moodle.csv are of an earlier run: give --roster to renew"
+              " them", file=sys.stderr)  # fmt: skip
     return _conclude([reports[name] for name in named], args, len(named) - len(todo))
 
 

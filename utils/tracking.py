@@ -76,17 +76,19 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
+            self.bar.close()
             if error is not None:
                 self._go_back(error)
+            else:
+                save_checkpoint(self.checkpoint, self.state)
+                trainer = self.trainer
+                trainer.model.save_adapter(trainer.folder / "adapter.safetensors")
+                plot_history({trainer.folder.name: trainer.history}, trainer.folder / "metrics.png")
         finally:
-            self.bar.close()
-            self.log.close()
-            self.lock.release()
-        if error is None:
-            save_checkpoint(self.checkpoint, self.state)
-            trainer = self.trainer
-            trainer.model.save_adapter(trainer.folder / "adapter.safetensors")
-            plot_history({trainer.folder.name: trainer.history}, trainer.folder / "metrics.png")
+            try:
+                self.log.close()
+            finally:
+                self.lock.release()
 
     def _go_back(self, error: BaseException) -> None:
         """Undo the phase that was begun, save what was before it, and say how to go on."""

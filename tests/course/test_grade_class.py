@@ -69,6 +69,9 @@ def test_a_class_from_its_first_day_to_its_grade_book(tmp_path):
     assert {report["max_score"] for report in changed.values()} == {most}
     assert changed["doejane_101_9000_hw"]["score"] == most
     (tmp_path / "zm.py").write_text(right)
+    mixed = run_grade(tmp_path / "zm.py", "--out", out)
+    assert mixed.returncode == 2
+    assert "--chapters should be as for what is in" in mixed.stderr
     late = run_grade(tmp_path / "zm.py", *options)
     assert late.returncode == 0, late.stderr
     assert len(read_csv(out / "class.csv")) == 4
@@ -124,6 +127,7 @@ def test_core_checks_share_two_thirds():
         ("zm", "103"),
         ("1012", None),
         ("jane and john smith 101", None),
+        ("john smith hw (101)", "102"),
         ("solution", None),
     ],
 )

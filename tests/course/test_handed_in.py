@@ -3,21 +3,28 @@
 import io
 import json
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import linux
 from tests.course.test_grade import needs_time as takes_long
-from utils.autograder import batch
+from utils.autograder import batch, reading
 from utils.autograder.reading import read_submission
 from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks, get_reference
 from utils.grading.extraction import describe_left_out, get_bound_names, select_statements
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
-from utils.grading.known_answers import get_chapter_source, get_source
+from utils.grading.known_answers import get_chapter_source, get_lines, get_source
 from utils.grading.observation import Answers, run_check
 from utils.grading.points import FILE
+
+
+def get_part(chapter: str, name: str) -> str:
+    first, last = get_lines(chapter, name)
+    return "\n".join(get_source(chapter).split("\n")[first:last])
+
 
 MEAN = """
 def masked_mean(values, mask, dim=None):
@@ -45,17 +52,8 @@ def add_to_class(cls):
         return f
     return wrap
 """
-VALUE_LOSS = """
-def calc_value_function_loss(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    values = values.masked_fill(~mask, 0.0)
-    old_values = old_values.detach().masked_fill(~mask, 0.0)
-    returns = returns.detach().masked_fill(~mask, 0.0)
-    errors = (values - returns).square()
-    if clip_coef is not None:
-        clipped = old_values + (values - old_values).clamp(-clip_coef, clip_coef)
-        errors = torch.maximum(errors, (clipped - returns).square())
-    return vf_coef / 2 * masked_mean(errors, mask)
-"""
+VALUE_LOSS = get_part("ch2_ppo", "calc_value_function_loss").replace("@shape_checked\n", "")
+IMPORTS = "import torch\nfrom torch import Tensor\nfrom jaxtyping import Bool, Float\n"
 PICTURE = {"output_type": "display_data", "metadata": {}, "data": {"image/png": "A" * 40_000_000}}
 
 
@@ -100,7 +98,7 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
     "modules": (
         {
             "my_ch0.py": f"import torch\n{PLAIN}\nhistory = train()".encode(),
-            "my_ch2.py": f"import torch\nfrom my_ch0 import masked_mean\n{VALUE_LOSS}".encode(),
+            "my_ch2.py": f"{IMPORTS}from my_ch0 import masked_mean\n{VALUE_LOSS}".encode(),
         },
         "calc_value_function_loss",
     ),
@@ -210,6 +208,33 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         {"q.ipynb": notebook("LOG = []\ndef log(x):\n    LOG.append(x)",
                              PLAIN.replace("    kept", "    log(1)\n    kept", 1),
                              "import time\nwhile True:\n    time.sleep(1)\n    log(2)")},
+        "masked_mean",
+    ),
+    "where no notebook is open": (
+        {"q.py": b"IN_COLAB = 'google.colab' in str(get_ipython())\nFILL = 1.0 * IN_COLAB\n"
+                 + MEAN.format(fill="FILL").encode()},
+        "masked_mean",
+    ),
+    "a module with an error": (
+        {"a.py": b"from tools import zero\n" + MEAN.format(fill="zero()").encode(),
+         "tools.py": b"import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
+                     b"def zero():\n    return 0.0\ndef f(a, a):\n    pass\n"},
+        "masked_mean",
+    ),
+    "a module with an experiment": (
+        {"a.py": b"from tools import zero, N\n" + MEAN.format(fill="zero() + N").encode(),
+         "tools.py": b"N = 0.0\ndef zero():\n    return 0.0\nwhile True:\n    N += 0.0\n"},
+        "masked_mean",
+    ),
+    "a strange folder": (
+        {"Jane Doe-1/pkg/a.py": b"from .tools import zero\n" + MEAN.format(fill="zero()").encode(),
+         "Jane Doe-1/pkg/tools.py": b"def zero():\n    return 0.0\n"},
+        "masked_mean",
+    ),
+    "a zip of Windows": (
+        {"w.zip": zipped({"hw\\a.py": b"from tools import zero\n"
+                                       + MEAN.format(fill="zero()").encode(),
+                          "hw\\tools.py": b"def zero():\n    return 0.0\n"})},
         "masked_mean",
     ),
     "method attached": ({"t.ipynb": attach_methods()}, "RLHFTrainer.learning_phase"),
@@ -357,6 +382,64 @@ def test_the_courses_own_files_are_left_out(tmp_path):
     # A folder that somebody calls "solutions" is none of the course's.
     (tmp_path / "own.zip").write_bytes(zipped({"solutions/hw.py": PLAIN.encode()}))
     assert read_submission("x", tmp_path / "own.zip").files
+
+
+SHIPPED = get_source("ch0_sampling").encode()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"ch1\\solutions\\ch0_sampling.py": SHIPPED, "ch1\\utils\\course\\__init__.py": b""},
+        {"a/chapters/x.ipynb": b"{}", "a/solutions/ch0_sampling.py": SHIPPED},
+        {"C/Solutions/ch0_sampling.py": SHIPPED, "C/Utils/Course/__init__.py": b""},
+        {"./c/./solutions//ch0_sampling.py": SHIPPED, "./c/utils/course/__init__.py": b""},
+        {"c/solutions.zip": zipped({"ch0_sampling.py": SHIPPED}), "c/utils/course/x.py": b""},
+        {"solutions/ch0_sampling.py": SHIPPED.replace(b"\n", b"\r\n")},
+    ],
+)
+def test_the_courses_own_files_are_known_however_they_come(files, tmp_path):
+    (tmp_path / "hw.zip").write_bytes(zipped(files))
+    read = read_submission("x", tmp_path / "hw.zip")
+    assert not [name for name, _ in read.files if name.endswith(".py")]
+    assert "files of the course itself were left out" in str(read.problems)
+
+
+def test_zips_in_zips_share_one_bound(tmp_path, monkeypatch):
+    inner = zipped({f"{n}.txt": b"" for n in range(100)})
+    with zipfile.ZipFile(tmp_path / "many.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for n in range(10):
+            archive.writestr(f"{n}.zip", inner)
+    monkeypatch.setattr(reading.Budget.__init__, "__defaults__", (2**20, 2**20, 250))
+    assert len(read_submission("x", tmp_path / "many.zip").problems) == 8
+
+
+DELEGATES = """
+from solutions.ch2_ppo import RLHFTrainer
+
+
+class GrpoTrainer(RLHFTrainer):
+    def rollout_phase(self):
+        return super().rollout_phase()
+
+    def compute_rlhf_objective(self, minibatch):
+        return super().compute_rlhf_objective(minibatch)
+"""
+
+
+@linux
+def test_what_is_handed_on_earns_nothing(tmp_path):
+    attack = Path(__file__).parents[1] / "attacks" / "reading" / "helper_that_stands_in.py"
+    (tmp_path / "delegates.py").write_text(DELEGATES)
+    todo = {"delegates": tmp_path / "delegates.py", "helper": attack}
+    methods = ("rollout_phase", "compute_rlhf_objective", "train")
+    only = {"delegates": tuple(f"GrpoTrainer.{name}" for name in methods),
+            "helper": ("calc_clipped_surrogate_objective",)}  # fmt: skip
+    reports = dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
+    assert {name: report["score"] for name, report in reports.items()} == {
+        "delegates": 0,
+        "helper": 0,
+    }
 
 
 def test_zips_are_nested_no_deeper_than_platforms_send_them(tmp_path):

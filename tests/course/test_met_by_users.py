@@ -90,7 +90,7 @@ def test_arguments_are_described_alike_in_every_process():
             [sys.executable, "-c", DESCRIBE], cwd=ROOT, capture_output=True, text=True, check=True,
             env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }  # fmt: skip
     assert len(said) == 1
     for plain in ([1, (2.0,), ("a", None)], {"k": ["v", True]}, (1, 2), torch.float16):

@@ -4,25 +4,23 @@ Everything here is in the student's reach; what it says is judged elsewhere. It 
 the fork, and never with a solution, an oracle or the checks' modules as they are.
 """
 
-import contextlib
+import ast
 import importlib
 import linecache
 import marshal
 import os
-import signal
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 import transformer_lens  # noqa: F401  before transformers
 import transformers
 
-from utils.autograder.modules import SubmittedModules
+from utils.autograder.modules import Runner, SubmittedModules
 from utils.grading import wire
 from utils.grading.cells import parse
 from utils.grading.extraction import (
@@ -32,7 +30,6 @@ from utils.grading.extraction import (
     get_bound_names,
     get_flags,
     is_effect,
-    run_statement,
     select_statements,
 )
 from utils.grading.observation import Answers, Raised, observe
@@ -46,8 +43,6 @@ from utils.grading.substitution import (
 )
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
-
-MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
 
 
 def prepare() -> None:
@@ -179,52 +174,36 @@ def load(
     What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked.
     """
     module = build_module(stand_in.chapter, "from __future__ import annotations")
+    module.__dict__["get_ipython"] = lambda: None  # as where no notebook is open
     loaded = [(name, *marshal.loads(data)) for name, data in files]
     codes = [code for _, compiled, _ in loaded for _, code, _ in compiled]
+    runner = Runner()
     # After all that is installed: they stand in for none of it.
-    sys.meta_path.append(SubmittedModules(helpers, codes))
-    said = []
-    left = float(MAX_EFFECT_SECONDS)
+    sys.meta_path.append(SubmittedModules(helpers, codes, runner))
+    lendable = get_defined_names(stand_in) if is_lent else set()
+    lent: dict[str, Any] = {}
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
-        module.__package__ = ".".join(Path(name).parts[:-1])
+        module.__package__ = get_package(name)
         for place, code, is_timed in compiled:
-            start = time.monotonic()
-            try:
-                with limit_seconds(left if is_timed else 0):
-                    _run_or_lend(code, module.__dict__, stand_in if is_lent else None)
-            except BaseException as error:  # costs what it defines
-                said.append(f"{place}: {type(error).__name__}: {error}"[:300])
-            left = max(left - (time.monotonic() - start) * is_timed, 0.1)
-    return module.__dict__, "\n".join(said[:20])
+            if missing := lendable.intersection(code.co_names) - module.__dict__.keys():
+                lent = lent or vars(build_module(stand_in.chapter, stand_in.source))
+                module.__dict__.update({key: lent[key] for key in missing})
+            runner.run(place, code, module.__dict__, is_timed)
+    return module.__dict__, "\n".join(runner.said)
 
 
-@contextlib.contextmanager
-def limit_seconds(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in a block that takes longer; 0 sets no limit."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"it took more than the {MAX_EFFECT_SECONDS} s for loops and calls")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def get_defined_names(source: ChapterSource) -> set[str]:
+    return set().union(*map(get_bound_names, ast.parse(source.source).body))
 
 
-def _run_or_lend(code: CodeType, names: dict[str, Any], stand_in: ChapterSource | None) -> None:
-    try:
-        run_statement(code, names)
-    except NameError as error:
-        lent = vars(build_module(stand_in.chapter, stand_in.source)) if stand_in else {}
-        if error.name not in lent or error.name in names:
-            raise
-        names[error.name] = lent[error.name]
-        _run_or_lend(code, names, stand_in)
+def get_package(name: str) -> str:
+    """Return the package of a file, for its relative imports: from the last folder on whose name
+    is none."""
+    parts = Path(name).parts[:-1]
+    strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
+    return ".".join(parts[max(strange, default=0) :])
 
 
 def warm_up(name: str) -> None:

@@ -84,6 +84,7 @@ class Grader:
                 verdicts, sentence = one.grade() if name in defined else (one.miss(name), None)
                 seconds = self.seconds_used - before
                 exercises.append(self._describe(chapter, exercise, verdicts, sentence, seconds))
+        _require_own_work(exercises)
         if not by_chapter and not problems:
             problems.append("it defines no exercise of any chapter")
         report = {
@@ -185,6 +186,26 @@ class Grader:
             "seconds": round(seconds, 1),
             "checks": checks,
         }
+
+
+def _require_own_work(exercises: list[dict[str, Any]]) -> None:
+    """Let a method that the chapter's own class inherits fail, as `GrpoTrainer.train`, unless one
+    of the class's other exercises is solved: it would be an earlier chapter's that is graded."""
+    for exercise in exercises:
+        chapter, name = exercise["chapter"], exercise["name"]
+        if name not in get_chapter_source(chapter).inherited:
+            continue
+        own = [
+            all(check["passed"] for check in other["checks"] if check["tier"] == "core")
+            for other in exercises
+            if other["chapter"] == chapter
+            and other is not exercise
+            and other["name"].partition(".")[0] == name.partition(".")[0]
+        ]
+        if own and not any(own):
+            for check in exercise["checks"]:
+                check["passed"] = False
+                check["message"] = "counts once a method that you write for the class is solved"
 
 
 @dataclasses.dataclass

@@ -4,9 +4,12 @@ Of a module, too, only definitions run and what others take from it: not its exp
 """
 
 import ast
+import contextlib
 import importlib.abc
 import importlib.machinery
-from collections.abc import Iterable
+import signal
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
@@ -15,11 +18,53 @@ from utils.grading.cells import SUFFIXES, Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
     get_flags,
+    is_effect,
     run_statement,
     select_statements,
 )
 
+MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
+MAX_SAID = 20  # errors that are kept
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Runner:
+    """Runs statements: an error costs what its statement defines, and is kept in `said`.
+
+    Loops and calls have `MAX_EFFECT_SECONDS` together.
+    """
+
+    def __init__(self) -> None:
+        self.left = float(MAX_EFFECT_SECONDS)
+        self.said: list[str] = []
+
+    def run(self, place: str, code: CodeType, names: dict[str, Any], is_timed: bool) -> None:
+        """Run one statement of a place. Raises nothing."""
+        start = time.monotonic()
+        try:
+            with self._limit(is_timed):
+                run_statement(code, names)
+        except BaseException as error:
+            if len(self.said) < MAX_SAID:
+                self.said.append(f"{place}: {type(error).__name__}: {error}"[:300])
+        if is_timed:
+            self.left = max(self.left - (time.monotonic() - start), 0.1)
+
+    @contextlib.contextmanager
+    def _limit(self, is_timed: bool) -> Iterator[None]:
+        def stop(*_: Any) -> None:
+            raise TimeoutError(f"it took more than the {MAX_EFFECT_SECONDS} s for loops and calls")
+
+        if not is_timed:
+            yield
+            return
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, self.left)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -29,7 +74,10 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     and `hw.lib.tools`.
     """
 
-    def __init__(self, files: list[tuple[str, bytes]], importing: Iterable[CodeType]):
+    def __init__(
+        self, files: list[tuple[str, bytes]], importing: Iterable[CodeType], runner: Runner
+    ):
+        self.runner = runner
         self.files: dict[str, tuple[str, bytes]] = {}
         self.packages: set[str] = set()
         self.importing = list(importing)
@@ -71,7 +119,13 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         taken = select_statements(statements, wanted, are_graded=False)
         flags = get_flags(statements)
         for statement in taken:
-            run_statement(compile_statement(statement, flags), module.__dict__)
+            place = f"{statement.place}, line {statement.first_line}"
+            try:
+                code = compile_statement(statement, flags)
+            except Exception as error:
+                self.runner.said.append(f"{place}: {type(error).__name__}: {error}"[:300])
+            else:
+                self.runner.run(place, code, module.__dict__, is_effect(statement))
 
     def _parse(self, name: str) -> Parsed:
         if name not in self.parsed:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 SUFFIXES = (".ipynb", ".py")
+SOLUTIONS = Path(__file__).parents[2] / "solutions"
 # Of the course's folder, what students do not write; beside one of these, it is that folder.
 COURSE_FOLDERS = ("solutions", "tests", "utils")
 COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/authoring")
@@ -47,6 +48,24 @@ class SubmittedFiles:
         for name, data in self.files:
             digest.update(f"{len(name)}:{name}:{len(data)}:".encode(errors="replace") + data)
         return digest.hexdigest()
+
+
+@dataclass
+class Budget:
+    """How much more is read of a submission: notebooks and zips, all else, entries of zips."""
+
+    notebooks: int = MAX_NOTEBOOK_BYTES
+    others: int = MAX_SUBMISSION_BYTES
+    entries: int = MAX_ZIP_ENTRIES
+
+    def read(self, entry: str, read: Callable[[int], bytes]) -> bytes:
+        if entry.lower().endswith((".ipynb", ".zip")):
+            data = read(self.notebooks)
+            self.notebooks -= len(data)
+        else:
+            data = read(self.others)
+            self.others -= len(data)
+        return data
 
 
 def name_submissions(paths: list[Path], taken: dict[str, str] | None = None) -> dict[str, Path]:
@@ -87,10 +106,11 @@ def read_submission(name: str, path: Path) -> SubmittedFiles:
     error."""
     try:
         if path.is_dir() and not path.is_symlink():
-            return _gather(name, list(_iterate_folder(path)))
+            return _gather(name, list(_iterate_folder(path)), Budget())
         data = _read_regular(path, MAX_NOTEBOOK_BYTES)
         if path.suffix.lower() == ".zip" or data[:4] == b"PK\x03\x04":
-            return _gather(name, list(_iterate_zip(data)))
+            budget = Budget()
+            return _gather(name, list(_iterate_zip(data, budget)), budget)
         if path.suffix.lower() not in SUFFIXES:
             return SubmittedFiles(
                 name, (), (f"{path.name} should be .ipynb, .py, .zip or a folder",)
@@ -102,19 +122,18 @@ def read_submission(name: str, path: Path) -> SubmittedFiles:
         return SubmittedFiles(name, (), (f"{path.name} cannot be read: {_say(error)}",))
 
 
-def _gather(name: str, entries: list[Entry]) -> SubmittedFiles:
+def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
     """Read the scripts and notebooks among these, except for the course's own."""
     files: list[tuple[str, bytes]] = []
     problems: list[str] = []
-    budget = Budget()
     found = list(_expand(entries, budget, problems))
     own = _find_course_folders([entry for entry, _ in found])
-    n_own = 0
+    left_out: list[str] = []
     for entry, read in found:
         if not entry.lower().endswith(SUFFIXES) or _is_skipped(entry):
             continue
-        if entry.startswith(own):
-            n_own += 1
+        if _fold(entry).startswith(own):
+            left_out.append(entry)
             continue
         if len(files) + len(problems) >= MAX_FILES:
             problems.append(f"only the first {MAX_FILES} files are read")
@@ -123,45 +142,54 @@ def _gather(name: str, entries: list[Entry]) -> SubmittedFiles:
             problems.append(f"{entry[:50]}... cannot be read: its name is too long")
             continue
         try:
-            files.append((entry, budget.read(entry, read)))
+            data = budget.read(entry, read)
         except Exception as error:
             problems.append(f"{entry} cannot be read: {_say(error)}")
-    if n_own:
-        places = ", ".join(own)[:200]
-        problems.append(f"{n_own} files of the course itself were left out: {places}")
+            continue
+        # Solutions as they were given out, though the rest of the course is not beside them.
+        if (
+            PurePosixPath(_fold(entry)).parent.name == "solutions"
+            and _digest(data) in _list_given()
+        ):
+            left_out.append(entry)
+        else:
+            files.append((entry, data))
+    if left_out:
+        places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
+        problems.append(f"{len(left_out)} files of the course itself were left out: {places}")
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
     return SubmittedFiles(name, tuple(sorted(files)), tuple(problems))
-
-
-@dataclass
-class Budget:
-    """How much more is read of a submission: notebooks and zips, and all else."""
-
-    notebooks: int = MAX_NOTEBOOK_BYTES
-    others: int = MAX_SUBMISSION_BYTES
-
-    def read(self, entry: str, read: Callable[[int], bytes]) -> bytes:
-        if entry.lower().endswith((".ipynb", ".zip")):
-            data = read(self.notebooks)
-            self.notebooks -= len(data)
-        else:
-            data = read(self.others)
-            self.others -= len(data)
-        return data
 
 
 def _is_skipped(entry: str) -> bool:
     return any(part in SKIPPED or part.startswith(".") for part in PurePosixPath(entry).parts)
 
 
+def _fold(entry: str) -> str:
+    """Return a name for comparing: small letters, and a zip in a zip is a folder."""
+    return entry.casefold().replace(".zip/", "/")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()
+
+
+@functools.cache
+def _list_given() -> frozenset[str]:
+    """Return the digests of the course's solutions."""
+    paths = [path for path in SOLUTIONS.glob("*") if path.suffix in SUFFIXES]
+    return frozenset(_digest(path.read_bytes()) for path in paths)
+
+
 def _find_course_folders(entries: list[str]) -> tuple[str, ...]:
-    """Return the folders of the course that lie in a submission, each with a slash at its end.
+    """Return the folders of the course that lie in a submission, folded, each with a slash at its
+    end.
 
     A bundle, or a whole clone, holds solutions beside the notebook in which somebody worked.
     """
     roots = set()
-    for entry in entries:
+    for entry in map(_fold, entries):
         for mark in COURSE_MARKS:
             parts = f"/{entry}/".partition(f"/{mark}/")
             if parts[1]:
@@ -180,7 +208,7 @@ def _expand(entries: Iterable[Entry], budget: Budget, problems: list[str], depth
             problems.append(f"{entry} is not read: zips are nested too deeply")
             continue
         try:
-            inner = list(_iterate_zip(budget.read(entry, read)))
+            inner = list(_iterate_zip(budget.read(entry, read), budget))
         except Exception as error:
             problems.append(f"{entry} cannot be read: {_say(error)}")
             continue
@@ -196,9 +224,10 @@ def _iterate_folder(folder: Path) -> Iterator[Entry]:
             yield path.relative_to(folder).as_posix(), functools.partial(_read_regular, path)
 
 
-def _iterate_zip(data: bytes) -> Iterator[Entry]:
-    if data.count(b"PK\1\2") > MAX_ZIP_ENTRIES:  # zipfile makes an object of each
-        raise ValueError(f"a zip should have at most {MAX_ZIP_ENTRIES} entries")
+def _iterate_zip(data: bytes, budget: Budget) -> Iterator[Entry]:
+    budget.entries -= data.count(b"PK\1\2")  # zipfile makes an object of each
+    if budget.entries < 0:
+        raise ValueError(f"a zip, with those in it, should have at most {MAX_ZIP_ENTRIES} entries")
     archive = zipfile.ZipFile(io.BytesIO(data))
     for info in archive.infolist():
         if stat.S_ISLNK(info.external_attr >> 16) or info.is_dir():
@@ -211,7 +240,8 @@ def _iterate_zip(data: bytes) -> Iterator[Entry]:
                 data = file.read(most + 1)
             return _limit(data, most)
 
-        yield info.filename, read
+        # Names as some tools of Windows write them, and ones that lead round about.
+        yield str(PurePosixPath(info.filename.replace("\\", "/"))), read
 
 
 def _read_regular(path: Path, most: int = MAX_SUBMISSION_BYTES) -> bytes:

@@ -5,6 +5,7 @@ of the score are taken off), `adjustment` (points that are added, or taken off) 
 """
 
 import csv
+import io
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -28,25 +29,30 @@ class Person:
 
     def count(self, score: float) -> float:
         """Return what a score counts, after the penalty and the adjustment: at least 0."""
-        return round(max(score * (1 - self.late / 100) + self.adjustment, 0.0), 4)
+        return round(max(score * (1 - self.late / 100) + self.adjustment, 0.0), 2)
 
 
 def read_roster(path: Path) -> list[Person]:
-    """Read a roster. Raises ValueError, with the line, for what is none."""
+    """Read a roster. Raises ValueError, with the line, if it is not a valid one."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} should be in UTF-8: save it as CSV in UTF-8") from error
+    except OSError as error:
         raise ValueError(f"--roster should be a CSV file, but {path}: {error}") from error
     first = text.partition("\n")[0]
     delimiter = ";" if first.count(";") > first.count(",") else ","  # as some spreadsheets write
-    rows = csv.DictReader(text.splitlines(), delimiter=delimiter)
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
     head = [str(name).strip().lower() for name in rows.fieldnames or ()]
     rows.fieldnames = head
     if not {"id", "name"} <= {*head} <= {*COLUMNS}:
         raise ValueError(
             f"{path}: the first line should name id, name, and others of {COLUMNS}: {head}"
         )
-    people = [_read_person(row, f"{path}, line {rows.line_num}") for row in rows]
+    try:
+        people = [_read_person(row, f"{path}, line {rows.line_num}") for row in rows]
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
     ids = [person.id for person in people]
     if twice := sorted({one for one in ids if ids.count(one) > 1}):
         raise ValueError(f"{path}: each id should stand there once, but these do not: {twice}")
@@ -76,7 +82,7 @@ def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
     """
     found = {}
     for name in names:
-        words = _split(name)
+        words = _split(re.sub(r"\(\d+\)", " ", name))  # of a copy: "hw (2)"
         owners: dict[str, Person] = {}
         for get_keys in (_get_id, _get_address, _get_names):
             fitting = [p for p in people if any(_is_in(key, words) for key in get_keys(p))]
@@ -125,12 +131,12 @@ def write_grades(
 ) -> list[str]:
     """Write grades.csv, and what Canvas and Moodle import; return what could not be matched.
 
-    assignment: the title of its column there. Who handed in nothing gets 0; of several
-    submissions of one person the best counts.
+    assignment: the title of its column there. Anyone who handed in nothing gets 0; of several
+    submissions of one person the best counts, and that is said.
     """
     owners = match([report["submission"] for report in reports], people)
     best: dict[str, dict[str, Any]] = {}
-    for report in reports:
+    for report in sorted(reports, key=lambda report: report["submission"]):
         person = owners.get(report["submission"])
         if person and report["score"] >= best.get(person.id, report)["score"]:
             best[person.id] = report
@@ -138,7 +144,8 @@ def write_grades(
     rows = []
     for person in people:
         found = best.get(person.id, {"submission": "", "score": 0})
-        rows.append((person, found["submission"], found["score"], person.count(found["score"])))
+        score = found["score"]
+        rows.append((person, found["submission"], round(score, 2), person.count(score)))
     _write(
         out / "grades.csv",
         ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
@@ -157,9 +164,20 @@ def write_grades(
         [(p.id, p.name, p.email, total, p.comment) for p, _, _, total in rows],
     )
     names = [report["submission"] for report in reports if report["submission"] not in owners]
-    return [f"{name}: nobody on the roster, or several" for name in names] + [
-        f"{person.name} ({person.id}) handed in nothing" for person, file, *_ in rows if not file
+    twice = [
+        f"{name}: {best[person.id]['submission']} of {person.name} counts instead"
+        for name, person in owners.items()
+        if name != best[person.id]["submission"]
     ]
+    return (
+        twice
+        + [f"{name}: fits nobody on the roster, or several" for name in names]
+        + [
+            f"{person.name} ({person.id}) handed in nothing"
+            for person, file, *_ in rows
+            if not file
+        ]
+    )
 
 
 def shield(text: Any) -> Any:

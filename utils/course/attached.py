@@ -31,12 +31,17 @@ def keep(names: dict[str, Any]) -> list[str]:
             continue
         layers = [cls for cls in reversed(old.__mro__) if cls.__name__ == name]
         lost = {key for layer in layers for key in _get_methods(layer)} - _get_methods(new).keys()
-        for key, method in _get_methods(layers[0]).items() if layers else ():
+        for key, method in _get_methods(layers[0]).items():
             if key in lost:
                 setattr(new, key, rebind(method, new))
+        # What the cell did not define before has been moved into it.
+        moved = _get_methods(new).keys() - _get_methods(layers[0]).keys()
         for layer in layers[1:]:
+            methods = {k: m for k, m in _get_methods(layer).items() if k not in moved}
+            if not methods:
+                continue
             new = type(name, (new,), {"__module__": old.__module__, "__doc__": new.__doc__})
-            for key, method in _get_methods(layer).items():
+            for key, method in methods.items():
                 setattr(new, key, rebind(method, new))
         names[name] = new
         kept += [f"{name}.{key}" for key in sorted(lost)]
