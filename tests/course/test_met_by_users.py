@@ -77,10 +77,15 @@ def test_a_bos_is_not_put_before_another():
 
 
 DESCRIBE = """
-from solutions.ch3_grpo import GrpoArgs
+from dataclasses import dataclass
 from utils.tracking import describe_args
+
+@dataclass
+class Args:
+    columns: dict
+
 columns = {"accepted": [{"21", "twenty-one", "XXI"}, {"3", "three"}], "rule": [len, lambda x: x]}
-print(describe_args(GrpoArgs(prompts=["a", "b"], columns=columns)))
+print(describe_args(Args(columns)))
 """
 
 

@@ -56,7 +56,7 @@ class Budget:
 
     notebooks: int = MAX_NOTEBOOK_BYTES
     others: int = MAX_SUBMISSION_BYTES
-    entries: int = MAX_ZIP_ENTRIES
+    entries: int = field(default_factory=lambda: MAX_ZIP_ENTRIES)
 
     def read(self, entry: str, read: Callable[[int], bytes]) -> bytes:
         if entry.lower().endswith((".ipynb", ".zip")):
