@@ -98,7 +98,11 @@ def diagnose(
 def _is_a_typo(verdict: Verdict) -> bool:
     """Return whether a name is missing, which says enough."""
     last = verdict.observations[-1]
-    return isinstance(last, Raised) and last.kind in ("NameError", "UnboundLocalError")
+    return isinstance(last, Raised) and last.kind in (
+        "NameError",
+        "UnboundLocalError",
+        "NotDefined",
+    )
 
 
 def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: str) -> int:
