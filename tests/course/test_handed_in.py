@@ -160,6 +160,27 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
                  + MEAN.format(fill="Config.fill").encode()},
         "masked_mean",
     ),
+    "names made as it runs": (
+        {"q.py": b"for name in ['A', 'B']:\n    globals()[name] = 0.0\n"
+                 b"config = {'C': 0.0}\nglobals().update(config)\nexec('D = 0.0')\n"
+                 + MEAN.format(fill="A + B + C + D").encode()},
+        "masked_mean",
+    ),
+    "arguments of a script": (
+        {"q.py": b"import argparse\nparser = argparse.ArgumentParser()\n"
+                 b"parser.add_argument('--fill', default=0.0)\nARGS = parser.parse_args()\n"
+                 + MEAN.format(fill="ARGS.fill").encode()},
+        "masked_mean",
+    ),
+    "subclasses register": (
+        {"q.py": b"TABLE = {}\nclass Base:\n    def __init_subclass__(cls):\n"
+                 b"        TABLE[cls.__name__] = cls\nclass Zero(Base):\n    fill = 0.0\n"
+                 + MEAN.format(fill="TABLE['Zero'].fill").encode()},
+        "masked_mean",
+    ),
+    "time magic": (
+        {"q.ipynb": notebook("%time FILL = 0.0\n!ls", MEAN.format(fill="FILL"))}, "masked_mean"
+    ),
     "registry": (
         {"q.py": b"TABLE = {}\nclass Registry:\n    def add(self, f):\n"
                  b"        TABLE[f.__name__] = f\n        return f\nregistry = Registry()\n"

@@ -49,6 +49,7 @@ def prepare() -> None:
     """Leave one thread, before the doors close: more of them hang in a forked child."""
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
+    sys.argv[1:] = []  # of the grader: a script that reads its arguments has none
 
 
 def run(action: str, arguments: dict[str, Any]) -> bytes:

@@ -37,6 +37,7 @@ UNPARSABLE = (
 # What goes on with the statement above, though it stands in column 0.
 _MAIN_GUARD = re.compile(r"__name__ == '__main__'|'__main__' == __name__")
 _CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
+_TIME_MAGIC = re.compile(r"^([ \t]*)%time[ \t]+(?=\S)", re.M)  # its statement binds names
 _RUN_MAGIC = re.compile(
     r"^%run\s+(?:-\w+\s+)*[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?(?:\s.*)?$", re.M
 )
@@ -123,9 +124,10 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
         )
         return
     text = _RUN_MAGIC.sub(_import_instead, _blank_magics(text))
-    readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(text)]
+    untimed = _TIME_MAGIC.sub(r"\1", text)
+    readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(untimed)]
     if len(re.findall(r"^\s*[%!]", text, re.M)) > MAX_MAGICS:
-        readings[1] = lambda: _make_plain(text)
+        readings[1] = lambda: _make_plain(untimed)
     for read in readings:
         try:
             statements = _read_statements(read(), place)
@@ -133,7 +135,7 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
             continue
         break
     else:
-        statements = _parse_in_pieces(_make_plain(text), place, parsed.problems)
+        statements = _parse_in_pieces(_make_plain(untimed), place, parsed.problems)
     parsed.statements += statements
     parsed.sources[place] = text
 

@@ -32,6 +32,7 @@ _METHODS = re.compile(
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMESPACES = {"globals", "locals", "vars", "setattr"}
+ANY_NAME = "*"  # is changed by what binds names that are known only as it runs
 MAX_LEFT_OUT = 20  # statements that are named
 
 
@@ -55,7 +56,7 @@ def select_statements(
         | (_get_altered_names(s, functions) - libraries)
         for s in left
     }
-    needed = exercises
+    needed = exercises | {ANY_NAME}
     while more := [s for s in left if changed[id(s)] & needed]:
         taken |= {id(s) for s in more}
         left = [s for s in left if id(s) not in taken]
@@ -228,7 +229,7 @@ def _get_target_roots(node: ast.AST) -> set[str]:
     if not isinstance(node, ast.Attribute | ast.Subscript) or isinstance(node.ctx, ast.Load):
         return set()
     if isinstance(node, ast.Subscript) and _is_namespace(node.value):  # globals()["x"] = 1
-        return _get_strings(node.slice)
+        return _get_strings(node.slice) or {ANY_NAME}
     return {_get_root(node)} - {""}
 
 
@@ -243,7 +244,7 @@ def _get_root(node: ast.AST) -> str:
             return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_namespace(node: ast.AST) -> bool:
+def _is_namespace(node: ast.AST | None) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
         return False
     return node.func.id in _NAMESPACES
@@ -327,6 +328,10 @@ def _get_altered(nodes: Iterable[ast.AST], functions: dict[str, _Effects]) -> se
             altered |= _get_altered_by(node, functions)
         for decorator in getattr(node, "decorator_list", ()):
             altered |= _get_altered_by_decorator(decorator, functions)
+        if isinstance(node, ast.ClassDef):  # its bases may register it
+            bases = [*node.bases, *(keyword.value for keyword in node.keywords)]
+            names = {_get_root(base) for base in bases} & functions.keys()
+            altered = altered.union(*(functions[name].globals for name in names))
     return altered
 
 
@@ -337,9 +342,12 @@ def _get_altered_by(call: ast.Call, functions: dict[str, _Effects]) -> set[str]:
         effects = functions[function.id]
         return effects.globals | effects.get_altered_arguments(call)
     altered = set()
-    if _is_namespace(call) or _is_namespace(getattr(function, "value", call)):  # vars().update(x=1)
-        altered |= _get_strings(call) | {str(keyword.arg) for keyword in call.keywords}
     name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    is_method = _is_namespace(getattr(function, "value", None))  # vars().update(x=1)
+    if is_method or _is_namespace(call):
+        altered |= _get_strings(call) | {keyword.arg or ANY_NAME for keyword in call.keywords}
+    if name == "exec" or (is_method and name == "update" and not altered):
+        altered.add(ANY_NAME)
     if _ALTERING.fullmatch(name) and call.args:
         altered.add(_get_root(call.args[0]))
     if isinstance(function, ast.Attribute) and _METHODS.fullmatch(name):
