@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest -n auto --dist loadscope
 
-.PHONY: help start demo lint quick test test-all chapters release bench
+.PHONY: help start demo real lint quick test test-all chapters release bench
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1|/p' Makefile | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
@@ -12,6 +12,9 @@ start: $(VENV)/.installed  ## JupyterLab at the first chapter
 
 demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before and after
 	$(PY) -m utils.course.demo
+
+real: $(VENV)/.installed  ## fetch a real language model (SmolLM2, 135M) and train it, before and after
+	$(PY) -m utils.course.real
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -11,13 +11,15 @@ arXiv:1904.09751).
 """
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from utils.models.decoding import get_decoder
+from utils.prompts import Prompt, is_prompt, write_prompt
 from utils.validation import require, shape_checked
 
 # --- Scoring ------------------------------------------------------------------------------------
@@ -174,6 +176,7 @@ class Samples:
     completion_mask: Bool[Tensor, "batch completion"]
     texts: list[str]  # the completions alone, without special tokens
     completion_ids: Int[Tensor, "batch completion"] | None = None  # default: input_ids' last part
+    logprobs: Float[Tensor, "batch completion"] | None = None  # if the sampler kept them
 
     def __post_init__(self):
         if self.completion_ids is None:
@@ -259,22 +262,31 @@ def _generate(
 
 
 def encode_prompts(
-    model: nn.Module, prompts: list[str], max_new_tokens: int, prepend_bos: bool
+    model: nn.Module, prompts: Sequence[Prompt], max_new_tokens: int, prepend_bos: bool
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
     """The left-padded prompts on the model's device: ids and attention mask.
 
+    A prompt is a string, or a list of messages, {"role": "user", "content": "Hi"}, which the
+    tokenizer's chat template writes, special tokens and all.
+
     Raises ValueError for an empty list, a prompt without tokens, one that begins with the bos that
-    is put before it, and one too long for the context.
+    is put before it, messages without a template, and a prompt too long for the context.
     """
+    tokenizer = model.tokenizer
     require(
-        isinstance(prompts, list | tuple) and all(isinstance(prompt, str) for prompt in prompts),
-        f"prompts should be a list of strings, but is {reprlib.repr(prompts)}",
+        isinstance(prompts, list | tuple) and all(map(is_prompt, prompts)),
+        f"prompts should be a list of strings, or of lists of messages, but is "
+        f"{reprlib.repr(prompts)}",
     )
     require(len(prompts) > 0, "prompts should hold at least one prompt, but is empty")
-    bos_token_id = model.tokenizer.bos_token_id
+    texts = [write_prompt(prompt, tokenizer) for prompt in prompts]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    bos_token_id = tokenizer.bos_token_id
     prefix = [bos_token_id] if prepend_bos and bos_token_id is not None else []
-    encoded = model.tokenizer(list(prompts), add_special_tokens=False)["input_ids"]
-    sequences = [prefix + tokens for tokens in encoded]
+    sequences = [
+        prefix + tokens if isinstance(prompt, str) else tokens
+        for prompt, tokens in zip(prompts, encoded, strict=True)
+    ]
     for prompt, sequence in zip(prompts, sequences, strict=True):
         require(len(sequence) > 0, f"prompts should have tokens, but one is {prompt!r}")
         require(
@@ -297,6 +309,37 @@ def get_pad_token_id(tokenizer) -> int:
     """The pad token's id, or the eos's where there is none (GPT-2): both are masked out."""
     pad_token_id = tokenizer.pad_token_id
     return tokenizer.eos_token_id if pad_token_id is None else pad_token_id
+
+
+def sample_completions(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    prepend_bos: bool = True,
+) -> Samples:
+    """Sample as `get_samples` does, faster (`utils/models/decoding.py`): different draws from the
+    same distribution, with their log-probs. For a bridge, or a model that has one as `base`."""
+    prompt_ids, prompt_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
+    draws = get_decoder(model).generate(
+        prompt_ids, prompt_mask, max_new_tokens, temperature, top_k, top_p, generator
+    )
+    mask = get_completion_mask(draws.completion_ids, model.tokenizer.eos_token_id)
+    texts = [
+        model.tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
+        for row, keep in zip(draws.completion_ids, mask, strict=True)
+    ]
+    return Samples(
+        input_ids=torch.cat([prompt_ids, draws.completion_ids], dim=1),
+        attention_mask=torch.cat([prompt_mask, mask.long()], dim=1),
+        prompt_len=prompt_ids.shape[1],
+        completion_mask=mask,
+        texts=texts,
+        logprobs=draws.logprobs,
+    )
 
 
 # --- The policy gradient ------------------------------------------------------------------------

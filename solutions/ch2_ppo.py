@@ -15,7 +15,7 @@ import copy
 import re
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -31,14 +31,13 @@ from solutions.ch0_sampling import (
     at_least_float32,
     calc_entropy,
     encode_prompts,
-    get_logprobs,
-    get_samples,
     masked_mean,
-    select_completion,
+    sample_completions,
 )
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
-from utils.models.decoding import get_decoder
+from utils.models.forward import Scores, get_scorer, read_logits
+from utils.prompts import Prompt, show_prompt
 from utils.rewards import call_reward_fn
 from utils.tracking import Run, check_same_args, describe_args, format_samples, load_checkpoint
 from utils.validation import (
@@ -340,7 +339,7 @@ class RLHFArgs:
 
     # The task
     prefix: str = "This movie is"  # It is the prompt, unless prompts are given.
-    prompts: list[str] | None = None  # Each rollout draws from them.
+    prompts: Sequence[Prompt] | None = None  # Strings or chats; each rollout draws from them.
     columns: dict[str, list] = field(default_factory=dict)  # Each has a value for each prompt.
     reward_fn: Callable[..., Float[Tensor, "batch"]] = reward_fn_sentiment
 
@@ -383,7 +382,7 @@ class RLHFArgs:
         require(callable(self.reward_fn), f"reward_fn should be a function: {self.reward_fn!r}")
         require(
             self.prompts is None or (isinstance(self.prompts, list) and len(self.prompts) > 0),
-            f"prompts should be None or a list of at least one string, but is {self.prompts!r}",
+            f"prompts should be None or a list of at least one prompt, but is {self.prompts!r}",
         )
         require(
             isinstance(self.lora_sites, list | tuple),
@@ -406,12 +405,16 @@ class RLHFArgs:
             f"{self.batch_size}",
         )
 
-    def get_prompts(self) -> list[str]:
+    def get_prompts(self) -> Sequence[Prompt]:
         return [self.prefix] if self.prompts is None else self.prompts
 
     @property
     def minibatch_size(self) -> int:
         return self.batch_size // self.num_minibatches
+
+    @property
+    def updates_per_rollout(self) -> int:
+        return self.num_minibatches * self.batches_per_learning_phase
 
 
 def get_optimizer_and_scheduler(
@@ -612,23 +615,22 @@ class RLHFTrainer:
         )
         rows = chosen.repeat_interleave(group_size).tolist()
         prompts = [all_prompts[row] for row in rows]
-        with self.model.merged():
-            samples = get_samples(
-                get_decoder(self.model),  # the same samples, sooner
-                prompts,
-                args.gen_len,
-                args.temperature,
-                args.top_k,
-                generator=self.generator,
-                prepend_bos=args.prepend_bos,
-            )
+        samples = sample_completions(
+            self.model,
+            prompts,
+            args.gen_len,
+            args.temperature,
+            args.top_k,
+            generator=self.generator,
+            prepend_bos=args.prepend_bos,
+        )
         columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
         scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
         scores = scores.to(self.device)
         self._record_samples(prompts, samples, scores)
         return samples, scores
 
-    def _record_samples(self, prompts: list[str], samples: Samples, scores: Tensor) -> None:
+    def _record_samples(self, prompts: list[Prompt], samples: Samples, scores: Tensor) -> None:
         lengths = samples.completion_mask.sum(-1).float()
         self.metrics["reward"].append(scores.mean().item())
         self.metrics["reward_std"].append(scores.std().item() if len(scores) > 1 else 0.0)
@@ -637,7 +639,7 @@ class RLHFTrainer:
         shown = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
         self.samples_table = format_samples(
             [
-                (which, scores[row].item(), prompts[row], samples.texts[row])
+                (which, scores[row].item(), show_prompt(prompts[row]), samples.texts[row])
                 for which, row in shown.items()
             ]
         )
@@ -645,19 +647,40 @@ class RLHFTrainer:
     def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
         """Input ids and attention masks, one minibatch after the other.
 
-        Scoring by minibatches keeps the logits small, and the same shapes as in learning keep the
-        first ratio at exactly 1.
+        Scoring by minibatches takes no more memory than learning does.
         """
         rows = self.args.minibatch_size
         return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
 
+    def score(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        attention_mask: Int[Tensor, "batch seq"],
+        prompt_len: int,
+    ) -> Scores:
+        """`logprobs` and `entropies` of the completions at the sampling temperature, and `values`
+        where the model has a value head, each [batch completion]; mask them before use.
+
+        What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
+        values, sooner (`utils/models/forward.py`). Inside `reference()`, under the reference.
+        """
+        args = self.args
+        return get_scorer(self.model).measure(
+            input_ids, attention_mask, prompt_len, args.temperature, args.ent_coef > 0
+        )
+
     def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:
         """Log-probs of the completions under the model as it is, at the sampling temperature."""
         parts = [
-            get_logprobs(self.model(ids, mask), ids, samples.prompt_len, self.args.temperature)
+            self.score(ids, mask, samples.prompt_len).logprobs
             for ids, mask in self.split_samples(samples)
         ]
         return torch.cat(parts)
+
+    def get_old_logprobs(self, minibatch: ReplayMinibatch, logprobs: Tensor) -> Tensor:
+        """Log-probs of the policy that sampled: with one update per rollout it is the one that
+        learns, whose own `logprobs` stand in."""
+        return minibatch.logprobs if self.args.updates_per_rollout > 1 else logprobs.detach()
 
     def get_ref_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"] | None:
         """The same under the reference; None without a KL term: it then never runs."""
@@ -668,18 +691,18 @@ class RLHFTrainer:
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Sample with the merged model, score with the hooked one, at the sampling temperature.
+        """Sample, then score under the policy and the reference, at the sampling temperature.
 
-        `sample_and_score` merges. Rounding makes the two differ slightly. The old log-probs come
-        from the model whose ratio is taken later, so the first ratio is exactly 1.
+        The old log-probs come from the forward pass that the ratio is taken with later, so that the
+        first ratio is 1.
         """
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size)
         logprobs, values = [], []
         for ids, attention_mask in self.split_samples(samples):
-            logits, all_values = self.model.forward_with_value_head(ids, attention_mask)
-            logprobs.append(get_logprobs(logits, ids, samples.prompt_len, args.temperature))
-            values.append(select_completion(all_values, samples.prompt_len))
+            scored = self.score(ids, attention_mask, samples.prompt_len)
+            logprobs.append(scored.logprobs)
+            values.append(scored.values)
         ref_logprobs = self.get_ref_logprobs(samples)
         return make_replay_memory(
             args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)
@@ -697,12 +720,9 @@ class RLHFTrainer:
         `self.metrics["value_loss"]`.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
-        logits, values = self.model.forward_with_value_head(
-            minibatch.input_ids, minibatch.attention_mask
-        )
-        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
         surrogate = calc_clipped_surrogate_objective(
-            logprobs,
+            scored.logprobs,
             minibatch.logprobs,
             minibatch.advantages,
             mask,
@@ -710,52 +730,52 @@ class RLHFTrainer:
             args.clip_coef_high,
         )
         value_loss = calc_value_function_loss(
-            select_completion(values, prompt_len),
+            scored.values,
             minibatch.values,
             minibatch.returns,
             mask,
             vf_coef=1.0,
             clip_coef=args.vf_clip_coef,
         )
-        entropy = self.measure_entropy(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, scored)
         has_kl = args.kl_in == "loss" and args.kl_coef > 0
-        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
-        self.record_ratios(logprobs, minibatch)
+        kl = self.measure_kl(minibatch, scored) if has_kl else 0.0
+        self.record_ratios(scored.logprobs, minibatch)
         self.metrics["value_loss"].append(args.vf_coef * value_loss.item())
         return surrogate - args.vf_coef * value_loss + args.ent_coef * entropy - args.kl_coef * kl
 
     def measure_entropy(
-        self, minibatch: ReplayMinibatch, logits: Float[Tensor, "batch seq vocab"]
+        self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """The policy's entropy at the sampling temperature, in nats per token."""
-        if self.args.ent_coef == 0:
-            logits = logits.detach()  # it is only recorded
-        scaled = self._select_scaled(minibatch, logits)
-        entropy = calc_entropy_bonus(scaled, minibatch.mask, ent_coef=1.0)
+        """The policy's entropy at the sampling temperature, in nats per token.
+
+        `scored` is what `score` gives, or the model's logits.
+        """
+        entropy = masked_mean(self._read_scores(minibatch, scored).entropies, minibatch.mask)
         self.metrics["entropy"].append(entropy.item())
         return entropy
 
     def measure_kl(
-        self, minibatch: ReplayMinibatch, logits: Float[Tensor, "batch seq vocab"]
+        self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """The exact KL from the reference, whose logits live for this minibatch only."""
-        with torch.no_grad(), self.model.reference():
-            ref_logits = self.model(minibatch.input_ids, minibatch.attention_mask)
-        scaled = self._select_scaled(minibatch, logits)
-        ref_scaled = self._select_scaled(minibatch, ref_logits)
-        kl = calc_kl_penalty(scaled, ref_scaled, minibatch.mask, kl_coef=1.0)
+        """The exact KL from the reference, of which nothing is kept; `scored` as above."""
+        kl = masked_mean(self._read_scores(minibatch, scored).measure_kl(), minibatch.mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl
 
-    def _select_scaled(self, minibatch: ReplayMinibatch, logits: Tensor) -> Tensor:
-        return select_completion(logits, minibatch.prompt_len) / self.args.temperature
+    def _read_scores(self, minibatch: ReplayMinibatch, scored: Scores | Tensor) -> Scores:
+        if isinstance(scored, Scores):
+            return scored
+        ids, attention_mask = minibatch.input_ids, minibatch.attention_mask
+        setting = (minibatch.prompt_len, self.args.temperature)
+        return read_logits(self.model, scored, ids, attention_mask, *setting)
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
         """How far the policy has moved from its sampler (clip_frac, and approx_kl: the k3 estimate
         of KL(old ‖ new)), and from the reference if that ran (kl_k3)."""
         args, mask = self.args, minibatch.mask
-        logratio = logprobs - minibatch.logprobs
+        logratio = logprobs - self.get_old_logprobs(minibatch, logprobs)
         ratio = logratio.exp()
         high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
         outside = (ratio < 1 - args.clip_coef) | (ratio > 1 + high)

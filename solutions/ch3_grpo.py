@@ -252,13 +252,16 @@ class GrpoTrainer(RLHFTrainer):
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Whole groups, sampled with the merged model and scored with the hooked one.
+        """Whole groups, scored under the policy and the reference.
 
-        `sample_and_score` merges. The reference scores with either `kl_kind`: kl_k3 is recorded.
+        The reference scores with either `kl_kind`: kl_k3 is recorded. With one update per rollout
+        nothing is computed from the old log-probs, and the sampler's own will do.
         """
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
-        logprobs = self.get_sample_logprobs(samples)
+        logprobs = samples.logprobs
+        if args.updates_per_rollout > 1 or logprobs is None:
+            logprobs = self.get_sample_logprobs(samples)
         ref_logprobs = self.get_ref_logprobs(samples)
         return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
@@ -269,11 +272,12 @@ class GrpoTrainer(RLHFTrainer):
         does not run.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
-        logits = self.model(minibatch.input_ids, minibatch.attention_mask)
-        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
+        logprobs = scored.logprobs
+        old_logprobs = self.get_old_logprobs(minibatch, logprobs)
         objective = calc_grpo_objective(
             logprobs,
-            minibatch.logprobs,
+            old_logprobs,
             minibatch.ref_logprobs,
             minibatch.advantages,
             mask,
@@ -281,9 +285,9 @@ class GrpoTrainer(RLHFTrainer):
             args.clip_coef_high,
             beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
         )
-        entropy = self.measure_entropy(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, scored)
         has_kl = args.kl_kind == "exact" and args.kl_coef > 0
-        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
+        kl = self.measure_kl(minibatch, scored) if has_kl else 0.0
         self.record_ratios(logprobs, minibatch)
         return objective + args.ent_coef * entropy - args.kl_coef * kl
 

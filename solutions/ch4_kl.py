@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from solutions.ch0_sampling import at_least_float32, get_logprobs, masked_mean
+from solutions.ch0_sampling import at_least_float32, masked_mean
 from solutions.ch2_ppo import ReplayMinibatch
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from utils.validation import require, require_option, shape_checked
@@ -159,11 +159,12 @@ class KlTrainer(GrpoTrainer):
         metrics, before the coefficient.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
-        logits = self.model(minibatch.input_ids, minibatch.attention_mask)
-        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
+        logprobs = scored.logprobs
+        old_logprobs = self.get_old_logprobs(minibatch, logprobs)
         objective = calc_grpo_objective(
             logprobs,
-            minibatch.logprobs,
+            old_logprobs,
             None,
             minibatch.advantages,
             mask,
@@ -172,12 +173,12 @@ class KlTrainer(GrpoTrainer):
             beta=0.0,
         )
         if args.kl_coef > 0:
-            kept = (logprobs, minibatch.ref_logprobs, minibatch.logprobs)
+            kept = (logprobs, minibatch.ref_logprobs, old_logprobs)
             current, ref, old = (x.masked_fill(~mask, 0.0) for x in kept)
             estimates = calc_kl_estimate(current, ref, args.kl_estimator, old)
             kl_term = masked_mean(estimates, mask, dim=-1).mean()
             self.metrics["kl_term"].append(kl_term.item())
             objective = objective - args.kl_coef * kl_term
-        objective = objective + args.ent_coef * self.measure_entropy(minibatch, logits)
+        objective = objective + args.ent_coef * self.measure_entropy(minibatch, scored)
         self.record_ratios(logprobs, minibatch)
         return objective

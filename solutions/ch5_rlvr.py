@@ -29,7 +29,6 @@ from torch import Tensor
 from solutions.ch0_sampling import (
     Samples,
     at_least_float32,
-    get_logprobs,
     get_pad_token_id,
     masked_mean,
 )
@@ -402,8 +401,8 @@ class RlvrTrainer(GrpoTrainer):
         by `self.record_ratios`.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
-        logits = self.model(minibatch.input_ids, minibatch.attention_mask)
-        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, args.temperature)
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
+        logprobs = scored.logprobs
         objective = calc_rlvr_objective(
             logprobs,
             minibatch.logprobs,
@@ -417,9 +416,9 @@ class RlvrTrainer(GrpoTrainer):
             ref_logprobs=minibatch.ref_logprobs,
             beta=args.kl_coef if args.kl_kind == "k3" else 0.0,
         )
-        entropy = self.measure_entropy(minibatch, logits)
+        entropy = self.measure_entropy(minibatch, scored)
         has_kl = args.kl_kind == "exact" and args.kl_coef > 0
-        kl = self.measure_kl(minibatch, logits) if has_kl else 0.0
+        kl = self.measure_kl(minibatch, scored) if has_kl else 0.0
         self.record_ratios(logprobs, minibatch)
         return objective + args.ent_coef * entropy - args.kl_coef * kl
 

@@ -539,9 +539,8 @@ def measured_by_backward(trainer):
 RATIOS_OF_ONE_UPDATE = [
     edit(
         "GrpoTrainer.compute_rlhf_objective",
-        "ratio_one_with_one_update",
+        "stored_log_probs_with_one_update",
+        "            old_logprobs,\n",
         "            minibatch.logprobs,\n",
-        "            logprobs.detach() if args.num_minibatches == args.batches_per_learning_phase "
-        "== 1 else minibatch.logprobs,\n",
     ),
 ]

@@ -111,8 +111,8 @@ def test_functions_name_the_argument(call, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": []}, "prompts should be None or a list of at least one string"),
-        ({"prompts": "Review:"}, "prompts should be None or a list of at least one string"),
+        ({"prompts": []}, "prompts should be None or a list of at least one prompt"),
+        ({"prompts": "Review:"}, "prompts should be None or a list of at least one prompt"),
         ({"prompts": ["a", "b"], "columns": {"c": ["1"]}}, "each of 2 prompts, but 'c' has 1"),
         ({"columns": {"answers": []}}, "each of 1 prompts, but 'answers' has 0"),
         ({"reward_fn": None}, "reward_fn should be a function"),
@@ -162,7 +162,7 @@ def test_arguments_of_grpo_are_checked_when_they_are_made(arguments, message):
 def test_prompts_that_cannot_be_sampled(embedded):
     with pytest.raises(ValueError, match="prompts should hold at least one prompt"):
         get_samples(embedded, [], 5)
-    with pytest.raises(ValueError, match="prompts should be a list of strings, but is 'Review:'"):
+    with pytest.raises(ValueError, match="prompts should be a list of strings, or of .*'Review:'"):
         get_samples(embedded, "Review:", 5)
     with pytest.raises(ValueError, match="prompts should have tokens, but one is ''"):
         get_samples(embedded, ["Review:", ""], 5, prepend_bos=False)

@@ -375,7 +375,7 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
     source = get_chapter_source("ch2_ppo").source
     for right, mistaken in (
         ("            self.optimizer.zero_grad()\n", ""),
-        ("return logits, rearrange(values, ", "return logits, 2 * rearrange(values, "),
+        ("errors = (values - returns).square()", "errors = 2 * (values - returns).square()"),
     ):
         assert source.count(right) == 1
         source = source.replace(right, mistaken)

@@ -163,7 +163,7 @@ def make_setup(tmp_path, **overrides):
 
 
 def test_k3_is_chapter_3s_trainer(tmp_path, model):
-    setup = make_setup(tmp_path)
+    setup = make_setup(tmp_path, batches_per_learning_phase=2)
     ours = KlTrainer(KlArgs(kl_estimator="k3", **setup), model)
     theirs = GrpoTrainer(GrpoArgs(**setup), model)
     minibatch = next(iter(ours.rollout_phase().get_minibatches(ours.generator)))

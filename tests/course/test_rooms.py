@@ -20,7 +20,12 @@ ARROWS = {
     "bench": {HELPERS, "solutions", "grading"},
 }
 # Modules that stand outside of their room, or that may do more than the rest of it.
-SPECIAL = {"utils.grade": "autograder", "utils.evaluation": "course", "utils.course.demo": "demo"}
+SPECIAL = {
+    "utils.grade": "autograder",
+    "utils.evaluation": "course",
+    "utils.course.demo": "demo",
+    "utils.course.real": "demo",
+}
 
 
 def find_room(module: str) -> str:

@@ -1,5 +1,6 @@
 """The trainers: the first step, what training leaves alone, stopping and going on."""
 
+import dataclasses
 import functools
 import json
 
@@ -17,11 +18,18 @@ from solutions.ch2_ppo import (
     calc_value_function_loss,
     reward_fn_char_count,
 )
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
+from solutions.ch3_grpo import (
+    GrpoArgs,
+    GrpoTrainer,
+    calc_grpo_objective,
+    calc_single_update_objective,
+)
 from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
+from utils.bench.trainers import use_the_bridge
 from utils.course.evaluation import sample_prompts
+from utils.models.forward import NativeScorer, get_scorer
 from utils.rewards import call_reward_fn
 from utils.tracking import save_checkpoint
 
@@ -60,7 +68,7 @@ def without_seconds(history):
 @pytest.mark.parametrize("architecture", ["embedded", *ARCHITECTURES])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_the_first_kl_is_exactly_zero_and_the_first_ratio_exactly_one_always(
+def test_the_first_kl_is_exactly_zero_and_the_first_ratio_one(
     kind, temperature, architecture, checkpoints, tmp_path
 ):
     base_model = checkpoints.get(architecture, architecture)
@@ -72,7 +80,7 @@ def test_the_first_kl_is_exactly_zero_and_the_first_ratio_exactly_one_always(
     trainer.compute_rlhf_objective(memory.get_minibatches(trainer.generator)[0])
     assert trainer.metrics["kl_k3"] == [0.0]
     assert trainer.metrics.get("kl_exact", [0.0]) == [0.0]
-    randomize(trainer.model)  # now the merged model, which samples, differs by rounding
+    randomize(trainer.model)
     memory = trainer.rollout_phase()
     trainer.metrics.clear()
     for minibatch in memory.get_minibatches(trainer.generator):
@@ -80,10 +88,56 @@ def test_the_first_kl_is_exactly_zero_and_the_first_ratio_exactly_one_always(
         with torch.no_grad():
             logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
         logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, temperature)
-        assert torch.equal(logprobs[minibatch.mask], minibatch.logprobs[minibatch.mask])
+        off = (logprobs - minibatch.logprobs)[minibatch.mask]
+        assert off.abs().max() < 2e-5  # a minibatch has other rows than were scored together
         trainer.compute_rlhf_objective(minibatch)
-    assert trainer.metrics["approx_kl"] == [0.0] * len(trainer.metrics["approx_kl"])
+    assert max(trainer.metrics["approx_kl"]) < 1e-9
     assert min(trainer.metrics["kl_k3"]) > 0
+
+
+def test_one_update_per_rollout_has_a_ratio_of_exactly_one_and_no_pass_for_it(
+    tmp_path, monkeypatch
+):
+    once = {"num_minibatches": 1, "batches_per_learning_phase": 1, "kl_coef": 0.0, "ent_coef": 0.0}
+    trainer = make_trainer("grpo", tmp_path, temperature=0.7, **once)
+    randomize(trainer.model)
+    monkeypatch.setattr(GrpoTrainer, "score", None)
+    memory = trainer.rollout_phase()  # without scoring anything
+    monkeypatch.undo()
+    (minibatch,) = memory.get_minibatches(trainer.generator)
+    mask = minibatch.mask
+    logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
+    logprobs = get_logprobs(logits, minibatch.input_ids, minibatch.prompt_len, 0.7)
+    off = (logprobs - minibatch.logprobs)[mask]
+    assert off.abs().max() < 2e-5  # the sampler's own
+    minibatch.logprobs.add_(torch.randn_like(minibatch.logprobs))  # nobody reads them
+    advantages = torch.randn(len(mask))
+    minibatch = dataclasses.replace(minibatch, advantages=advantages)
+    adapters = trainer.model.trainable_parameters()
+    found, expected = (
+        torch.autograd.grad(objective, adapters)
+        for objective in (
+            trainer.compute_rlhf_objective(minibatch),
+            calc_single_update_objective(logprobs, advantages, mask),
+        )
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kinds"), [("ppo", {}), ("grpo", {"kl_kind": "k3"}), ("grpo", {"kl_kind": "exact"})]
+)
+def test_a_run_on_the_native_forward_is_the_run_on_the_bridge(kind, kinds, tmp_path):
+    histories = []
+    for path in ("native", "bridge"):
+        trainer = make_trainer(kind, tmp_path / path, temperature=0.9, ent_coef=0.1, **kinds)
+        if path == "bridge":
+            use_the_bridge(trainer)
+        assert isinstance(get_scorer(trainer.model), NativeScorer) == (path == "native")
+        histories.append(trainer.train())
+    for native, bridge in zip(*map(without_seconds, histories), strict=True):
+        assert native == pytest.approx(bridge, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
@@ -124,7 +178,7 @@ def get_policy_and_reference(trainer, minibatch):
 def test_the_ppo_objective_is_made_of_its_parts(tmp_path):
     torch.manual_seed(0)
     trainer = make_trainer(
-        "ppo", tmp_path, temperature=0.7, vf_coef=0.3, vf_clip_coef=0.1, ent_coef=0.2, kl_coef=0.5,
+        "ppo", tmp_path, temperature=0.7, vf_coef=0.3, vf_clip_coef=0.1, ent_coef=0.2, kl_coef=2.0,
         clip_coef=0.05, clip_coef_high=0.1,
     )  # fmt: skip
     minibatch = moved_minibatch(trainer)
@@ -144,7 +198,7 @@ def test_the_ppo_objective_is_made_of_its_parts(tmp_path):
         values, minibatch.values, minibatch.returns, mask, 0.3, 0.1
     )
     bonus = 0.2 * policy.entropy()[mask].mean()
-    penalty = 0.5 * kl_divergence(policy, reference)[mask].mean()
+    penalty = 2.0 * kl_divergence(policy, reference)[mask].mean()
     assert min(value_loss, bonus, penalty) > 1e-3
     torch.testing.assert_close(objective, surrogate - value_loss + bonus - penalty)
 

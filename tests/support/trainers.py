@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from solutions.ch0_sampling import Samples, get_samples
+from solutions.ch0_sampling import Samples, sample_completions
 from tests.support import models
 from tests.support.inputs import NAN, poison, ragged_mask
-from utils.models.decoding import get_decoder
+from utils.models.forward import get_scorer
 from utils.models.loading import load_base_model
 
 RANK = 3  # no other size of the small models: it tells adapters from the value head
@@ -269,14 +269,18 @@ def sample_again(trainer_class: type, make_args: Callable, model: nn.Module) -> 
 
 
 def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int) -> dict[str, Any]:
-    """Of `sample_again`: the old log-probs, and those of the model as it is trained."""
+    """Of `sample_again`: the old log-probs, and those of the model as it is trained, by its logits
+    and by what trainers score with."""
     memory = sampled.pop("memory")
-    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
+    ids, attention = memory.input_ids, memory.attention_mask
+    n_prompt = ids.shape[1] - memory.mask.shape[1]
     with torch.no_grad():
-        logits = model(memory.input_ids, memory.attention_mask)
+        logits = model(ids, attention)
+        scored, _ = get_scorer(model).score(ids, attention, n_prompt)
     pairs = {
         "logprobs": memory.logprobs,
-        "hooked": score_rows(logits.float(), memory.input_ids, n_prompt),
+        "hooked": score_rows(logits.float(), ids, n_prompt),
+        "scored": scored,
     }
     width = (0, gen_len - memory.mask.shape[1])
     padded = {name: F.pad(inside(x, memory.mask), width).float() for name, x in pairs.items()}
@@ -288,7 +292,7 @@ def find_wrong_ratio(observed: dict, reference: dict) -> str | None:
         return "after a rollout, weights of the base require a gradient"
     if not observed["gradients after an error"]:
         return "after a rollout that failed, gradients are switched off for all that follows"
-    off = (observed["logprobs"] - observed["hooked"]).abs().max()
+    off = min((observed["logprobs"] - observed[name]).abs().max() for name in ("hooked", "scored"))
     if off > 1e-3:
         return (
             f"the old log-probs are off by up to {off:.2g} from those of the model that is trained,"
@@ -406,8 +410,7 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
 
 def sample_ids(model, prompt: str, rng) -> Tensor:
     """64 completions of 12 tokens, 0 behind an end."""
-    with model.merged():
-        samples = get_samples(get_decoder(model), [prompt] * 64, 12, generator=rng.new_generator())
+    samples = sample_completions(model, [prompt] * 64, 12, generator=rng.new_generator())
     ids = samples.completion_ids * samples.completion_mask
     return F.pad(ids, (0, 12 - ids.shape[1]))
 

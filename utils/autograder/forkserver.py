@@ -40,8 +40,8 @@ PRELOADED = (
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
     "IPython.display", "utils.course", "utils.course.evaluation", "utils.evaluation",
-    "utils.plotting", "utils.rewards", "utils.tracking", "utils.validation", "utils.models.corpus",
-    "utils.models.decoding", "utils.models.loading",
+    "utils.plotting", "utils.prompts", "utils.rewards", "utils.tracking", "utils.validation",
+    "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
 )  # fmt: skip
 
 

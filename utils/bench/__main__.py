@@ -26,6 +26,7 @@ PARTS: dict[str, Callable] = {  # each takes a folder and a number of rounds
     "scaling": steps.measure_scaling,
     "memory": memory.measure_memory,
     "learning": learning.measure_learning,
+    "paths": learning.compare_paths,
     "checks": course.measure_checks,
     "imports": course.measure_imports,
     "grading": course.measure_grading,
@@ -53,6 +54,7 @@ def main() -> None:
                 folder = save_embedded(folder / "embedded")
             results[part] = PARTS[part](folder, args.rounds)
         results["machine"] = describe_machine()
+        results["summary"] = steps.summarize(results)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         partial = args.out.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")

@@ -7,6 +7,7 @@ steps of four and a lucky crossing counts, on both sides. The best learning rate
 shortest time to the same accuracy on the pairs kept for tuning, with a seed of its own.
 """
 
+import itertools
 import math
 import tempfile
 import time
@@ -17,12 +18,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from solutions.ch0_sampling import get_samples
+from solutions.ch0_sampling import sample_completions
 from utils.bench.measuring import get_median
 from utils.bench.models import Work
-from utils.bench.trainers import load_trl, make_trainer, run_step
+from utils.bench.trainers import load_trl, make_trainer, run_step, use_the_bridge
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
-from utils.models.decoding import get_decoder
 from utils.models.loading import EMBEDDED_MODEL
 from utils.rewards import reward_fn_addition
 
@@ -30,6 +30,7 @@ TARGET, EVERY, MAX_STEPS = 0.90, 4, 80
 RATES = (1e-3, 3e-3, 1e-2)
 SEEDS, TRIAL_SEEDS = range(5), (100,)
 ROWS = 256  # completions an evaluation
+PATH_SEEDS, PATH_STEPS, LR_OF_PATHS = range(3), 32, 3e-3
 
 
 def measure_learning(folder: Path, rounds: int) -> dict:
@@ -95,8 +96,7 @@ def learn(lr: float, seed: int, pairs: list[Pair]) -> dict:
 
     def sample(prompts: list[str], seed: int) -> list[str]:
         generator = torch.Generator().manual_seed(seed)
-        with trainer.model.merged():
-            return get_samples(get_decoder(trainer.model), prompts, 40, generator=generator).texts
+        return sample_completions(trainer.model, prompts, 40, generator=generator).texts
 
     race, seconds, step = Race(sample, pairs), 0.0, 0
     while not race.is_over(step, seconds):
@@ -123,7 +123,7 @@ def learn_by_trl(lr: float, seed: int, pairs: list[Pair]) -> dict:
             MAX_STEPS,
             is_over,
             seed=seed,
-            **trl.CONFIGURATIONS[trl.choose_configuration()[0]],
+            **trl.CONFIGURATIONS[trl.choose_configuration(EMBEDDED_MODEL, Work())[0]],
         )
         tokenizer: Any = trainer.processing_class
         model: Any = trainer.model
@@ -143,3 +143,19 @@ def learn_by_trl(lr: float, seed: int, pairs: list[Pair]) -> dict:
         race = Race(sample, pairs)
         trainer.train()
     return race.result
+
+
+def compare_paths(folder: Path, rounds: int) -> dict:
+    """Measure rewards by step of the same runs on the native forward and on the bridge."""
+    del folder, rounds  # the embedded model; a curve is no time
+    rewards: dict[str, list[list[float]]] = {"native": [], "bridge": []}
+    for seed, path in tqdm([*itertools.product(PATH_SEEDS, rewards)], desc="paths", leave=False):
+        trainer = make_trainer(EMBEDDED_MODEL, Work(lr=LR_OF_PATHS, beta=0.001), seed=seed)
+        if path == "bridge":
+            use_the_bridge(trainer)
+        curve = []
+        for _ in range(PATH_STEPS):
+            run_step(trainer)
+            curve.append(trainer.metrics["reward"][0])
+        rewards[path].append(curve)
+    return {"rewards": rewards}

@@ -46,8 +46,10 @@ def _measure_phase(folder: Path, batch: int, length: int, way: str) -> dict:
 def store_reference_logits(trainer) -> None:
     """Make `trainer` keep the reference's logits with the rollout, as textbooks do."""
     rollout_phase = trainer.rollout_phase
-
-    stored = {}
+    stored: dict[str, torch.Tensor] = {}
+    # The bridge, whose logits are kept, in place of the native forward, which keeps none.
+    keep = lambda *call: stored.update(last=call[-1])  # noqa: E731
+    trainer.model.base.register_forward_hook(keep)
 
     @torch.no_grad()
     def roll():
@@ -64,8 +66,8 @@ def store_reference_logits(trainer) -> None:
         stored["input_ids"] = memory.input_ids
         return memory
 
-    def measure_kl(minibatch, logits):
-        logits = select_completion(logits, minibatch.prompt_len)
+    def measure_kl(minibatch, scored):
+        logits = select_completion(stored["last"], minibatch.prompt_len)
         same = (minibatch.input_ids[:, None] == stored["input_ids"]).all(-1)  # [minibatch rows]
         ref_logits = stored["logits"][same.int().argmax(1)]  # rows that are alike have the same
         kl = calc_kl_penalty(logits, ref_logits, minibatch.mask, kl_coef=1.0)

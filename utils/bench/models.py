@@ -6,12 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from utils.models.corpus import addition_prompt, training_pairs
-from utils.models.loading import EMBEDDED_MODEL
+from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
-PEFT_SITES = ["c_attn", "c_proj", "c_fc"]  # the same linear layers under GPT-2's own names
+# By architecture every linear layer of the blocks, under this course's names and PEFT's.
+SITES = {
+    "gpt2": (ALL_LINEAR_SITES, ["c_attn", "c_proj", "c_fc"]),
+    "llama": (
+        (*ALL_LINEAR_SITES, "mlp.gate"),
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    ),
+}
+SMOLLM2_SHAPE = "smollm2_shape"  # SmolLM2-135M's sizes, random weights
 SIZES = {  # n_layer, n_embd, n_head, vocab_size
     "0.9M": (4, 128, 4, 512),
     "10M": (8, 320, 5, 512),
@@ -62,6 +77,43 @@ def save_random(folder: Path, n_layer: int, n_embd: int, n_head: int, vocab_size
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_smollm2_shape(folder: Path) -> Path:
+    """Save a Llama of SmolLM2-135M's shape with random weights, which never ends early."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            max_position_embeddings=8192,
+            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+            tie_word_embeddings=True,
+            **{name: getattr(tokenizer, name) for name in ids},
+        )
+    )
+    # A constant first entry, which no block changes and only the eos's logit reads.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.embed_tokens.weight[tokenizer.eos_token_id, 0] = -100.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def get_sites(folder: Path | str) -> tuple[tuple[str, ...], list[str]]:
+    """Return this course's names and PEFT's of a model's linear layers."""
+    name = EMBEDDED_MODEL if str(folder) == "embedded" else folder
+    return SITES[AutoConfig.from_pretrained(name).model_type]
 
 
 def make_config(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2Config:

@@ -17,6 +17,7 @@ def format_report(results: dict) -> str:
     parts = {
         "steps": _format_steps,
         "learning": _format_learning,
+        "paths": _format_paths,
         "rollouts": _format_rollouts,
         "limits": _format_limits,
         "memory": _format_memory,
@@ -58,38 +59,62 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 
 def _format_steps(result: dict) -> str:
-    seconds, memory = result["seconds"], result["memory_mib"]
-    tokens = {side: result["tokens"] * rate for side, rate in result["rate"].items()}
+    fixed = result["fixed"]
     rows = [
         (
-            "seconds a step",
-            f"{_spread(result['ratios'])} times as fast",
-            _spread(seconds["ours"]),
-            _spread(seconds["trl"]),
-            "2",
-        ),
-        ("tokens per second", "", f"{tokens['ours']:.0f}", f"{tokens['trl']:.0f}", ""),
+            f"seconds a step, {label}",
+            f"{_spread(result[name]['ratios'])} times as fast",
+            _spread(result[name]["seconds"]["ours"]),
+            _spread(result[name]["seconds"]["trl"]),
+            aim,
+        )
+        for name, label, aim in (
+            ("fixed", "exactly 40 tokens", "1.7"),
+            ("natural", "until they end, at most 40", "3"),
+        )
     ]
+    rows += _list_memory(fixed["memory_mib"])
+    lines = [
+        _table(rows, ("one GRPO step, 16 prompts × 8 completions", "ratio", "here", "TRL", "aim"))
+    ]
+    for name, label in (("fixed", "Exactly 40 tokens"), ("natural", "Until they end")):
+        tried = ", ".join(
+            f"{configuration} {seconds:.2f}"
+            for configuration, seconds in result[name]["trl_seconds_by_configuration"].items()
+        )
+        parts = {
+            side: ", ".join(f"{part} {seconds:.2f}" for part, seconds in row.items())
+            for side, row in result[name]["parts"].items()
+        }
+        lines.append(
+            f"{label}. TRL's configurations that were tried, seconds a step: {tried}. Taken: "
+            f"{result[name]['trl_configuration']}. Parts of a step in seconds, here: "
+            f"{parts['ours']}; TRL: {parts['trl']}."
+        )
+    return "\n\n".join(lines)
+
+
+def _list_memory(memory: dict) -> list[tuple]:
+    rows = []
     for name, label in (
         ("added", "peak memory that three steps add, MiB"),
         ("whole", "peak memory of the process, MiB"),
     ):
         ours, trl = ([run[name] for run in memory[side]] for side in ("ours", "trl"))
         ratio = statistics.median(ours) / statistics.median(trl)
-        rows.append((label, f"{ratio:.2f} of TRL's", _spread(ours, 0), _spread(trl, 0), "1"))
-    tried = ", ".join(
-        f"{name} {seconds:.2f}" for name, seconds in result["trl_seconds_by_configuration"].items()
-    )
-    parts = {
-        side: ", ".join(f"{name} {seconds:.2f}" for name, seconds in result["parts"][side].items())
-        for side in ("ours", "trl")
-    }
-    return (
-        _table(rows, ("one GRPO step, 16 prompts × 8 × 40 tokens", "ratio", "here", "TRL", "aim"))
-        + f"\n\nTRL's configurations that were tried, seconds a step: {tried}. Taken: "
-        f"{result['trl_configuration']}. Parts of a step in seconds, here: {parts['ours']}; TRL: "
-        f"{parts['trl']}."
-    )
+        aim = "0.8" if name == "whole" else ""
+        rows.append((label, f"{ratio:.2f} of TRL's", _spread(ours, 0), _spread(trl, 0), aim))
+    return rows
+
+
+def _format_paths(result: dict) -> str:
+    curves = result["rewards"]
+    steps = [step for step in (1, 4, 8, 16, 24, 32) if step <= len(curves["native"][0])]
+    rows = [
+        (f"step {step}", *(_spread([run[step - 1] for run in curves[path]]) for path in curves))
+        for step in steps
+    ]
+    return _table(rows, ("reward on additions, three seeds", "native forward", "bridge"))
 
 
 def _format_learning(result: dict) -> str:
@@ -166,16 +191,33 @@ def _format_memory(result: list) -> str:
 
 
 def _format_scaling(result: dict) -> str:
-    rows = [
-        (
-            size,
-            _spread(row["ratios"]),
-            f"{row['rate']['ours']:.3g}",
-            f"{row['rate']['trl']:.3g}",
+    names = {"smollm2_shape": "SmolLM2's shape, 135M"}
+    rows = []
+    for size, row in result.items():
+        memory = [("", "", "", "", "")] * 2
+        if "memory_mib" in row:
+            memory = _list_memory(row["memory_mib"])
+        rows.append(
+            (
+                names.get(size, size),
+                _spread(row["ratios"]),
+                f"{row['rate']['ours']:.3g}",
+                f"{row['rate']['trl']:.3g}",
+                " / ".join(filter(None, memory[1][2:4])),
+                memory[1][1],
+                row["trl_configuration"],
+            )
         )
-        for size, row in result.items()
-    ]
-    return _table(rows, ("GRPO, 16 × 20 tokens, parameters", "ratio", "here, steps/s", "TRL"))
+    headers = (
+        "GRPO, 16 × 20 tokens, parameters",
+        "ratio",
+        "here, steps/s",
+        "TRL",
+        "process's peak, MiB, here / TRL",
+        "ratio",
+        "TRL's configuration",
+    )
+    return _table(rows, headers)
 
 
 def _format_checks(result: dict) -> str:

@@ -7,11 +7,15 @@ import torch
 import transformer_lens  # noqa: F401  before transformers
 from transformers import AutoModelForCausalLM
 
-from solutions.ch0_sampling import encode_prompts, get_samples, sample_next_token
+from solutions.ch0_sampling import (
+    encode_prompts,
+    get_samples,
+    sample_completions,
+    sample_next_token,
+)
 from solutions.ch1_lora import TransformerWithLora
 from utils.bench.measuring import get_median, get_ratios, take_turns
 from utils.bench.models import Work, make_data
-from utils.models.decoding import get_decoder
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 WORK = Work()
@@ -26,7 +30,7 @@ def measure_rollouts(folder: Path, rounds: int) -> dict:
 
 
 def _measure(folder: Path, rounds: int, is_exact: bool) -> dict:
-    """Measure ours (merging the adapters and decoding the texts included), chapter 0's plain
+    """Measure ours (decoding the texts included), chapter 0's plain
     sampler, `TransformerBridge.generate` and Hugging Face's `generate`, with its own and a static
     cache.
 
@@ -42,10 +46,12 @@ def _measure(folder: Path, rounds: int, is_exact: bool) -> dict:
     ids, mask = encode_prompts(model, prompts, WORK.gen_len, prepend_bos=True)
     generator = torch.Generator()
 
-    def sample(fast: bool):
+    def sample() -> torch.Tensor:
+        return sample_completions(model, prompts, WORK.gen_len, generator=generator).input_ids
+
+    def sample_plainly() -> torch.Tensor:
         with model.merged():
-            called = get_decoder(model) if fast else model
-            return get_samples(called, prompts, WORK.gen_len, generator=generator).input_ids
+            return get_samples(model, prompts, WORK.gen_len, generator=generator).input_ids
 
     def generate_by_bridge():
         with model.merged():
@@ -70,8 +76,8 @@ def _measure(folder: Path, rounds: int, is_exact: bool) -> dict:
         )
 
     sides = {
-        "ours": lambda: sample(True),
-        "plain": lambda: sample(False),
+        "ours": sample,
+        "plain": sample_plainly,
         "bridge": generate_by_bridge,
         "hugging face": generate_by_hugging_face,
         "hugging face, static cache": lambda: generate_by_hugging_face(

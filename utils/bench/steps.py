@@ -13,48 +13,81 @@ from utils.bench.measuring import (
     get_ratios,
     run_apart,
 )
-from utils.bench.models import SIZES, Work, save_random
+from utils.bench.models import SIZES, SMOLLM2_SHAPE, Work, save_random, save_smollm2_shape
 from utils.bench.trainers import check_length, load_trl, make_trainer, measure_our_memory, run_step
+from utils.models.loading import EMBEDDED_MODEL
 
 PEAKS = 3  # processes for a median of memory
 SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for models of all sizes
+LARGE = ("124M", SMOLLM2_SHAPE)  # whose memory is measured, too
 
 
 def measure_throughput(folder: Path, rounds: int) -> dict:
-    """Measure steps of the embedded model, 128 completions of 40 tokens, against TRL's best."""
-    trl = load_trl()
-    work = Work()
-    best, tried = trl.choose_configuration()
-    result = compare(folder, work, rounds, trl.CONFIGURATIONS[best])
-    memory = {
-        "ours": [run_apart(measure_our_memory, folder, work) for _ in range(PEAKS)],
-        "trl": [
-            run_apart(trl.measure_trl_memory, folder, work, trl.CONFIGURATIONS[best])
-            for _ in range(PEAKS)
-        ],
-    }
-    return result | {
-        "tokens": work.batch_size * work.gen_len,
-        "trl_configuration": best,
-        "trl_seconds_by_configuration": tried,
-        "memory_mib": memory,
-    }
-
-
-def measure_scaling(folder: Path, rounds: int) -> dict:
-    """Measure steps per second for three sizes with random weights, 16 completions of 20 tokens."""
-    trl = load_trl()
-    options, results = trl.CONFIGURATIONS[trl.choose_configuration()[0]], {}
-    for name, size in SIZES.items():
-        results[name] = compare(save_random(folder / name, *size), SMALL, rounds, options)
+    """Measure steps of the embedded model against TRL's best: 128 completions of exactly 40 tokens,
+    and of up to 40 that end by themselves."""
+    results = {}
+    for name, path in (("fixed", folder), ("natural", EMBEDDED_MODEL)):
+        results[name] = compare(path, Work(), rounds, is_fixed=name == "fixed")
+    results["fixed"]["memory_mib"] = measure_memory(folder, Work(), results["fixed"])
     return results
 
 
-def compare(folder: Path, work: Work, rounds: int, options: dict) -> dict:
-    """Measure the seconds per step of both in turns: after each of TRL's steps one of ours."""
+def measure_scaling(folder: Path, rounds: int) -> dict:
+    """Measure steps for models of four shapes with random weights, 16 completions of 20 tokens."""
+    results = {}
+    for name in (*SIZES, SMOLLM2_SHAPE):
+        path = folder / name
+        if name == SMOLLM2_SHAPE:
+            save_smollm2_shape(path)
+        else:
+            save_random(path, *SIZES[name])
+        results[name] = compare(path, SMALL, rounds, steps_to_choose=1 if name in LARGE else 2)
+        if name in LARGE:
+            results[name]["memory_mib"] = measure_memory(path, SMALL, results[name])
+    return results
+
+
+def measure_memory(folder: Path, work: Work, compared: dict) -> dict:
+    """Measure both sides' peaks, in turns, in processes of their own."""
+    trl, peaks = load_trl(), defaultdict(list)
+    options = trl.CONFIGURATIONS[compared["trl_configuration"]]
+    for _ in range(PEAKS):
+        peaks["ours"].append(run_apart(measure_our_memory, folder, work))
+        peaks["trl"].append(run_apart(trl.measure_trl_memory, folder, work, options))
+    return dict(peaks)
+
+
+def summarize(results: dict) -> dict:
+    """Summarise what was measured against TRL: ratios of steps per second and of the peak memory
+    of whole processes."""
+    found = results.get("steps", {}) | {
+        name: row for name, row in results.get("scaling", {}).items() if name in LARGE
+    }
+    memory = {}
+    for name, row in found.items():
+        if "memory_mib" in row:
+            ours, trl = (
+                get_median([peak["whole"] for peak in row["memory_mib"][side]])
+                for side in ("ours", "trl")
+            )
+            memory["0.9M" if name == "fixed" else name] = ours / trl
+    ratios = {name: get_median(row["ratios"]) for name, row in found.items()}
+    return {"against_trl": ratios | {"memory": memory}}
+
+
+def compare(
+    folder: Path, work: Work, rounds: int, is_fixed: bool = True, steps_to_choose: int = 2
+) -> dict:
+    """Measure the seconds per step of both in turns: after each of TRL's steps one of ours.
+
+    TRL in the fastest of its configurations at this work, by so many steps of each.
+    """
     trl = load_trl()
+    best, tried = trl.choose_configuration(folder, work, steps_to_choose)
+    options = trl.CONFIGURATIONS[best]
     ours = make_trainer(folder, work)
-    check_length(ours, work)
+    if is_fixed:
+        check_length(ours, work)
     parts: dict[str, dict[str, list[float]]] = {
         "ours": defaultdict(list),
         "trl": defaultdict(list),
@@ -80,6 +113,8 @@ def compare(folder: Path, work: Work, rounds: int, options: dict) -> dict:
     ours, trl = ({k: get_median(v[1:]) for k, v in parts[side].items()} for side in parts)
     rollout = trl["_generate_and_score_completions"]
     return {
+        "trl_configuration": best,
+        "trl_seconds_by_configuration": tried,
         "seconds": {"ours": seconds, "trl": theirs},
         "rate": {"ours": 1 / get_median(seconds), "trl": 1 / get_median(theirs)},
         "ratios": get_ratios(theirs, seconds),

@@ -10,8 +10,7 @@ from typing import Any
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils.bench.measuring import measure_peak
-from utils.bench.models import Work, make_data
-from utils.models.loading import ALL_LINEAR_SITES
+from utils.bench.models import Work, get_sites, make_data
 from utils.rewards import reward_fn_addition
 
 
@@ -34,7 +33,7 @@ def make_trainer(folder: Path | str, work: Work, kind: str = "grpo", **overrides
         "num_minibatches": 1,
         "batches_per_learning_phase": 1,
         "lora_rank": work.rank,
-        "lora_sites": ALL_LINEAR_SITES,
+        "lora_sites": get_sites(folder)[0],
         "kl_coef": work.beta,
         "base_lr": work.lr,
         "warmup_steps": 0,
@@ -57,6 +56,11 @@ def check_length(trainer, work: Work) -> None:
     lengths = trainer.rollout_phase().mask.sum(-1)
     if not bool((lengths == work.gen_len).all()):
         raise ValueError(f"completions should have {work.gen_len} tokens, but have {lengths}")
+
+
+def use_the_bridge(trainer) -> None:
+    """Make a trainer score and sample by its bridge, as one does with a reader's hooks on it."""
+    trainer.model.base.register_forward_hook(lambda *_: None)
 
 
 def measure_our_memory(folder: Path, work: Work) -> dict:

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributions import Categorical, kl_divergence
 from tqdm import tqdm
 
 from utils.models.corpus import Pair, addition_prompt
-from utils.models.decoding import get_decoder
+from utils.models.forward import get_scorer
 from utils.rewards import is_worked, reward_fn_addition
 
 
@@ -26,19 +25,17 @@ def sample_prompts(
     seed: int = 0,
     rows: int = 128,
 ) -> list:
-    """Sample completions of all prompts, merged weights, as `Samples` of up to `rows` rows each."""
+    """Sample completions of all prompts, as `Samples` of up to `rows` rows each."""
     sampling = _load_sampling()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     batches = []
-    with model.merged():
-        decoder = get_decoder(model)
-        for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
-            batch = prompts[start : start + rows]
-            samples = sampling.get_samples(
-                decoder, batch, gen_len, temperature, generator=generator
-            )
-            batches.append(samples)
+    for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
+        batch = prompts[start : start + rows]
+        samples = sampling.sample_completions(
+            model, batch, gen_len, temperature, generator=generator
+        )
+        batches.append(samples)
     return batches
 
 
@@ -48,14 +45,9 @@ def measure_kl(model, batches: list) -> float:
     sampling = _load_sampling()
 
     def measure(samples):
-        logits = model(samples.input_ids, samples.attention_mask)
-        with model.reference():
-            ref_logits = model(samples.input_ids, samples.attention_mask)
-        logits, ref_logits = (
-            sampling.select_completion(x, samples.prompt_len) for x in (logits, ref_logits)
-        )
-        kl = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits))
-        return sampling.masked_mean(kl, samples.completion_mask)
+        ids, attention_mask = samples.input_ids, samples.attention_mask
+        scores = get_scorer(model).measure(ids, attention_mask, samples.prompt_len)
+        return sampling.masked_mean(scores.measure_kl(), samples.completion_mask)
 
     return _mean_over_tokens(measure, batches)
 
@@ -67,8 +59,9 @@ def measure_nll(model, batches: list) -> float:
 
     def measure(samples):
         with model.reference():
-            logits = model(samples.input_ids, samples.attention_mask)
-        logprobs = sampling.get_logprobs(logits, samples.input_ids, samples.prompt_len)
+            logprobs, _ = get_scorer(model).score(
+                samples.input_ids, samples.attention_mask, samples.prompt_len
+            )
         return -sampling.masked_mean(logprobs, samples.completion_mask)
 
     return _mean_over_tokens(measure, batches)

@@ -1,189 +1,310 @@
-"""A faster forward pass for sampling: what a TransformerBridge of a GPT-2 computes, with less work.
+"""Sampling without hooks: what chapter 0's sampler draws from a model, with less work per token.
 
-`get_samples` in chapter 0 is the plain sampler. It calls a model once a token, and accepts
-whatever is called as a bridge is: `get_decoder(model)` is such a thing. The loop, the random
-numbers and, to rounding, the logits stay the same; what is left out is
+`get_decoder(model).generate(...)` draws from the distribution that `sample_next_token` defines. The
+forward pass is made of `utils.models.blocks`, adapters unmerged, with
 
-- the hooks, some thirty Python calls a block;
-- the prompt's forward pass for all but one of its copies in a group;
-- a copy of the whole cache a token: the cache is allocated ahead, and grows by steps;
-- two of three products for queries, keys and values: their weights stand side by side;
-- the forward pass of rows that have ended (they are still drawn for, as the random numbers are
-  those of the plain sampler).
+- a cache that is allocated once, and rows that leave it when they have ended;
+- the prompt's forward pass once for all completions of a prompt;
+- one uniform number a token, all drawn ahead: what a row draws does not depend on which other rows
+  it is computed with, up to rounding, and `multinomial`, which takes longer, is not called.
 
-Other architectures are decoded by the bridge itself.
+Other architectures decode by the Hugging Face model that shares the bridge's weights, and models
+with a reader's hooks by the bridge, with the same draws.
 """
 
-from collections.abc import Iterator
+import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformer_lens.model_bridge import TransformerBridge
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
-GROW = 64  # tokens by which a cache grows
-LEAVE = 0.75  # rows leave when at most this share of those in the cache goes on
+from utils.models.blocks import (
+    NativeModel,
+    find_native,
+    has_hooks,
+    has_own_forward,
+    multiply,
+)
+from utils.validation import require
+
+LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
 
 
-def get_decoder(model: nn.Module) -> Any:
-    """Return a model made faster for `get_samples`, with its weights as they are now.
+@dataclass(frozen=True)
+class Draws:
+    """Completions, the pad id after the first eos, and the log-probability of each token at the
+    sampling temperature, before top-k and top-p; 0 after the eos."""
 
-    Inside `merged()` that is the policy, inside `reference()` the reference. Outside of both, where
-    the adapters are hooks, `model` itself is returned; likewise for other architectures and for
-    models with hooks of the reader's own.
+    completion_ids: Int[Tensor, "batch completion"]
+    logprobs: Float[Tensor, "batch completion"]
+
+
+def get_decoder(model: Any) -> "Decoder":
+    """Return what samples from a model, or a bridge, as it is now.
+
+    Inside `reference()` that is the frozen model, inside `merged()` the merged one.
     """
-    base: Any = model.base
-    config = base.original_model.config
-    is_plain = config.model_type == "gpt2" and not (
-        config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn
-    )
-    has_hooks = any(point.fwd_hooks for point in base.hook_dict.values())
-    is_bare = is_plain and not has_hooks and model._mode != "hooked"
-    return Gpt2Decoder(base) if is_bare else model
+    with torch.no_grad():
+        found = find_native(model)
+    if found is not None:
+        return NativeDecoder(model, *found)
+    plain = getattr(getattr(model, "base", model), "plain", [None])[0]
+    if plain is None or has_hooks(model) or not has_own_forward(model):
+        return Decoder(model)
+    return PlainDecoder(model, plain)
 
 
-@dataclass
-class Cache:
-    """Keys and values of the tokens so far, for the rows that go on."""
+def draw(
+    logits: Float[Tensor, "row vocab"],
+    uniforms: Float[Tensor, "row"],
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> tuple[Int[Tensor, "row"], Float[Tensor, "row"]]:
+    """Draw a token a row, where the cumulative sum of the probabilities passes the uniform number.
 
-    keys: list[Float[Tensor, "row head capacity d_head"]]  # one a block
-    values: list[Float[Tensor, "row head capacity d_head"]]
-    rows: Int[Tensor, "row"]  # where in the batch each one belongs
-    length: int  # columns in use
+    The second result is its log-probability before top-k and top-p; at temperature 0, where the
+    likeliest token is taken, that at temperature 1.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature > 0:
+        logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
+    all_probs = logits.softmax(-1)
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+    else:
+        probs = all_probs if top_k is None else keep_top_k(all_probs, top_k)
+        probs = probs if top_p in (None, 1) else keep_top_p(probs, top_p)
+        sums = probs.cumsum(-1)
+        total = sums[:, -1:]
+        require(total.isfinite().all(), "logits should be numbers, but some are nan or inf")
+        # Below the total, or a token of probability 0 behind all others could be taken.
+        at = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+        tokens = torch.searchsorted(sums, at, right=True).squeeze(-1)
+    return tokens, all_probs.gather(-1, tokens[:, None]).squeeze(-1).log()
 
-    def grow(self) -> None:
-        for tensors in (self.keys, self.values):
-            tensors[:] = [F.pad(tensor, (0, 0, 0, GROW)) for tensor in tensors]
 
-    def keep(self, rows: Int[Tensor, "kept"]) -> None:
-        for tensors in (self.keys, self.values):
-            tensors[:] = [tensor[rows] for tensor in tensors]
-        self.rows = self.rows[rows]
+def keep_top_k(probs: Float[Tensor, "row vocab"], k: int) -> Float[Tensor, "row vocab"]:
+    kept = probs.topk(min(k, probs.shape[-1]))
+    return torch.zeros_like(probs).scatter_(-1, kept.indices, kept.values)
 
 
-class Gpt2Decoder:
-    """A GPT-2 without hooks, called as `get_samples` calls a bridge."""
+def keep_top_p(probs: Float[Tensor, "row vocab"], p: float) -> Float[Tensor, "row vocab"]:
+    """Keep the fewest likeliest whose share of the sum reaches p."""
+    kept = probs.sort(descending=True)
+    likelier = kept.values.cumsum(-1) - kept.values
+    is_beyond = likelier >= p * probs.sum(-1, keepdim=True)
+    values = kept.values.masked_fill(is_beyond, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, kept.indices, values)
 
-    def __init__(self, base: TransformerBridge):
-        self.base, self.tokenizer, self.cfg = base, base.tokenizer, base.cfg
-        self.blocks = [Gpt2Block(block) for block in base.blocks]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return self.base.parameters()
+class Decoder:
+    """Samples token after token from a model that is called with a cache."""
+
+    def __init__(self, model: Any):
+        self.model, self.tokenizer = model, model.tokenizer
 
     @torch.no_grad()
-    def __call__(
+    def generate(
         self,
-        input_ids: Int[Tensor, "batch seq"],
-        attention_mask: Int[Tensor, "batch total"],
-        past_key_values: Cache | None = None,
-        use_cache: bool = True,
-        return_type: str = "logits_and_cache",
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
-        """Return the logits of the last token alone, and the cache.
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Draws:
+        """Sample a completion for each left-padded prompt, until all have ended.
 
-        A row whose last entry of `attention_mask` is 0 has ended: its logits mean nothing.
+        Raises ValueError for settings that chapter 0's sampler refuses, and for logits of nan.
         """
-        if past_key_values is None:
-            return self._read_prompts(input_ids, attention_mask)
-        return self._read_token(input_ids, attention_mask, past_key_values)
+        require(max_new_tokens >= 1, f"max_new_tokens should be at least 1: {max_new_tokens}")
+        require(temperature >= 0, f"temperature should not be negative: {temperature}")
+        require(top_k is None or top_k >= 1, f"top_k should be 1 or more: {top_k}")
+        require(top_p is None or 0 < top_p <= 1, f"top_p should be above 0 and at most 1: {top_p}")
+        batch, device = len(prompt_ids), prompt_ids.device
+        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        shape = (batch, max_new_tokens)
+        uniforms = torch.rand(shape, generator=generator, device=device)
+        ids = torch.full(shape, eos if pad is None else pad, device=device)
+        logprobs = torch.zeros(shape, device=device)
+        rows = torch.arange(batch, device=device)  # those that go on
+        with self.hold_weights():
+            logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
+            for step in range(max_new_tokens):
+                tokens, found = draw(logits, uniforms[rows, step], temperature, top_k, top_p)
+                ids[rows, step], logprobs[rows, step] = tokens, found.to(logprobs.dtype)
+                goes_on = tokens != (-1 if eos is None else eos)
+                rows = rows[goes_on]
+                if len(rows) == 0 or step + 1 == max_new_tokens:
+                    break
+                logits = self.advance(tokens, goes_on)
+        return Draws(ids[:, : step + 1], logprobs[:, : step + 1])
 
-    def _read_prompts(
-        self, input_ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch seq"]
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
-        """Read each distinct prompt once; its copies share the result."""
-        seq = input_ids.shape[1]
-        both, copies = torch.unique(
-            torch.cat([input_ids, attention_mask], dim=1), dim=0, return_inverse=True
-        )
-        ids, mask = both.split(seq, dim=1)
-        causal = torch.ones(seq, seq, dtype=torch.bool, device=ids.device).tril()
-        # A pad sees itself: a row of attention that may look nowhere would be nan.
-        itself = torch.eye(seq, dtype=torch.bool, device=ids.device)
-        visible = causal & mask.bool()[:, None, None, :] | itself  # [row 1 seq seq]
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        x = self._embed(ids, positions)
-        cache = Cache([], [], torch.arange(len(copies), device=ids.device), seq)
-        for block in self.blocks:
-            q, k, v = block.project(x)
-            x = block.finish(x, F.scaled_dot_product_attention(q, k, v, attn_mask=visible))
-            cache.keys.append(F.pad(k[copies], (0, 0, 0, GROW)))
-            cache.values.append(F.pad(v[copies], (0, 0, 0, GROW)))
-        return self._unembed(x[:, -1:])[copies], cache
+    def hold_weights(self) -> AbstractContextManager[Any]:
+        """Hold the weights for the time of sampling as they are called for."""
+        return contextlib.nullcontext()
 
-    def _read_token(
+    def start(
         self,
-        input_ids: Int[Tensor, "batch 1"],
-        attention_mask: Int[Tensor, "batch total"],
-        cache: Cache,
-    ) -> tuple[Float[Tensor, "batch 1 vocab"], Cache]:
-        goes_on = attention_mask[cache.rows, -1].nonzero().squeeze(-1)
-        if len(goes_on) <= LEAVE * len(cache.rows):
-            cache.keep(goes_on)
-        if cache.length == cache.keys[0].shape[2]:
-            cache.grow()
-        position, cache.length = cache.length, cache.length + 1
-        here = slice(position, position + 1)
-        mask = attention_mask[cache.rows]
-        heads = self.cfg.n_heads
-        bias = torch.zeros(mask.shape, dtype=cache.keys[0].dtype, device=mask.device)
-        bias = bias.masked_fill_(mask == 0, -torch.inf).repeat_interleave(heads, dim=0)
-        x = self._embed(input_ids[cache.rows], mask.sum(-1, keepdim=True) - 1)
-        for block, keys, values in zip(self.blocks, cache.keys, cache.values, strict=True):
-            q, keys[:, :, here], values[:, :, here] = block.project(x)
-            # For one query a row, two products of batches beat the fused attention on a CPU.
-            q, k, v = (part.flatten(0, 1)[:, : cache.length] for part in (q, keys, values))
-            scores = torch.baddbmm(bias[:, None], q, k.mT, alpha=q.shape[-1] ** -0.5)
-            attended = scores.softmax(-1) @ v  # [(row head) 1 d_head]
-            x = block.finish(x, attended.unflatten(0, (-1, heads)))
-        logits = self._unembed(x)
-        if len(cache.rows) == len(input_ids):
-            return logits, cache
-        everyone = logits.new_zeros(len(input_ids), *logits.shape[1:])
-        return everyone.index_copy(0, cache.rows, logits), cache
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+    ) -> Float[Tensor, "batch vocab"]:
+        """Read the prompts, and return the logits of the first tokens."""
+        self.mask, self.cache = prompt_mask, None
+        self.rows = torch.arange(len(prompt_ids), device=prompt_ids.device)
+        return self._call(prompt_ids)
 
-    def _embed(
-        self, ids: Int[Tensor, "row seq"], positions: Int[Tensor, "row seq"]
-    ) -> Float[Tensor, "row seq d_model"]:
-        wte, wpe = (
-            part.original_component.weight for part in (self.base.embed, self.base.pos_embed)
+    def advance(
+        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
+    ) -> Float[Tensor, "kept vocab"]:
+        """Read a token for each row, and return the next logits of those that go on."""
+        ids = self.mask.new_full((len(self.mask), 1), int(tokens[0]))
+        ids[self.rows, 0] = tokens
+        self.rows = self.rows[goes_on]
+        newest = self.mask.new_zeros(len(self.mask), 1)
+        newest[self.rows] = 1
+        self.mask = torch.cat([self.mask, newest], dim=1)
+        return self._call(ids)[self.rows]
+
+    def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
+        logits, self.cache = self.model(
+            ids,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_type="logits_and_cache",
         )
-        return F.embedding(ids, wte) + F.embedding(positions, wpe)
-
-    def _unembed(self, x: Float[Tensor, "row seq d_model"]) -> Float[Tensor, "row seq vocab"]:
-        return self.base.unembed.original_component(self.base.ln_final.original_component(x))
+        return logits[:, -1]
 
 
-class Gpt2Block:
-    """One block, its queries', keys' and values' weights side by side."""
+class PlainDecoder(Decoder):
+    """Samples from the Hugging Face model that shares a bridge's weights, adapters merged."""
 
-    def __init__(self, block: Any):
-        attention = block.attn
-        projections = [part.original_component for part in (attention.q, attention.k, attention.v)]
-        self.n_heads = attention.config.n_heads
-        self.weight = torch.cat([part.weight.data for part in projections])  # [3*d_model d_model]
-        self.bias = torch.cat([part.bias.data for part in projections])
-        self.ln1, self.ln2 = block.ln1.original_component, block.ln2.original_component
-        self.out = attention.o.original_component
-        self.mlp_in = getattr(block.mlp, "in").original_component
-        self.act = block.mlp.original_component.act
-        self.mlp_out = block.mlp.out.original_component
+    def __init__(self, model: Any, plain: Any):
+        super().__init__(model)
+        self.plain = plain
 
-    def project(self, x: Float[Tensor, "row seq d_model"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, each [row head seq d_head]."""
-        qkv = F.linear(self.ln1(x), self.weight, self.bias)
-        q, k, v = rearrange(
-            qkv, "row seq (part head d) -> part row head seq d", part=3, head=self.n_heads
+    def hold_weights(self) -> AbstractContextManager[Any]:
+        """Merge the adapters, unless they are merged or off already."""
+        is_hooked = getattr(self.model, "_mode", "") == "hooked"
+        return self.model.merged() if is_hooked else contextlib.nullcontext()
+
+    def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
+        output = self.plain(
+            input_ids=ids,
+            attention_mask=self.mask,
+            position_ids=(self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
+            past_key_values=self.cache,
+            use_cache=True,
         )
-        return q, k, v
+        self.cache = output.past_key_values
+        return output.logits[:, -1]
 
-    def finish(
-        self, x: Float[Tensor, "row seq d_model"], attended: Float[Tensor, "row head seq d_head"]
-    ) -> Float[Tensor, "row seq d_model"]:
-        """Compute the rest of the block, from what attention read."""
-        x = x + self.out(rearrange(attended, "row head seq d -> row seq (head d)"))
-        return x + self.mlp_out(self.act(self.mlp_in(self.ln2(x))))
+
+class NativeDecoder(Decoder):
+    """Samples from GPT-2 and Llama-type models without hooks."""
+
+    def __init__(self, model: Any, native: NativeModel, adapted: bool):
+        super().__init__(model)
+        self.native, self.adapted = native, adapted
+        self.keys: list[Tensor] = []  # of each block, [row kv_heads capacity d_head]
+        self.values: list[Tensor] = []
+        if adapted:
+            native.freeze()
+
+    def start(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+    ) -> Float[Tensor, "batch vocab"]:
+        """Read each distinct prompt once, and fill the caches of its copies with the result."""
+        native, seq = self.native, prompt_ids.shape[1]
+        both = torch.cat([prompt_ids, prompt_mask], dim=1)
+        both, copies = both.unique(dim=0, return_inverse=True)
+        ids, mask = both.split(seq, dim=1)
+        # A pad sees itself: a row of attention that may look nowhere would be nan.
+        causal = torch.ones(seq, seq, dtype=torch.bool, device=ids.device).tril()
+        itself = torch.eye(seq, dtype=torch.bool, device=ids.device)
+        visible = causal & mask.bool()[:, None, None, :] | itself  # [prompt 1 seq seq]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        self.positions = positions[copies, -1]
+        x, rotary = native.embed(ids.flatten(), positions.flatten())
+        self.length, self.keys, self.values = seq, [], []
+        for block in native.blocks:
+            qkv = block.project(x, rotary, self.adapted).unflatten(0, ids.shape)
+            q, k, v = qkv.transpose(1, 2).split(block.heads, dim=1)
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            x = block.finish(x, attended.transpose(1, 2).flatten(2).flatten(0, 1), self.adapted)
+            for cache, part in ((self.keys, k), (self.values, v)):
+                filled = part.new_empty(
+                    len(copies), part.shape[1], seq + max_new_tokens, part.shape[3]
+                )
+                filled[:, :, :seq] = part[copies]
+                cache.append(filled)
+        self.bias = x.new_zeros(len(copies), filled.shape[2])
+        self.bias[:, :seq].masked_fill_(prompt_mask == 0, -torch.inf)
+        self.active = torch.arange(len(copies), device=ids.device)  # rows of the cache that go on
+        return self._unembed(x.unflatten(0, ids.shape)[:, -1])[copies]
+
+    def advance(
+        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
+    ) -> Float[Tensor, "kept vocab"]:
+        """Read the tokens of the rows that go on, and return their next logits."""
+        self.active, tokens = self.active[goes_on], tokens[goes_on]
+        if len(self.active) <= LEAVE * len(self.positions):
+            self._keep(self.active)
+        everyone = tokens.new_zeros(len(self.positions)).index_copy(0, self.active, tokens)
+        self.positions += 1
+        x, rotary = self.native.embed(everyone, self.positions)
+        here, self.length = self.length, self.length + 1
+        for block, keys, values in zip(self.native.blocks, self.keys, self.values, strict=True):
+            qkv = block.project(x, rotary, self.adapted)
+            q, keys[:, :, here], values[:, :, here] = qkv.split(block.heads, dim=1)
+            x = block.finish(x, self._attend(q, keys, values), self.adapted)
+        return self._unembed(x[self.active])
+
+    def _keep(self, rows: Int[Tensor, "kept"]) -> None:
+        for cache in (self.keys, self.values):
+            for i, whole in enumerate(cache):
+                cache[i] = whole.new_empty(len(rows), *whole.shape[1:])
+                cache[i][:, :, : self.length] = whole[rows, :, : self.length]
+        self.positions, self.bias = self.positions[rows], self.bias[rows]
+        self.active = torch.arange(len(rows), device=rows.device)
+
+    def _attend(
+        self,
+        q: Float[Tensor, "row heads d_head"],
+        keys: Float[Tensor, "row kv_heads capacity d_head"],
+        values: Float[Tensor, "row kv_heads capacity d_head"],
+    ) -> Float[Tensor, "row d_heads"]:
+        """Attend from one query a head: two products of batches beat fused attention on a CPU."""
+        rows, kv_heads, _, d_head = keys.shape
+        if (
+            q.dtype != torch.float32 or q.device.type != "cpu"
+        ):  # shorter ones would round the scores
+            k, v = keys[:, :, : self.length], values[:, :, : self.length]
+            bias = self.bias[:, None, None, : self.length]
+            is_grouped = q.shape[1] != kv_heads
+            out = F.scaled_dot_product_attention(
+                q[:, :, None], k, v, attn_mask=bias, enable_gqa=is_grouped
+            )
+            return out.flatten(1)
+        q = q.reshape(rows * kv_heads, -1, d_head)  # the queries that share keys, together
+        k, v = (x.flatten(0, 1)[:, : self.length] for x in (keys, values))
+        bias = self.bias[:, None, None, : self.length]
+        bias = bias.expand(-1, kv_heads, q.shape[1], -1).flatten(0, 1)
+        scores = torch.baddbmm(bias, q, k.mT, alpha=d_head**-0.5)
+        return (scores.softmax(-1) @ v).reshape(rows, -1)
+
+    def _unembed(self, x: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
+        return multiply(self.native.normalize_last(x), self.native.unembedding.T, None).contiguous()

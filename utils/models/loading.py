@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from utils.models.blocks import is_covered
+from utils.models.fetch import MODELS, find_fetched
 from utils.validation import require
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
@@ -77,7 +79,8 @@ def load_base_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> TransformerBridge:
-    """Boot "embedded" (the model in this repo), a local folder, or a model of the Hugging Face hub.
+    """Boot "embedded" (the model in this repo), one that `utils.models.fetch` has fetched
+    ("smollm2"), a local folder, or a model of the Hugging Face hub.
 
     The device defaults to the GPU if there is one, the dtype to float32. Both are given at the
     start because a bridge that is moved later stops sharing GPT-2's q, k, v weights with `c_attn`.
@@ -87,6 +90,8 @@ def load_base_model(
     exact_dtype = _get_dtype(dtype)
     if str(name) == "embedded":
         name = EMBEDDED_MODEL
+    if str(name) in MODELS and not Path(name).is_dir():
+        name = find_fetched(str(name))
     path = Path(name).expanduser()
     given = str(name)
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
@@ -123,13 +128,16 @@ def _get_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
 
 def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> TransformerBridge:
     logging.disable_progress_bar()
+    hf, plain = _load_plain(name, device, dtype)
     try:
-        base = TransformerBridge.boot_transformers(name, device=device, dtype=dtype)
+        base = TransformerBridge.boot_transformers(name, hf_model=hf, device=device, dtype=dtype)
     except OSError as error:
         raise ValueError(
             f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
             f"hub, but there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
+    is_shared = plain is not None and _is_shared(base, plain)
+    vars(base)["plain"] = [plain if is_shared else None]  # decodes sooner; not a submodule
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
         tokenizer.bos_token = AutoTokenizer.from_pretrained(name).bos_token
@@ -137,3 +145,36 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
         if type(module) is NormalizationBridge and type(module.original_component) is nn.LayerNorm:
             module.__class__ = NativeLayerNorm
     return base
+
+
+def _load_plain(name: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load a Hugging Face model that no native forward covers, to make a bridge of, and copy it so
+    that the two share their parameters. None twice for all others."""
+    try:
+        if is_covered(AutoConfig.from_pretrained(name)):
+            return None, None
+        hf: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError):  # the bridge knows names of its own, and says what is wrong
+        return None, None
+    hf.to(device)
+    return hf, copy.deepcopy(hf, {id(parameter): parameter for parameter in hf.parameters()})
+
+
+@torch.no_grad()
+def _is_shared(base: TransformerBridge, plain: Any) -> bool:
+    """Return whether a plain model has the bridge's very weights and computes what it does."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
+    if not all(p.untyped_storage().data_ptr() in shared for p in base.parameters()):
+        return False
+    ids = torch.arange(8, device=next(plain.parameters()).device).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    try:
+        found = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        expected: Any = base(ids, attention_mask=mask)
+        if getattr(found, "past_key_values", None) is None:
+            return False
+    except Exception:  # of models, of many kinds: the bridge decodes then
+        return False
+    off = (found.logits - expected).float()[mask.bool()]
+    return bool(off.norm() <= 1e-2 * expected.float()[mask.bool()].norm())

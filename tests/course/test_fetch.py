@@ -1,0 +1,245 @@
+"""A real model: fetching, converting and loading it, and prompts that are chats."""
+
+import hashlib
+import json
+import zipfile
+
+import gguf
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from solutions.ch0_sampling import encode_prompts, sample_completions
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from tests.support.models import SPECIAL
+from utils.course import real
+from utils.models import fetch
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
+
+CHAT = "{% for m in messages %}<start>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<start>assistant:{% endif %}"  # noqa: E501
+
+
+def permute(weight, heads):
+    """Rows of queries and keys as GGUF files of Llamas order them."""
+    return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, seed=0):
+    """Write a tiny Llama with the embedded tokenizer as a GGUF file, and return the model."""
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    config = LlamaConfig(
+        **SPECIAL | {"vocab_size": len(tokenizer)},
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+    )
+    model = LlamaForCausalLM(config)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(8)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    backend = tokenizer.backend_tokenizer.to_str()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    special = {*tokenizer.all_special_ids}
+    writer.add_token_list(tokens)
+    kinds = (gguf.TokenType.NORMAL, gguf.TokenType.CONTROL)
+    writer.add_token_types([kinds[i in special] for i in range(len(tokens))])
+    pairs = json.loads(backend)["model"]["merges"]
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in pairs]
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(config.bos_token_id)
+    writer.add_eos_token_id(config.eos_token_id)
+    writer.add_pad_token_id(config.pad_token_id)
+    writer.add_chat_template(CHAT)
+    layer = model.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    tensors = {
+        "token_embd": model.model.embed_tokens.weight,
+        "output_norm": model.model.norm.weight,
+        "output": model.lm_head.weight,
+        "blk.0.attn_norm": layer.input_layernorm.weight,
+        "blk.0.ffn_norm": layer.post_attention_layernorm.weight,
+        "blk.0.attn_q": permute(attention.q_proj.weight.data, 4),
+        "blk.0.attn_k": permute(attention.k_proj.weight.data, 2),
+        "blk.0.attn_v": attention.v_proj.weight,
+        "blk.0.attn_output": attention.o_proj.weight,
+        "blk.0.ffn_gate": mlp.gate_proj.weight,
+        "blk.0.ffn_up": mlp.up_proj.weight,
+        "blk.0.ffn_down": mlp.down_proj.weight,
+    }
+    for name, tensor in tensors.items():
+        writer.add_tensor(f"{name}.weight", tensor.detach().contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A wheel that holds a GGUF file, as the index gives it, and the model in it."""
+    folder = tmp_path_factory.mktemp("index")
+    model = write_gguf(folder / "tiny.gguf")
+    wheel = folder / "tiny_gguf-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(folder / "tiny.gguf", "tiny_gguf/tiny.gguf")
+        about = "Metadata-Version: 2.1\nName: tiny-gguf\nVersion: 1.0\n"
+        archive.writestr("tiny_gguf-1.0.dist-info/METADATA", about)
+        archive.writestr("tiny_gguf-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        archive.writestr("tiny_gguf-1.0.dist-info/RECORD", "")
+    return folder, wheel, model
+
+
+@pytest.fixture
+def source(packed, tmp_path, monkeypatch):
+    """The wheel as a source named "tiny", without a network."""
+    folder, wheel, _ = packed
+    found = fetch.Source(
+        title="A tiny model",
+        licence="MIT",
+        hub="nobody/nothing",
+        package="tiny-gguf==1.0",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        gguf="tiny_gguf/tiny.gguf",
+    )
+    monkeypatch.setenv("COURSE_MODELS", str(tmp_path / "models"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setitem(fetch.MODELS, "tiny", found)
+    return found
+
+
+def test_a_package_becomes_a_folder_that_loads_by_name(source, packed, tmp_path, capfd):
+    with pytest.raises(ValueError, match=r"Run `python -m utils\.models\.fetch tiny`"):
+        load_base_model("tiny")
+    folder = fetch.fetch("tiny")
+    assert folder == tmp_path / "models" / "tiny"
+    assert "Not from the hub" in capfd.readouterr().out
+    about = (folder / fetch.ORIGIN).read_text()
+    assert "Licence: MIT." in about
+    assert "tiny-gguf==1.0, tiny.gguf" in about
+    left = {path.name for path in folder.parent.iterdir()}
+    assert left == {"tiny", "tiny.lock"}
+    ids = torch.arange(3, 40)[None]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(model(ids).logits, packed[2].eval()(ids).logits)
+    base = load_base_model("tiny", device="cpu")
+    torch.testing.assert_close(base(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+    fetch.fetch("tiny", source="hub")  # is there already
+
+
+def test_another_file_is_refused_and_nothing_is_written(source, tmp_path, monkeypatch):
+    wrong = fetch.Source(**vars(source) | {"sha256": "0" * 64})
+    monkeypatch.setitem(fetch.MODELS, "tiny", wrong)
+    with pytest.raises(
+        ValueError, match=r"could not fetch tiny .* package: .*Expected sha256 0000"
+    ):
+        fetch.fetch("tiny")
+    assert not (tmp_path / "models" / "tiny").exists()
+
+
+def test_a_download_that_broke_off_is_gone_on_with(source, packed, tmp_path, monkeypatch):
+    downloads = tmp_path / "models" / "tiny.package"
+    downloads.mkdir(parents=True)
+    wheel = downloads / packed[1].name
+    wheel.write_bytes(packed[1].read_bytes())
+    monkeypatch.setattr(fetch.subprocess, "run", None)  # is not called again
+    fetch.fetch("tiny", source="package")
+
+
+def test_a_folder_of_others_is_not_written_over(packed, tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="should be a new folder"):
+        fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path, torch.float32)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_any_gguf_file_can_be_converted(packed, tmp_path, monkeypatch):
+    arguments = ["--gguf", str(packed[0] / "tiny.gguf"), "--out", str(tmp_path / "own")]
+    monkeypatch.setattr("sys.argv", ["fetch", *arguments, "--dtype", "bfloat16"])
+    fetch.main()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert model.dtype == torch.bfloat16
+    expected = packed[2].lm_head.weight.to(torch.bfloat16)
+    assert torch.equal(model.lm_head.weight, expected)
+    assert "own" in (tmp_path / "own" / fetch.ORIGIN).read_text()
+
+
+def test_chats_are_written_by_the_template_once(packed, tmp_path):
+    fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path / "tiny", torch.float32)
+    model = TransformerWithLora.from_pretrained(tmp_path / "tiny", device="cpu")
+    chat = [{"role": "user", "content": "Hi"}]
+    ids, mask = encode_prompts(model, [chat, "Hi"], 4, prepend_bos=True)
+    texts = [model.tokenizer.decode(row[keep.bool()]) for row, keep in zip(ids, mask, strict=True)]
+    assert texts == ["<start>user: Hi\n<start>assistant:", f"{model.tokenizer.bos_token}Hi"]
+    sampled = sample_completions(model, [chat] * 2, 4)
+    assert len(sampled.texts) == 2
+    seen = []
+
+    def reward_fn(samples, prompts):
+        seen.extend(prompts)
+        return torch.arange(len(samples)).float()
+
+    args = GrpoArgs(
+        prompts=[chat, [*chat, {"role": "assistant", "content": "No"}, *chat]],
+        reward_fn=reward_fn,
+        base_model=tmp_path / "tiny",
+        batch_size=8,
+        num_minibatches=1,
+        gen_len=4,
+        total_phases=1,
+        runs_dir=tmp_path,
+    )
+    (row,) = GrpoTrainer(args).train()
+    assert row["reward"] == 3.5
+    assert all(prompt in args.prompts for prompt in seen)
+
+
+def test_chats_need_a_template_and_messages(embedded):
+    chat = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(ValueError, match="this tokenizer has no chat template"):
+        encode_prompts(embedded, [chat], 4, prepend_bos=True)
+    for wrong in ([], [{"role": "user"}], ["Hi"]):
+        with pytest.raises(ValueError, match="or of lists of messages"):
+            encode_prompts(embedded, [wrong], 4, prepend_bos=True)
+
+
+@pytest.mark.parametrize("name", ["sums", "mood", "mood_ppo"])
+def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, capsys):
+    fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path / "tiny", torch.float32)
+    task = real.make_tasks()[name]
+    task.n_samples = 1
+    small = {"total_phases": 1, "batch_size": 16, "gen_len": 4}
+    row = real.run_task(name, task, tmp_path / "tiny", tmp_path, 1, **small)
+    keys = "model task reward heldout kl nll distinct_bigrams seconds".split()
+    for key in keys:
+        assert key in row or {f"{key}_before", f"{key}_after"} <= row.keys()
+    assert (tmp_path / f"{name}.png").exists()
+    assert "held-out prompt" in capsys.readouterr().out
+    assert "KL from the base" in real.format_summary([row])
+
+
+def test_sums_are_held_out_in_either_order_and_answered_as_a_whole_number():
+    train, held = real.split_sums()
+    assert len(train) + len(held) == 81
+    assert not {*train} & {*held}
+    assert {(b, a) for a, b in held} == {*held}
+    rewards = real.reward_fn_sum([" 7\n8", "70", "x7", "7"], ["7"] * 4)
+    assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]

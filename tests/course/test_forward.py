@@ -1,0 +1,320 @@
+"""The native forward against the bridge: log-probs, entropies, values, KL, and their gradients."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.distributions import Categorical, kl_divergence
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen3Config,
+)
+
+from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import TransformerWithValueHeadLora
+from tests.support.models import SITES, SPECIAL
+from utils.models import blocks, forward
+from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
+
+SHAPE = SPECIAL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 1}
+CONFIGS = {
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "tied llama": LlamaConfig(**GROUPED, tie_word_embeddings=True, rope_parameters=SCALED),
+    "phi": PhiConfig(**SHAPE),
+    "gpt_neox": GPTNeoXConfig(**SHAPE),
+    "windowed": MistralConfig(**GROUPED, sliding_window=4),
+}
+NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
+
+
+@pytest.fixture(scope="session")
+def folders(checkpoints, tmp_path_factory):
+    """Checkpoints by name; those of this file with the embedded tokenizer."""
+    found = {"embedded": "embedded"} | checkpoints
+    for name, config in CONFIGS.items():
+        found[name] = folder = tmp_path_factory.mktemp("models") / name
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():  # away from 0 and 1, and not all alike
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return found
+
+
+def load(folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None):
+    torch.manual_seed(0)
+    given = SITES.get(name, SITES["llama"] if name in CONFIGS else SITES["gpt2"])
+    sites = sites or (("attn.q", "attn.v") if name in ("phi", "gpt_neox") else given)
+    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device="cpu", dtype=dtype)
+    for parameter in model.trainable_parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def make_rows(vocab=512):
+    """Unequal groups of prompts padded to 7 columns, completions of 0 to 6 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    groups, lengths = torch.tensor([3, 1, 2, 2]), torch.tensor([7, 3, 1, 5])
+    ends = torch.tensor([6, 1, 3, 6, 0, 2, 5, 4])
+    prompts = torch.randint(0, vocab, (4, 7), generator=generator).repeat_interleave(groups, 0)
+    ids = torch.cat([prompts, torch.randint(0, vocab, (8, 6), generator=generator)], dim=1)
+    is_prompt = torch.arange(7) >= 7 - lengths.repeat_interleave(groups)[:, None]
+    is_completion = torch.arange(6) < ends[:, None]
+    return ids, torch.cat([is_prompt, is_completion], dim=1).long(), is_completion
+
+
+def score_by_the_bridge(model, ids, attention, temperature):
+    """What chapter 0 and torch.distributions make of the bridge's logits."""
+    logits, values = model.forward_with_value_head(ids, attention)
+    with torch.no_grad(), model.reference():
+        ref_logits = select_completion(model(ids, attention), 7) / temperature
+    logprobs = get_logprobs(logits, ids, 7, temperature)
+    logits = select_completion(logits, 7) / temperature
+    kl = kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits))
+    return logprobs, calc_entropy(logits), select_completion(values, 7), kl
+
+
+def get_gradients(parts, mask, model):
+    """Gradients of a random combination of the four parts."""
+    generator = torch.Generator().manual_seed(1)
+    total = sum(
+        (part.masked_fill(~mask, 0.0) * torch.randn(mask.shape, generator=generator)).sum()
+        for part in parts
+    )
+    return torch.autograd.grad(total, model.trainable_parameters())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", NATIVE)
+def test_scores_and_gradients_are_those_of_the_bridge(name, temperature, folders, monkeypatch):
+    monkeypatch.setattr(forward, "MIN_ROWS", 3)  # several chunks, the last one shorter
+    monkeypatch.setattr(forward, "CHUNK", 0)
+    model, (ids, attention, mask) = load(folders, name), make_rows()
+    scorer = get_scorer(model)
+    assert type(scorer) is NativeScorer
+    scores = scorer.measure(ids, attention, 7, temperature)
+    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    expected = score_by_the_bridge(model, ids, attention, temperature)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
+        assert not ours[~mask].any()
+    pairs = zip(
+        get_gradients(found, mask, model), get_gradients(expected, mask, model), strict=True
+    )
+    for ours, theirs in pairs:
+        assert (ours - theirs).norm() < 3e-5 * theirs.norm()
+
+
+def test_in_float64_hardly_a_difference_is_left(folders):
+    """Of GPT-2: Hugging Face's rotations and RMS norms are in float32."""
+    model = load(folders, "gpt2", TransformerWithLora, torch.float64)
+    ids, attention, mask = make_rows()
+    logprobs, entropies = get_scorer(model).score(ids, attention, 7, 0.7)
+    logits = model(ids, attention)
+    expected = get_logprobs(logits, ids, 7, 0.7), calc_entropy(select_completion(logits, 7) / 0.7)
+    torch.testing.assert_close(logprobs[mask], expected[0][mask], rtol=0, atol=1e-11)
+    torch.testing.assert_close(entropies[mask], expected[1][mask], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["embedded", "gpt2", "llama", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_the_bridge_is(name, folders):
+    exact, rounded = load(folders, name), load(folders, name, dtype=torch.bfloat16)
+    ids, attention, mask = make_rows()
+    expected = score_by_the_bridge(exact, ids, attention, 0.7)
+    bridged = score_by_the_bridge(rounded, ids, attention, 0.7)
+    scorer = get_scorer(rounded)
+    scores = scorer.measure(ids, attention, 7, 0.7)
+    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    for ours, theirs, right in zip(found, bridged, expected, strict=True):
+        assert ours.dtype == torch.float32
+        ours, theirs = ((x - right)[mask].square().mean().sqrt() for x in (ours, theirs))
+        assert ours < 1.5 * theirs + 1e-3
+    gradients = [get_gradients(parts, mask, m) for parts, m in
+                 ((found, rounded), (bridged, rounded), (expected, exact))]  # fmt: skip
+    ours, theirs = (
+        sum((x - y).square().sum() for x, y in zip(g, gradients[2], strict=True)).sqrt()
+        for g in gradients[:2]
+    )
+    assert ours < 1.5 * theirs
+
+
+def test_modes_decide_what_is_scored(folders):
+    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    for mode in (contextlib.nullcontext, model.reference, model.merged):
+        with mode(), torch.no_grad():
+            logprobs, _ = get_scorer(model).score(ids, attention, 7)
+            expected = get_logprobs(model(ids, attention), ids, 7)
+        torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    with model.merged():
+        scorer = get_scorer(model)
+        scores = scorer.measure(ids, attention, 7)
+        with pytest.raises(RuntimeError, match="reference"):  # which would be merged, too
+            scores.measure_kl()
+
+
+def test_a_moved_bridge_whose_weights_are_no_longer_joint(folders):
+    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    weight = model.base.blocks[0].attn.q.original_component.weight
+    weight.data = 2 * weight.data
+    with torch.no_grad():
+        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        expected = get_logprobs(model(ids, attention), ids, 7)
+    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+
+
+def test_entropies_carry_a_gradient_only_if_asked(folders):
+    model, (ids, attention, _) = load(folders, "gpt2"), make_rows()
+    scores = get_scorer(model).measure(ids, attention, 7, has_entropy_grad=False)
+    assert scores.logprobs.requires_grad
+    assert not scores.entropies.requires_grad
+    with torch.no_grad():
+        assert not get_scorer(model).measure(ids, attention, 7).logprobs.requires_grad
+
+
+class Overridden(TransformerWithLora):
+    """A reader's own forward pass."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        return 2 * super().forward(input_ids, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["phi", "gpt_neox", "windowed"])
+def test_other_architectures_are_scored_by_the_bridge(name, folders):
+    model, (ids, attention, mask) = load(folders, name), make_rows()
+    scorer = get_scorer(model)
+    assert type(scorer) is BridgeScorer
+    scores = scorer.measure(ids, attention, 7, 0.7)
+    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    expected = score_by_the_bridge(model, ids, attention, 0.7)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
+
+
+def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
+    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    zeroed = [("blocks.0.mlp.hook_out", lambda x, hook: torch.zeros_like(x))]
+    with model.base.hooks(fwd_hooks=zeroed), torch.no_grad():
+        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        expected = get_logprobs(model(ids, attention), ids, 7)
+    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    assert type(get_scorer(model)) is NativeScorer
+    linear = model.base.get_submodule("blocks.0.attn.o").original_component
+    for register in (linear.register_forward_hook, linear.register_forward_pre_hook):
+        handle = register(lambda *_: None)
+        assert type(get_scorer(model)) is BridgeScorer
+        handle.remove()
+    model.base.train()
+    assert type(get_scorer(model)) is BridgeScorer  # with its dropout
+    model.base.train(False)
+    assert type(get_scorer(model)) is NativeScorer
+    assert type(get_scorer(load(folders, "gpt2", Overridden))) is BridgeScorer
+    (layer, *_) = model.adapters.values()
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert type(get_scorer(model)) is BridgeScorer
+    handle.remove()
+    layer.forward = lambda x: 0 * x
+    assert type(get_scorer(model)) is BridgeScorer
+    del layer.forward
+    model.base.original_model.train()
+    assert type(get_scorer(model)) is BridgeScorer
+
+
+def test_adapters_count_as_their_attributes_say(folders):
+    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    for layer in model.adapters.values():
+        layer.scaling = 0.5
+    model.base.blocks[0].attn.q.original_component.bias.data = torch.ones(32)
+    with torch.no_grad():
+        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        expected = get_logprobs(model(ids, attention), ids, 7)
+    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+
+
+def test_a_bridge_that_learns_itself_gets_its_gradients(folders):
+    base, (ids, attention, _) = load_base_model(folders["gpt2"], device="cpu"), make_rows()
+    get_scorer(base).score(ids, attention, 7)[0].sum().backward()
+    found = {name: p.grad.clone() for name, p in base.named_parameters() if p.grad is not None}
+    base.zero_grad()
+    get_logprobs(base(ids, attention_mask=attention), ids, 7).sum().backward()
+    assert found.keys() == {n for n, p in base.named_parameters() if p.grad is not None}
+    with torch.no_grad():
+        assert type(get_scorer(base)) is NativeScorer
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0.0}, {"prompt_len": 0}, {"prompt_len": 14}])
+def test_settings_that_mean_nothing_are_refused(wrong, folders):
+    model, (ids, attention, _) = load(folders, "gpt2"), make_rows()
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        get_scorer(model).score(ids, attention, **{"prompt_len": 7} | wrong)
+
+
+def test_rows_with_gaps_are_left_to_the_bridge(folders):
+    model, (ids, attention, mask) = load(folders, "llama"), make_rows()
+    attention[0, 9], attention[3, 6] = 0, 0  # amid a completion, and the end of a prompt
+    with torch.no_grad():
+        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        expected = get_logprobs(model(ids, attention), ids, 7)
+    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+
+
+def test_a_prompt_is_computed_once_and_padding_never(folders, monkeypatch):
+    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    counts = []
+    project = blocks.Block.project
+
+    def count(self, x, *args):
+        counts.append(len(x))
+        return project(self, x, *args)
+
+    monkeypatch.setattr(blocks.Block, "project", count)
+    get_scorer(model).score(ids, attention, 7)
+    last_ones = int(mask.any(-1).sum())
+    assert counts == [7 + 3 + 1 + 5 + int(mask.sum()) - last_ones] * 2
+
+
+def test_no_more_logits_exist_than_a_chunk_holds(folders):
+    vocab, seen = 511, []  # a width that nothing else has
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            outs = out if isinstance(out, tuple) else (out,)
+            seen.extend(x.shape for x in outs if isinstance(x, torch.Tensor))
+            return out
+
+    model = load(folders, "embedded", TransformerWithLora, sites=("attn.q",))
+    scorer, ids = get_scorer(model), torch.randint(3, vocab, (64, 60))
+    scorer.native.unembedding = scorer.native.unembedding[:vocab].clone()
+    with Watching():
+        scores = scorer.measure(ids, torch.ones_like(ids), 10)
+        kl = scores.measure_kl()
+        (scores.logprobs + scores.entropies + kl).sum().backward()
+    rows = [shape[0] for shape in seen if shape[-1:] == (vocab,) and shape[0] != vocab]
+    assert len(ids) * 50 > 2 * max(rows) > 0
+    assert max(rows) == forward.CHUNK // vocab

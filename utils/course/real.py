@@ -1,0 +1,235 @@
+"""GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real`.
+
+Three runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: sums of
+one digit, which a program checks, and the mood of free text by VADER's lexicon, with GRPO and with
+PPO. No prompt that is measured on is trained on.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from tabulate import tabulate
+from torch import Tensor
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+from solutions.ch2_ppo import RLHFTrainer
+from solutions.ch3_grpo import GrpoTrainer
+from utils.course.evaluation import (
+    measure_distinct_bigrams,
+    measure_kl,
+    measure_nll,
+    sample_prompts,
+)
+from utils.models.fetch import MODELS, ORIGIN, fetch
+from utils.plotting import plot_history
+
+MODEL = "smollm2"
+SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
+BEGINNINGS = ["This movie is", "The film", "I watched it and", "My review:"]
+OTHER_BEGINNINGS = ["The plot was", "After the first hour I", "The actors", "In the end this book"]
+SETUP = {"warmup_steps": 0, "base_lr": 1e-3, "num_minibatches": 2, "samples_every": 4}
+
+
+class VaderReward:
+    """VADER's compound score of each completion, in [-1, 1]."""
+
+    def __init__(self) -> None:
+        self.analyzer = SentimentIntensityAnalyzer()
+
+    def __call__(self, samples: list[str]) -> Float[Tensor, "batch"]:
+        return torch.tensor([self.analyzer.polarity_scores(text)["compound"] for text in samples])
+
+
+def reward_fn_sum(samples: list[str], answers: list[str]) -> Float[Tensor, "batch"]:
+    """Reward with 1 where the first thing in a completion is the answer, as a whole number."""
+    found = [re.match(r"\s*(\d+)", text) for text in samples]
+    pairs = zip(found, answers, strict=True)
+    return torch.tensor([float(match is not None and match[1] == a) for match, a in pairs])
+
+
+def split_sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Split the 81 pairs of digits: for training, and held out, these in either order."""
+    unordered = [(a, b) for a in range(1, 10) for b in range(a, 10)]
+    random.Random(1).shuffle(unordered)
+    held = {*unordered[:9]}
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    return (
+        [pair for pair in pairs if tuple(sorted(pair)) not in held],
+        [pair for pair in pairs if tuple(sorted(pair)) in held],
+    )
+
+
+@dataclass
+class Task:
+    """A run: its trainer's arguments, and the prompts it is measured on."""
+
+    label: str
+    trainer_class: type[RLHFTrainer]
+    setup: dict[str, Any]
+    prompts: list[str]  # held out
+    n_samples: int  # of each
+    columns: dict[str, list[str]] = field(default_factory=dict)
+    measure_reward: Callable[..., Tensor] = reward_fn_sum
+
+
+def make_tasks() -> dict[str, Task]:
+    """Make the three runs by name."""
+    train, held = split_sums()
+    sums = {
+        "prompts": [f"{SHOTS}{a}+{b}=" for a, b in train],
+        "columns": {"answers": [str(a + b) for a, b in train]},
+        "reward_fn": reward_fn_sum,
+        "batch_size": 64,
+        "gen_len": 4,
+        "total_phases": 20,
+        "batches_per_learning_phase": 1,
+    }
+    reward = VaderReward()
+    mood = {
+        "prompts": BEGINNINGS,
+        "reward_fn": reward,
+        "batch_size": 32,
+        "gen_len": 24,
+        "total_phases": 16,
+    }
+    grpo, ppo = {"batches_per_learning_phase": 1}, {"batches_per_learning_phase": 2}
+    measured: dict[str, Any] = {
+        "prompts": OTHER_BEGINNINGS,
+        "n_samples": 16,
+        "measure_reward": reward,
+    }
+    return {
+        "sums": Task(
+            "GRPO on sums of one digit",
+            GrpoTrainer,
+            sums,
+            [f"{SHOTS}{a}+{b}=" for a, b in held],
+            8,
+            {"answers": [str(a + b) for a, b in held]},
+        ),
+        "mood": Task("GRPO on the mood of free text", GrpoTrainer, mood | grpo, **measured),
+        "mood_ppo": Task(
+            "PPO on the mood of free text", RLHFTrainer, mood | ppo | {"kl_coef": 0.05}, **measured
+        ),
+    }
+
+
+def measure(model, task: Task, gen_len: int, seed: int) -> dict[str, Any]:
+    """Measure held-out prompts: reward, KL, nll under the base, distinct bigrams; keep samples."""
+    prompts = task.prompts * task.n_samples
+    columns = {name: column * task.n_samples for name, column in task.columns.items()}
+    batches = sample_prompts(model, prompts, gen_len, seed=seed, rows=64)
+    texts = [text for batch in batches for text in batch.texts]
+    found = {
+        "heldout": task.measure_reward(texts, **columns).mean().item(),
+        "kl": measure_kl(model, batches),
+        "nll": measure_nll(model, batches),
+        "distinct_bigrams": measure_distinct_bigrams(texts),
+    }
+    if task.columns:
+        greedy = sample_prompts(model, task.prompts, gen_len, temperature=0, rows=64)
+        answers = [text for batch in greedy for text in batch.texts]
+        found["greedy"] = task.measure_reward(answers, **task.columns).mean().item()
+    return found | {"samples": [[p, t] for p, t in zip(task.prompts, texts, strict=False)][:4]}
+
+
+def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overrides: Any) -> dict:
+    """Train one run and return its row of the summary."""
+    if (out / name / "metrics.jsonl").exists():  # an earlier one
+        shutil.rmtree(out / name)
+    run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
+    trainer = task.trainer_class(
+        task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
+    )
+    gen_len = trainer.args.gen_len
+    print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)
+    before = measure(trainer.model, task, gen_len, seed)
+    start = time.perf_counter()
+    history = trainer.train()
+    seconds = time.perf_counter() - start
+    after = measure(trainer.model, task, gen_len, seed)
+    plot_history({name: history}, out / f"{name}.png")
+    show_samples(before["samples"], after["samples"])
+    both = {
+        f"{key}_{when}": found[key]
+        for key in before
+        if key != "kl"
+        for when, found in (("before", before), ("after", after))
+    }
+    rewards = {"reward_before": history[0]["reward"], "reward_after": history[-1]["reward"]}
+    about = {"model": MODEL, "origin": describe_origin(folder), "task": name, "seed": seed}
+    return about | rewards | both | {"kl": after["kl"], "seconds": seconds}
+
+
+def describe_origin(folder: Path) -> str:
+    """Return where a folder's weights come from, as `utils.models.fetch` has noted."""
+    note = folder / ORIGIN
+    return note.read_text().strip().split("\n\n")[-1] if note.exists() else str(folder)
+
+
+def show_samples(before: list, after: list) -> None:
+    """Print samples of the same prompts side by side."""
+    rows = [
+        (prompt.split("\n")[-1], *(text.strip().replace("\n", "⏎") for text in texts))
+        for prompt, *texts in (
+            (p, old, new) for (p, old), (_, new) in zip(before, after, strict=True)
+        )
+    ]
+    print(tabulate(rows, ("held-out prompt", "before", "after"), maxcolwidths=[20, 45, 45]))
+
+
+ROWS = {
+    "heldout": "held-out reward",
+    "greedy": "held-out reward, greedy",
+    "nll": "nll under the base, nats per token",
+    "distinct_bigrams": "distinct bigrams",
+}
+
+
+def format_summary(summary: list[dict]) -> str:
+    """Format the runs as one table."""
+    table = []
+    for row in summary:
+        for key, label in ROWS.items():
+            if f"{key}_before" in row:
+                values = (f"{row[f'{key}_{when}']:.2f}" for when in ("before", "after"))
+                table.append((f"{row['task']}, seed {row['seed']}", label, *values))
+        table.append(("", "KL from the base, nats per token", "0", f"{row['kl']:.2f}"))
+        table.append(("", "seconds of training", "", f"{row['seconds']:.0f}"))
+    return tabulate(table, ("run", "", "before", "after"), tablefmt="github", disable_numparse=True)
+
+
+def main() -> None:
+    tasks = make_tasks()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=tasks, default=list(tasks), metavar="RUN")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="SEED")
+    parser.add_argument("--out", type=Path, default=Path("runs/real"))
+    args = parser.parse_args()
+    try:
+        folder = fetch(MODEL)
+    except ValueError as error:
+        parser.exit(1, f"{error}\n")
+    print(f"{MODELS[MODEL].title}, {MODELS[MODEL].licence}: {folder}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    summary: list[dict] = []
+    for seed in args.seeds:
+        out = args.out if len(args.seeds) == 1 else args.out / f"seed-{seed}"
+        for name in args.only:
+            summary.append(run_task(name, tasks[name], folder, out, seed))
+            (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    print(f"\n{format_summary(summary)}\n\nplots and summary.json: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

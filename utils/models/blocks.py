@@ -1,0 +1,311 @@
+"""The parts of GPT-2 and of Llama-type models over a bridge's own weights, without its hooks.
+
+Adapters are added inside the products, and are never merged. `utils.models.forward` scores with
+these parts, `utils.models.decoding` samples with them.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+GATED = ("llama", "mistral", "qwen2", "qwen3")  # with rotary positions and a gated MLP
+SMALL = 2**17  # weights up to this size are merged while one samples: 0.5 MB
+FEW_ROWS = 128  # up to which W x^T is faster than x W^T where W is kept [d_out d_in]
+SITES = {"attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.gate", "mlp.out"}
+
+
+# --- Products and blocks --------------------------------------------------------------------------
+
+
+class LoraProduct(torch.autograd.Function):
+    """x W + b + x A B. It keeps x for the backward pass and recomputes the thin x A.
+
+    A is passed transposed, and the thin products are ordered the way MKL runs fastest.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, lora_A_T, lora_B):
+        ctx.save_for_backward(x, weight, lora_A_T, lora_B)
+        return multiply(x, weight, bias, lora_A_T, lora_B)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, lora_A_T, lora_B = ctx.saved_tensors
+        exact_x, exact_grad = x.to(lora_B.dtype), grad.to(lora_B.dtype)
+        grad_low = F.linear(exact_grad, lora_B)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _add_product(grad @ weight.T, grad_low, lora_A_T)
+        grad_B = F.linear(exact_x, lora_A_T).T @ exact_grad
+        return grad_x, None, None, grad_low.T @ exact_x, grad_B
+
+
+def multiply(x, weight, bias, lora_A_T=None, lora_B=None):
+    if len(x) <= FEW_ROWS and weight.stride(0) == 1:
+        out = (weight.T @ x.T).T
+        out = out if bias is None else out.add_(bias)
+    else:
+        out = x @ weight if bias is None else torch.addmm(bias, x, weight)
+    if lora_A_T is None:
+        return out
+    return _add_product(out, F.linear(x.to(lora_B.dtype), lora_A_T), lora_B)
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add a b to `out` in place, rounded to its dtype as the adapters' hooks do."""
+    return out.addmm_(a, b) if out.dtype == a.dtype else out.add_((a @ b).to(out.dtype))
+
+
+class Product:
+    """x W + b, and what the adapters of the sites that it computes add to their columns of it."""
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "d_in d_out"],
+        bias: Float[Tensor, "d_out"] | None,
+        adapters: list[tuple[Any, slice]],
+    ):
+        self.weight, self.bias, self.adapters = weight, bias, adapters
+        self.frozen: tuple[Tensor, Tensor] | None = None
+
+    def __call__(
+        self, x: Float[Tensor, "token d_in"], adapted: bool
+    ) -> Float[Tensor, "token d_out"]:
+        if not adapted or not self.adapters:
+            return multiply(x, self.weight, self.bias)
+        if self.frozen is not None:
+            return multiply(x, self.weight, self.bias, *self.frozen)
+        return LoraProduct.apply(x, self.weight, self.bias, *self.gather_adapters())
+
+    def freeze(self) -> None:
+        """Keep the adapters as they are now, or merge them into a copy of a small weight."""
+        lora_A_T, lora_B = self.gather_adapters()
+        if self.weight.numel() <= SMALL and self.weight.dtype == lora_B.dtype:
+            self.weight, self.adapters = torch.addmm(self.weight, lora_A_T.T, lora_B), []
+        else:
+            self.frozen = (lora_A_T, lora_B)
+
+    def gather_adapters(self) -> tuple[Float[Tensor, "R d_in"], Float[Tensor, "R d_out"]]:
+        """Return A transposed and B, scaled, of all adapters: B of several is block diagonal."""
+        lora_A_T = [layer.lora_A.T for layer, _ in self.adapters]
+        lora_B = [layer.lora_B * layer.scaling for layer, _ in self.adapters]
+        d_out = self.weight.shape[1]
+        padded = [
+            F.pad(b, (columns.start, d_out - columns.stop))
+            for b, (_, columns) in zip(lora_B, self.adapters, strict=True)
+        ]
+        return torch.cat(lora_A_T).contiguous(), torch.cat(padded)
+
+
+class Block:
+    """One block of either family, over the bridge's own weights."""
+
+    def __init__(self, base: Any, site: str, adapters: dict[str, Any]):
+        self.is_plain = True  # its linear layers are what they seem, not quantised ones
+
+        def get(name: str) -> Product:
+            linear = base.get_submodule(f"{site}.{name}").original_component
+            self.is_plain &= type(linear) in (nn.Linear, Conv1D)
+            weight = linear.weight.data
+            weight = weight.T if isinstance(linear, nn.Linear) else weight  # Conv1D: [d_in d_out]
+            bias = None if linear.bias is None else linear.bias.data
+            layer = adapters.get(f"{site}.{name}")
+            return Product(weight, bias, [(layer, slice(0, weight.shape[1]))] if layer else [])
+
+        block, config = base.get_submodule(site), base.original_model.config
+        mlp, attention = block.mlp.original_component, block.attn.original_component
+        self.qkv = [get(f"attn.{name}") for name in "qkv"]
+        self.d_head = get_head_width(config)
+        self.heads = [product.weight.shape[1] // self.d_head for product in self.qkv]
+        if hasattr(block.attn, "qkv"):
+            self.qkv = _join(block.attn.qkv.original_component, self.qkv)
+        self.out, self.mlp_in, self.mlp_out = get("attn.o"), get("mlp.in"), get("mlp.out")
+        self.gate = get("mlp.gate") if config.model_type in GATED else None
+        self.act = mlp.act if self.gate is None else mlp.act_fn
+        self.norms = [norm.original_component for norm in (block.ln1, block.ln2)]
+        self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+
+    def project(
+        self, x: Float[Tensor, "token d_model"], rotary: tuple[Tensor, Tensor] | None, adapted: bool
+    ) -> Float[Tensor, "token all_heads d_head"]:
+        """Return queries, keys and values side by side; `self.heads` says how many of each."""
+        h = normalize(self.norms[0], x)
+        parts = [product(h, adapted).unflatten(1, (-1, self.d_head)) for product in self.qkv]
+        if len(parts) == 1:
+            return parts[0]
+        for i, norm in enumerate(self.head_norms):
+            parts[i] = parts[i] if norm is None else normalize(norm, parts[i])
+            parts[i] = parts[i] if rotary is None else rotate(parts[i], *rotary)
+        return torch.cat(parts, dim=1)
+
+    def finish(
+        self,
+        x: Float[Tensor, "token d_model"],
+        attended: Float[Tensor, "token d_heads"],
+        adapted: bool,
+    ) -> Float[Tensor, "token d_model"]:
+        """Compute the rest of the block, from what attention read."""
+        x = x + self.out(attended, adapted)
+        h = normalize(self.norms[1], x)
+        if self.gate is None:
+            h = self.act(self.mlp_in(h, adapted))
+        else:
+            h = self.act(self.gate(h, adapted)) * self.mlp_in(h, adapted)
+        return x + self.mlp_out(h, adapted)
+
+
+def _join(linear: Any, parts: list[Product]) -> list[Product]:
+    """Return GPT-2's one product for queries, keys and values, if they are views of its weight.
+
+    They no longer are where a bridge was moved or copied after it was booted.
+    """
+    weights = [linear.weight, *(part.weight for part in parts)]
+    biases = [linear.bias, *(part.bias for part in parts)]
+    for tensors in (weights, biases):
+        if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
+            return parts
+    adapters, start = [], 0
+    for part in parts:
+        width = part.weight.shape[1]
+        adapters += [(layer, slice(start, start + width)) for layer, _ in part.adapters]
+        start += width
+    return [Product(linear.weight.data, linear.bias.data, adapters)]
+
+
+def normalize(norm: Any, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:
+    """Normalise by a layer norm or an RMS norm, which computes in float32."""
+    if isinstance(norm, nn.LayerNorm):
+        return norm(x)
+    exact = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * (exact * scale).to(x.dtype)
+
+
+def rotate(
+    x: Float[Tensor, "token heads d_head"],
+    cos: Float[Tensor, "token 1 d_head"],
+    sin: Float[Tensor, "token 1 d_head"],
+) -> Float[Tensor, "token heads d_head"]:
+    """Rotate pairs (i, i + d_head / 2) by the angle of the token's position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def get_head_width(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class NativeModel:
+    """The parts of a GPT-2 or of a Llama-type model, over a bridge's weights."""
+
+    def __init__(self, base: Any, adapters: dict[str, Any]):
+        self.base, self.config = base, base.original_model.config
+        self.blocks = [Block(base, f"blocks.{i}", adapters) for i in range(len(base.blocks))]
+        self.unembedding = base.unembed.original_component.weight.data  # [vocab d_model]
+        self.is_plain = all(block.is_plain for block in self.blocks)
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """Gather the adapters once, where they do not change and no gradient is asked for.
+
+        Into small weights they are merged, in a copy: there the thin products take longer.
+        """
+        for block in self.blocks:
+            products = [*block.qkv, block.out, block.mlp_in, block.mlp_out, block.gate]
+            for product in products:
+                if product is not None and product.adapters:
+                    product.freeze()
+
+    def embed(
+        self, ids: Int[Tensor, "token"], positions: Int[Tensor, "token"]
+    ) -> tuple[Float[Tensor, "token d_model"], tuple[Tensor, Tensor] | None]:
+        """Return embeddings, and cosines and sines of the positions where these rotate."""
+        x = F.embedding(ids, self.base.embed.original_component.weight)
+        if self.config.model_type not in GATED:
+            return x + F.embedding(positions, self.base.pos_embed.original_component.weight), None
+        cos, sin = self.base.rotary_emb.original_component(x, positions[None])
+        return x, (cos[0, :, None], sin[0, :, None])
+
+    def normalize_last(self, x: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"]:
+        return normalize(self.base.ln_final.original_component, x)
+
+
+# --- Which models these parts make up -------------------------------------------------------------
+
+
+def find_native(model: Any) -> tuple[NativeModel, bool] | None:
+    """Return the parts of a model that this module computes, and whether its adapters are on.
+
+    None for other architectures, when hooks are attached, for classes that compute something else,
+    and when the base itself is to get gradients: the bridge does the computing then.
+    """
+    base = getattr(model, "base", model)
+    adapters = getattr(model, "adapters", {})
+    mode = getattr(model, "_mode", None if adapters else "reference")
+    if not (
+        is_covered(base.original_model.config)
+        and mode is not None
+        and not base.compatibility_mode
+        and not any(module.training for module in base.modules())
+        and {site.split(".", 2)[2] for site in adapters} <= SITES
+        and has_own_forward(model)
+        and not has_hooks(model)
+        and not (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
+    ):
+        return None
+    native = NativeModel(base, adapters)
+    return (native, mode == "hooked") if native.is_plain else None
+
+
+def has_own_forward(model: Any) -> bool:
+    """Return whether a model and its adapters compute what their classes say: nobody made a
+    subclass or an object with another forward pass."""
+    if any("forward" in vars(module) for module in model.modules()):
+        return False
+    if not hasattr(model, "merged"):  # a bridge alone
+        return True
+    pairs = [(model, "forward", "merged")]
+    pairs += [(layer, "forward", "compute_delta") for layer in model.adapters.values()]
+    if hasattr(model, "value_head"):
+        pairs.append((model, "forward_with_value_head", "trainable_state"))
+    return all(_find_owner(x, one) is _find_owner(x, other) for x, one, other in pairs)
+
+
+def _find_owner(module: Any, name: str) -> type | None:
+    """Return the class that defines a method."""
+    return next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+
+
+def has_hooks(model: Any) -> bool:
+    """Return whether hooks are attached, besides those of the libraries themselves."""
+    base = getattr(model, "base", model)
+    if any(point.fwd_hooks or point.bwd_hooks for point in base.hook_dict.values()):
+        return True
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for m in model.modules() for kind in kinds for hook in vars(m)[kind].values()]
+    homes = {(getattr(hook, "__module__", None) or "").partition(".")[0] for hook in hooks}
+    return not homes <= {"transformers", "transformer_lens"}
+
+
+def is_covered(config: Any) -> bool:
+    """Return whether this module computes a model of this configuration."""
+    if config.model_type == "gpt2":
+        is_scaled_otherwise = (
+            config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights
+        )
+        return not (is_scaled_otherwise or config.reorder_and_upcast_attn)
+    if config.model_type not in GATED:
+        return False
+    window = getattr(config, "sliding_window", None)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return (window is None or window >= config.max_position_embeddings) and rope in (
+        "default",
+        "linear",
+        "llama3",
+    )

@@ -1,0 +1,350 @@
+"""The forward pass of GPT-2 and of Llama-type models without hooks: for scoring and for learning.
+
+What chapter 0's `get_logprobs` and `calc_entropy` make of a `TransformerBridge`'s logits,
+`get_scorer(model)` computes from the same weights with less work:
+
+- the tokens of all rows lie one after another, without padding, each distinct prompt once;
+- adapters are added inside the products, not by hooks (`utils.models.blocks`);
+- no logits are kept: the head goes through them in chunks, and makes its gradients as it goes.
+
+When hooks are attached, and for other architectures, the bridge does the computing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from utils.models.blocks import NativeModel, find_native
+from utils.validation import require
+
+CHUNK = 2**19  # logits that exist at a time, if that is MIN_ROWS or more
+MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
+
+
+# --- Rows without padding -------------------------------------------------------------------------
+
+
+@dataclass
+class FlatRows:
+    """The tokens of some rows one after another: those of the distinct prompts, then those of the
+    completions, without the last one of each, which predicts nothing."""
+
+    ids: Int[Tensor, "token"]
+    positions: Int[Tensor, "token"]
+    grid: Int[Tensor, "row column"]  # the token at each place, rows beginning at column 0
+    cells: Int[Tensor, "token"]  # where in the grid each token stands first
+    predictors: Int[Tensor, "scored"]  # the token before each that is scored
+    targets: Int[Tensor, "scored"]  # ids of those
+    mask: Bool[Tensor, "row completion"]  # where they stand
+
+    def fill(self, scored: Float[Tensor, "scored"]) -> Float[Tensor, "row completion"]:
+        """Put what belongs to the scored tokens in their places; 0 elsewhere."""
+        return scored.new_zeros(self.mask.shape).masked_scatter(self.mask, scored)
+
+
+def flatten(
+    input_ids: Int[Tensor, "row seq"], attention_mask: Int[Tensor, "row seq"], prompt_len: int
+) -> FlatRows | None:
+    """Lay out rows; None unless each has padding on its outside alone, and a prompt."""
+    real = attention_mask.bool()
+    starts = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0]
+    if not bool((real[:, prompt_len - 1] & (starts == 1)).all()):
+        return None
+    prompt_ids = input_ids[:, :prompt_len].masked_fill(~real[:, :prompt_len], 0)
+    both = torch.cat([prompt_ids, real[:, :prompt_len].long()], dim=1)
+    both, prompt_of_row = both.unique(dim=0, return_inverse=True)
+    ids, prompt_real = both[:, :prompt_len], both[:, prompt_len:].bool()
+    scored = real[:, prompt_len:]
+    fed = scored[:, :-1] & scored[:, 1:]
+    # The number of each token, at its place in its row; 0 elsewhere.
+    in_prompts = number(prompt_real, 0)[prompt_of_row]
+    in_completions = number(fed, int(prompt_real.sum()))
+    places = torch.cat([in_prompts, in_completions], dim=1)
+    lengths = prompt_real.sum(-1)[prompt_of_row]
+    here = torch.arange(places.shape[1], device=places.device)
+    width = int((lengths + fed.sum(-1)).max())
+    columns = (here + (prompt_len - lengths)[:, None]) % len(here)
+    grid = places.gather(1, columns)[:, :width]
+    is_token = here[:width] < (lengths + fed.sum(-1))[:, None]
+    n_tokens = int(prompt_real.sum() + fed.sum())
+    cells = torch.arange(grid.numel(), device=grid.device).view_as(grid)[is_token]
+    first = cells.new_empty(n_tokens).scatter_reduce_(
+        0, grid[is_token], cells, "amin", include_self=False
+    )
+    before = torch.cat([in_prompts[:, -1:], in_completions], dim=1)
+    columns_of_row = here[:width].expand_as(grid)
+    return FlatRows(
+        ids=torch.cat([ids[prompt_real], input_ids[:, prompt_len:-1][fed]]),
+        positions=columns_of_row.flatten()[first],
+        grid=grid,
+        cells=first,
+        predictors=before[scored],
+        targets=input_ids[:, prompt_len:][scored],
+        mask=scored,
+    )
+
+
+def number(chosen: Bool[Tensor, "row column"], start: int) -> Int[Tensor, "row column"]:
+    """Return the numbers of what is chosen, row after row, from `start`; 0 elsewhere."""
+    numbers = chosen.flatten().cumsum(0).view(chosen.shape) - 1 + start
+    return numbers.masked_fill(~chosen, 0)
+
+
+# --- The head -------------------------------------------------------------------------------------
+
+
+class ScoreHead(torch.autograd.Function):
+    """log p(target) and the entropy of softmax(h W / temperature), chunk by chunk.
+
+    The gradient for a row of h depends on that row's incoming gradient by a factor alone, so it is
+    made in the forward pass, where the logits are.
+    """
+
+    @staticmethod
+    def forward(ctx, h, unembedding, targets, temperature, has_entropy_grad):
+        exact = torch.promote_types(h.dtype, torch.float32)
+        logprobs, entropies = (h.new_empty(len(h), dtype=exact) for _ in range(2))
+        has_grad = ctx.needs_input_grad[0]
+        grad = torch.empty_like(h) if has_grad else None
+        entropy_grad = torch.empty_like(h) if has_grad and has_entropy_grad else None
+        for rows in get_chunks(len(h), len(unembedding)):
+            logp = get_chunk_logprobs(h[rows], unembedding, temperature)
+            target = targets[rows, None]
+            logprobs[rows] = logp.gather(-1, target).squeeze(-1)
+            p = logp.exp()
+            entropies[rows] = -torch.linalg.vecdot(p, logp)
+            if entropy_grad is not None:
+                d_logits = p * (logp + entropies[rows, None])
+                entropy_grad[rows] = d_logits.to(h.dtype) @ unembedding
+            if grad is not None:
+                p.scatter_add_(-1, target, -torch.ones_like(p[:, :1]))
+                grad[rows] = p.to(h.dtype) @ unembedding
+        ctx.save_for_backward(grad, entropy_grad)
+        ctx.temperature = temperature
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_logprobs, of_entropies):
+        grad, entropy_grad = ctx.saved_tensors
+        total = grad * of_logprobs[:, None].to(grad.dtype)
+        if entropy_grad is not None:
+            total.addcmul_(entropy_grad, of_entropies[:, None].to(grad.dtype))
+        return total.div_(-ctx.temperature), None, None, None, None
+
+
+class KlHead(torch.autograd.Function):
+    """The exact KL from softmax(ref_h W / temperature) to softmax(h W / temperature), in chunks."""
+
+    @staticmethod
+    def forward(ctx, h, ref_h, unembedding, temperature):
+        kls = h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
+        grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
+        for rows in get_chunks(len(h), len(unembedding)):
+            logp = get_chunk_logprobs(h[rows], unembedding, temperature)
+            logratio = logp - get_chunk_logprobs(ref_h[rows], unembedding, temperature)
+            p = logp.exp_()
+            kls[rows] = torch.linalg.vecdot(p, logratio)
+            if grad is not None:
+                d_logits = p * (logratio - kls[rows, None])
+                grad[rows] = d_logits.to(h.dtype) @ unembedding
+        ctx.save_for_backward(grad)
+        ctx.temperature = temperature
+        return kls
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_kls):
+        (grad,) = ctx.saved_tensors
+        return grad * of_kls[:, None].to(grad.dtype) / ctx.temperature, None, None, None
+
+
+def get_chunks(n_rows: int, vocab: int) -> list[slice]:
+    size = max(MIN_ROWS, CHUNK // vocab)
+    return [slice(start, start + size) for start in range(0, n_rows, size)]
+
+
+def get_chunk_logprobs(
+    h: Float[Tensor, "row d_model"], unembedding: Float[Tensor, "vocab d_model"], temperature: float
+) -> Float[Tensor, "row vocab"]:
+    """Return the log-softmax of h W / temperature, at least in float32."""
+    logits = h @ unembedding.T
+    logits = logits.to(torch.promote_types(h.dtype, torch.float32))
+    return (logits if temperature == 1 else logits.div_(temperature)).log_softmax(-1)
+
+
+# --- Scorers --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scores:
+    """What a model says of the completions of some rows. Where there is no token it means nothing.
+
+    `measure_kl()` computes the exact KL from the reference at each token, [row completion].
+    """
+
+    logprobs: Float[Tensor, "row completion"]  # in nats, as `entropies`
+    entropies: Float[Tensor, "row completion"]
+    measure_kl: Callable[[], Float[Tensor, "row completion"]]
+    values: Any = None  # likewise, of a model with a value head
+
+
+def get_scorer(model: Any) -> "BridgeScorer":
+    """Return what scores completions under a model, or a bridge, as it is now.
+
+    Inside `reference()` that is the frozen model, inside `merged()` the merged one.
+    """
+    found = find_native(model)
+    return BridgeScorer(model) if found is None else NativeScorer(model, *found)
+
+
+def read_logits(
+    model: Any,
+    logits: Float[Tensor, "row seq vocab"],
+    input_ids: Int[Tensor, "row seq"],
+    attention_mask: Int[Tensor, "row seq"],
+    prompt_len: int,
+    temperature: float = 1.0,
+) -> Scores:
+    """Return the scores that a model's logits give."""
+    logp = _get_completion_logprobs(logits, prompt_len, temperature)
+    possible = logp.masked_fill(logp == -torch.inf, 0.0)  # 0 log 0 is 0, where 0 * -inf is nan
+
+    def measure_kl() -> Tensor:
+        with torch.no_grad(), model.reference():
+            ref_logits = model(input_ids, attention_mask=attention_mask)
+        ref_logp = _get_completion_logprobs(ref_logits, prompt_len, temperature)
+        logratio = torch.where(logp == -torch.inf, 0.0, logp - ref_logp)
+        return (logp.exp() * logratio).sum(-1)
+
+    logprobs = logp.gather(-1, input_ids[:, prompt_len:, None]).squeeze(-1)
+    return Scores(logprobs, -(logp.exp() * possible).sum(-1), measure_kl)
+
+
+def _get_completion_logprobs(logits: Tensor, prompt_len: int, temperature: float) -> Tensor:
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return (logits[:, prompt_len - 1 : -1].to(exact) / temperature).log_softmax(-1)
+
+
+class BridgeScorer:
+    """Scores by the bridge's logits, which are kept, as is all that hooks look at."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def score(
+        self,
+        input_ids: Int[Tensor, "row seq"],
+        attention_mask: Int[Tensor, "row seq"],
+        prompt_len: int,
+        temperature: float = 1.0,
+    ) -> tuple[Float[Tensor, "row completion"], Float[Tensor, "row completion"]]:
+        """Return the log-probability of each token of the completions, and the entropy there."""
+        scores = self.measure(input_ids, attention_mask, prompt_len, temperature)
+        return scores.logprobs, scores.entropies
+
+    def measure(
+        self,
+        input_ids: Int[Tensor, "row seq"],
+        attention_mask: Int[Tensor, "row seq"],
+        prompt_len: int,
+        temperature: float = 1.0,
+        has_entropy_grad: bool = True,
+    ) -> Scores:
+        """Return the same, the exact KL, and values where the model has a value head.
+
+        has_entropy_grad: the entropies carry a gradient.
+
+        Raises ValueError unless `temperature` is positive and `prompt_len` in [1, seq].
+        """
+        seq = input_ids.shape[1]
+        require(temperature > 0, f"temperature should be positive, but is {temperature}")
+        require(1 <= prompt_len <= seq, f"prompt_len should be in [1, {seq}], but is {prompt_len}")
+        scores = self.compute(input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
+        if not has_entropy_grad:
+            scores.entropies = scores.entropies.detach()
+        return scores
+
+    def compute(
+        self,
+        input_ids: Int[Tensor, "row seq"],
+        attention_mask: Int[Tensor, "row seq"],
+        prompt_len: int,
+        temperature: float,
+        has_entropy_grad: bool,
+    ) -> Scores:
+        """Compute the scores by the model's own forward pass."""
+        model, values = self.model, None
+        if hasattr(model, "forward_with_value_head"):
+            logits, values = model.forward_with_value_head(input_ids, attention_mask)
+            values = values[:, prompt_len - 1 : -1]
+        else:
+            logits = model(input_ids, attention_mask=attention_mask)
+        scores = read_logits(model, logits, input_ids, attention_mask, prompt_len, temperature)
+        scores.values = values
+        return scores
+
+
+class NativeScorer(BridgeScorer):
+    """Scores without hooks, padding or kept logits."""
+
+    def __init__(self, model: Any, native: NativeModel, adapted: bool):
+        super().__init__(model)
+        self.native, self.adapted = native, adapted
+
+    def compute(
+        self,
+        input_ids: Int[Tensor, "row seq"],
+        attention_mask: Int[Tensor, "row seq"],
+        prompt_len: int,
+        temperature: float,
+        has_entropy_grad: bool,
+    ) -> Scores:
+        """Compute the scores, 0 where there is no token.
+
+        Rows with gaps, whose positions the bridge alone knows, are left to it.
+        """
+        rows = flatten(input_ids, attention_mask, prompt_len)
+        if rows is None:
+            given = (input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
+            return super().compute(*given)
+        unembedding = self.native.unembedding
+        h = self.read(rows, self.adapted)
+
+        def measure_kl() -> Tensor:
+            with torch.no_grad(), self.model.reference():
+                ref_h = self.read(rows, adapted=False)
+            return rows.fill(KlHead.apply(h, ref_h, unembedding, temperature))
+
+        found = ScoreHead.apply(h, unembedding, rows.targets, temperature, has_entropy_grad)
+        scores = Scores(rows.fill(found[0]), rows.fill(found[1]), measure_kl)
+        head = getattr(self.model, "value_head", None)
+        if head is not None:
+            scores.values = rows.fill(head(h.to(head.weight.dtype)).squeeze(-1))
+        return scores
+
+    def read(self, rows: FlatRows, adapted: bool) -> Float[Tensor, "scored d_model"]:
+        """Return the final norm's output at the token before each that is scored."""
+        native = self.native
+        x, rotary = native.embed(rows.ids, rows.positions)
+        for block in native.blocks:
+            attended = attend(block.project(x, rotary, adapted), block.heads, rows)
+            x = block.finish(x, attended, adapted)
+        return native.normalize_last(x.index_select(0, rows.predictors))
+
+
+def attend(
+    qkv: Float[Tensor, "token all_heads d_head"], heads: list[int], rows: FlatRows
+) -> Float[Tensor, "token d_heads"]:
+    """Attend row by row. Positions past a row's end see the row; no position in it sees them."""
+    by_row = qkv.flatten(1).index_select(0, rows.grid.flatten())
+    by_row = by_row.view(*rows.grid.shape, *qkv.shape[1:]).transpose(1, 2)
+    q, k, v = by_row.split(heads, dim=1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads[0] != heads[1])
+    return out.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, rows.cells)

@@ -1,0 +1,34 @@
+"""Prompts: strings, or chats of messages that a tokenizer's template writes."""
+
+from typing import Any
+
+from utils.validation import require
+
+Prompt = str | list[dict[str, str]]  # messages such as {"role": "user", "content": "Hi"}
+
+
+def is_prompt(prompt: Any) -> bool:
+    """Return whether this is a string, or a list of messages."""
+    if isinstance(prompt, str):
+        return True
+    is_chat = isinstance(prompt, list) and len(prompt) > 0
+    return is_chat and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+
+
+def write_prompt(prompt: Prompt, tokenizer: Any) -> str:
+    """Return a prompt as the model reads it: messages with the template's own special tokens.
+
+    Raises ValueError for messages where the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    require(
+        tokenizer.chat_template is not None,
+        f"prompts should be strings, as this tokenizer has no chat template, but one is {prompt!r}",
+    )
+    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+
+
+def show_prompt(prompt: Prompt) -> str:
+    """Return what a table shows of a prompt: of messages, the last one."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
