@@ -4,13 +4,46 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PhiConfig,
+    Qwen3Config,
+)
 
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import randomize
-from tests.support.models import SITES, get_checkpoint
-from utils.models.loading import ALL_LINEAR_SITES
+from tests.support.models import SITES, SPECIAL, get_checkpoint
+from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 ARCHITECTURES = ("gpt2", "llama", "qwen")
+SHAPE = SPECIAL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 1}
+CONFIGS = {
+    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
+    "mistral": MistralConfig(**GROUPED, sliding_window=None),
+    "tied llama": LlamaConfig(**GROUPED, tie_word_embeddings=True, rope_parameters=SCALED),
+    "phi": PhiConfig(**SHAPE),
+    "gpt_neox": GPTNeoXConfig(**SHAPE),
+    "windowed": MistralConfig(**GROUPED, sliding_window=4),
+}
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +66,19 @@ def lora(request, checkpoints):
     torch.manual_seed(0)
     folder, sites = checkpoints[request.param], SITES[request.param]
     return randomize(TransformerWithLora.from_pretrained(folder, sites=sites, device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def folders(checkpoints, tmp_path_factory):
+    """Checkpoints by name; those of CONFIGS with the embedded tokenizer."""
+    found = {"embedded": "embedded"} | checkpoints
+    for name, config in CONFIGS.items():
+        found[name] = folder = tmp_path_factory.mktemp("models") / name
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config)
+            for parameter in model.parameters():  # away from 0 and 1, and not all alike
+                parameter.data += 0.1 * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
+    return found

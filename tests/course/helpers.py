@@ -2,8 +2,23 @@
 
 import torch
 
+from solutions.ch2_ppo import TransformerWithValueHeadLora
+from tests.support.models import SITES
 from utils.authoring.notebooks import SOLUTIONS, Edition, build, execute
 from utils.course import session
+
+# What the native forward computes, of the fixture `folders`.
+NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
+
+
+def load(folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None):
+    torch.manual_seed(0)
+    given = SITES.get(name, SITES["gpt2"] if name == "embedded" else SITES["llama"])
+    sites = sites or (("attn.q", "attn.v") if name in ("phi", "gpt_neox") else given)
+    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device="cpu", dtype=dtype)
+    for parameter in model.trainable_parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
 
 
 def randomize(model):

@@ -13,8 +13,7 @@ from solutions.ch0_sampling import (
     sample_next_token,
 )
 from solutions.ch1_lora import TransformerWithLora
-from tests.course.helpers import randomize
-from tests.course.test_forward import NATIVE, folders, load  # noqa: F401  a fixture
+from tests.course.helpers import NATIVE, load, randomize
 from utils.models.decoding import Decoder, NativeDecoder, PlainDecoder, draw, get_decoder
 from utils.models.forward import get_scorer
 
@@ -101,7 +100,7 @@ def test_logits_of_nan_are_an_error(embedded):
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"temperature": 0.0}])
 @pytest.mark.parametrize("name", NATIVE)
-def test_completions_are_those_that_the_bridge_gives(name, options, folders):  # noqa: F811
+def test_completions_are_those_that_the_bridge_gives(name, options, folders):
     model = load(folders, name, TransformerWithLora)
     decoder = get_decoder(model)
     assert type(decoder) is NativeDecoder
@@ -114,7 +113,7 @@ def test_completions_are_those_that_the_bridge_gives(name, options, folders):  #
 
 
 @pytest.mark.parametrize("name", ["embedded", "qwen"])
-def test_greedy_completions_are_chapter_0s(name, folders):  # noqa: F811
+def test_greedy_completions_are_chapter_0s(name, folders):
     model = load(folders, name, TransformerWithLora)
     found = sample_completions(model, PROMPTS, 20, temperature=0.0)
     expected = get_samples(model, PROMPTS, 20, temperature=0.0)
@@ -124,7 +123,7 @@ def test_greedy_completions_are_chapter_0s(name, folders):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["embedded", "llama"])
-def test_log_probs_are_those_of_scoring(name, folders):  # noqa: F811
+def test_log_probs_are_those_of_scoring(name, folders):
     model = load(folders, name, TransformerWithLora)
     draws = generate(get_decoder(model), model, temperature=0.7, top_k=40)
     expected, mask = score(model, LONG, draws, 0.7)
@@ -184,7 +183,7 @@ def test_each_distinct_prompt_is_read_once_and_rows_that_ended_leave(embedded, m
     assert rows[-1] < 20  # the test would be empty if all ended together
 
 
-def test_tokens_in_bfloat16_have_the_probabilities_of_scoring(folders):  # noqa: F811
+def test_tokens_in_bfloat16_have_the_probabilities_of_scoring(folders):
     model = load(folders, "embedded", TransformerWithLora, torch.bfloat16)
     draws = generate(get_decoder(model), model)
     expected, mask = score(model, LONG, draws)
@@ -198,7 +197,7 @@ def test_tokens_in_bfloat16_have_the_probabilities_of_scoring(folders):  # noqa:
 @pytest.mark.parametrize(
     ("name", "kind"), [("phi", PlainDecoder), ("windowed", PlainDecoder), ("gpt_neox", Decoder)]
 )
-def test_other_architectures_decode_with_the_bridges_weights(name, kind, folders):  # noqa: F811
+def test_other_architectures_decode_with_the_bridges_weights(name, kind, folders):
     """By plain Hugging Face where it has the very weights; GPT-NeoX's bridge makes its own."""
     model = load(folders, name, TransformerWithLora)
     decoder = get_decoder(model)

@@ -17,7 +17,10 @@ from utils.course import real
 from utils.models import fetch
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 
-CHAT = "{% for m in messages %}<start>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}<start>assistant:{% endif %}"  # noqa: E501
+CHAT = (
+    "{% for m in messages %}<start>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant:{% endif %}"
+)
 
 
 def permute(weight, heads):

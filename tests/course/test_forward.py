@@ -6,75 +6,13 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    PhiConfig,
-    Qwen3Config,
-)
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
 from solutions.ch1_lora import TransformerWithLora
-from solutions.ch2_ppo import TransformerWithValueHeadLora
-from tests.support.models import SITES, SPECIAL
+from tests.course.helpers import NATIVE, load
 from utils.models import blocks, forward
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
-from utils.models.loading import EMBEDDED_MODEL, load_base_model
-
-SHAPE = SPECIAL | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-SCALED = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GROUPED = SHAPE | {"num_key_value_heads": 1}
-CONFIGS = {
-    "qwen3": Qwen3Config(**GROUPED, head_dim=16),
-    "mistral": MistralConfig(**GROUPED, sliding_window=None),
-    "tied llama": LlamaConfig(**GROUPED, tie_word_embeddings=True, rope_parameters=SCALED),
-    "phi": PhiConfig(**SHAPE),
-    "gpt_neox": GPTNeoXConfig(**SHAPE),
-    "windowed": MistralConfig(**GROUPED, sliding_window=4),
-}
-NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
-
-
-@pytest.fixture(scope="session")
-def folders(checkpoints, tmp_path_factory):
-    """Checkpoints by name; those of this file with the embedded tokenizer."""
-    found = {"embedded": "embedded"} | checkpoints
-    for name, config in CONFIGS.items():
-        found[name] = folder = tmp_path_factory.mktemp("models") / name
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
-            for parameter in model.parameters():  # away from 0 and 1, and not all alike
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
-    return found
-
-
-def load(folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None):
-    torch.manual_seed(0)
-    given = SITES.get(name, SITES["llama"] if name in CONFIGS else SITES["gpt2"])
-    sites = sites or (("attn.q", "attn.v") if name in ("phi", "gpt_neox") else given)
-    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device="cpu", dtype=dtype)
-    for parameter in model.trainable_parameters():
-        parameter.data += 0.05 * torch.randn_like(parameter)
-    return model
+from utils.models.loading import load_base_model
 
 
 def make_rows(vocab=512):

@@ -47,8 +47,11 @@ def store_reference_logits(trainer) -> None:
     """Make `trainer` keep the reference's logits with the rollout, as textbooks do."""
     rollout_phase = trainer.rollout_phase
     stored: dict[str, torch.Tensor] = {}
+
     # The bridge, whose logits are kept, in place of the native forward, which keeps none.
-    keep = lambda *call: stored.update(last=call[-1])  # noqa: E731
+    def keep(module, inputs, logits):
+        stored["last"] = logits
+
     trainer.model.base.register_forward_hook(keep)
 
     @torch.no_grad()
