@@ -32,7 +32,7 @@ def get_logprobs(
     prefix_len: int = 1,
     temperature: float = 1.0,
 ) -> Float[Tensor, "batch completion"]:
-    """The log-probability, in nats, of each token after the first `prefix_len`.
+    """Return the log-probability, in nats, of each token after the first `prefix_len`.
 
     log p(token_t) = z[token_t] - logsumexp(z), where z = logits[t - 1] / temperature: the logits at
     a position predict the next one. A gather and a logsumexp suffice; a log-softmax over the whole
@@ -50,14 +50,14 @@ def get_logprobs(
 
 
 def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`x`, in float32 if its dtype is shorter: bfloat16 has about three decimal digits."""
+    """Return `x`, in float32 if its dtype is shorter: bfloat16 has two to three decimal digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def select_completion(
     per_position: Float[Tensor, "batch seq *rest"], prefix_len: int
 ) -> Float[Tensor, "batch completion *rest"]:
-    """What a model says at each position, moved to the token it speaks about.
+    """Move what a model says at each position to the token that it speaks about.
 
     Entry t of the result belongs to token `prefix_len + t`, and was computed one position earlier,
     from the tokens before it: with prefix_len 3 and 5 positions, what positions 2 and 3 say is
@@ -68,7 +68,7 @@ def select_completion(
 
 @shape_checked
 def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]:
-    """The entropy of softmax(logits), in nats: H = -sum_v p_v log p_v.
+    """Return the entropy of softmax(logits), in nats: H = -sum_v p_v log p_v.
 
     A logit of -inf has p = 0 and counts 0 (the limit of p log p), in the gradient too.
     """
@@ -82,7 +82,7 @@ def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]
 def masked_mean(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """The mean of `values` where `mask` is true, over everything or along `dim`; 0 where none is.
+    """Return the mean of `values` where `mask` is true, of all or along `dim`; 0 where none is.
 
     What is masked out is replaced before the sum, so that nan and inf there reach neither the
     result nor the gradient (multiplying by the mask would not do: 0 * nan = nan).
@@ -102,7 +102,7 @@ def sample_next_token(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Int[Tensor, "batch"]:
-    """Draw one token a row from softmax(logits / temperature), after top-k, then top-p.
+    """Draw one token per row from softmax(logits / temperature), after top-k, then top-p.
 
     top-k keeps the k likeliest tokens. top-p keeps the fewest likeliest of those that remain whose
     probabilities reach p, the token that crosses p included (Holtzman et al., section 3.1).
@@ -136,7 +136,7 @@ def sample_next_token(
 def get_completion_mask(
     completion_ids: Int[Tensor, "batch completion"], eos_token_id: int
 ) -> Bool[Tensor, "batch completion"]:
-    """True on the tokens that are trained on: up to and including the first eos.
+    """Mark the tokens that are trained on: those up to and including the first eos.
 
     The eos is in: ending is a decision of the policy like any other. The pad id plays no part, so
     this holds where pad and eos are one token.
@@ -152,7 +152,7 @@ def get_completion_mask(
 def left_pad(
     sequences: list[list[int]], pad_token_id: int
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Pad on the left to one length: token ids, and a mask that is 1 on the real tokens.
+    """Pad on the left to one length: return ids, and a mask that is 1 on the real tokens.
 
     The mask comes from the lengths, not from the pad id, which may be a real token as well.
 
@@ -167,8 +167,9 @@ def left_pad(
 
 @dataclass
 class Samples:
-    """Prompts and what a model made of them. Prompts are left-padded to `prompt_len` columns, so
-    that every completion starts at the same one."""
+    """Hold prompts and what a model made of them. Prompts are left-padded to `prompt_len` columns,
+    so that every completion starts at the same one.
+    """
 
     input_ids: Int[Tensor, "batch seq"]  # prompt, completion, pad after the first eos
     attention_mask: Int[Tensor, "batch seq"]  # 0 on padding, of either side
@@ -237,7 +238,7 @@ def _generate(
     max_new_tokens: int,
     sample: Callable[[Float[Tensor, "batch vocab"]], Int[Tensor, "batch"]],
 ) -> Int[Tensor, "batch completion"]:
-    """Token after token until all rows have ended; the pad id after a row's eos.
+    """Sample token after token until all rows have ended; the pad id follows a row's eos.
 
     The eos is the tokenizer's, the pad id `get_pad_token_id` of it.
     """
@@ -264,7 +265,7 @@ def _generate(
 def encode_prompts(
     model: nn.Module, prompts: Sequence[Prompt], max_new_tokens: int, prepend_bos: bool
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """The left-padded prompts on the model's device: ids and attention mask.
+    """Return the left-padded prompts on the model's device: ids and attention mask.
 
     A prompt is a string, or a list of messages, {"role": "user", "content": "Hi"}, which the
     tokenizer's chat template writes, special tokens and all.
@@ -306,7 +307,7 @@ def encode_prompts(
 
 
 def get_pad_token_id(tokenizer) -> int:
-    """The pad token's id, or the eos's where there is none (GPT-2): both are masked out."""
+    """Return the pad token's id, or the eos's if there is none (GPT-2): both are masked out."""
     pad_token_id = tokenizer.pad_token_id
     return tokenizer.eos_token_id if pad_token_id is None else pad_token_id
 
@@ -351,7 +352,7 @@ def calc_reinforce_objective(
     advantages: Float[Tensor, "batch completion"] | Float[Tensor, "batch"],
     mask: Bool[Tensor, "batch completion"],
 ) -> Float[Tensor, ""]:
-    """The masked mean of logprob * advantage (maximised).
+    """Return the masked mean of logprob * advantage (maximised).
 
     Its gradient is REINFORCE's estimate of the policy gradient, up to a factor: 1 / number of
     tokens. Advantages are constants, one per token, or one per completion that its tokens share.
@@ -367,7 +368,7 @@ def calc_reinforce_objective(
 def calc_expected_policy_gradient(
     logits: Float[Tensor, "vocab"], rewards: Float[Tensor, "vocab"], baseline: float
 ) -> tuple[Float[Tensor, "vocab"], Float[Tensor, "vocab"]]:
-    """Mean and variance, over actions, of REINFORCE's one-sample gradient for the logits.
+    """Return mean and variance, over actions, of REINFORCE's one-sample gradient for logits.
 
     The policy is p = softmax(logits). Sampling action a, with reward r_a, gives the gradient
     g_a = (r_a - baseline) grad log p_a = (r_a - baseline)(onehot_a - p). With every action

@@ -1,9 +1,9 @@
 """Chapter 1: the LoRA-hooked transformer.
 
 Builds `TransformerWithLora`: a frozen language model whose linear layers carry low-rank adapters,
-added by hooks. With the hooks off it is the frozen reference that RLHF needs, at no extra memory.
-A hook is a function that TransformerLens calls with the activation at a named point of the forward
-pass; a site is the name of a linear layer, with a point before (`hook_in`) and one after
+added by hooks. With the hooks off it is the frozen reference that a KL term needs, at no extra
+memory. A hook is a function that TransformerLens calls with the activation at a named point of the
+forward pass; a site is the name of a linear layer, with a point before (`hook_in`) and one after
 (`hook_out`).
 
 Simplified: no adapter dropout, one rank and alpha for all sites, adapters in float32.
@@ -36,7 +36,7 @@ ATTENTION_SITES = ("attn.q", "attn.k", "attn.v", "attn.o")
 
 
 class LoraLayer(nn.Module):
-    """What an adapter adds to the output of a linear layer: x A B alpha / rank (LoRA, section 4.1).
+    """Add x A B alpha / rank to the output of a linear layer (LoRA, section 4.1).
 
     x is the layer's input, A and B are trained, and alpha / rank keeps the size of the change alike
     when another rank is tried. `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in), `lora_B`
@@ -54,7 +54,7 @@ class LoraLayer(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(rank, d_out))
 
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
-        """The product through the rank, in the adapter's dtype; A B itself is never formed.
+        """Multiply through the rank, in the adapter's dtype; A B itself is never formed.
 
         x may be of another dtype, such as bfloat16: it is cast to the adapter's.
         """
@@ -62,12 +62,12 @@ class LoraLayer(nn.Module):
         return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
 
     def compute_delta(self) -> Float[Tensor, "d_in d_out"]:
-        """What the adapter adds to the weight: A B alpha / rank."""
+        """Return what the adapter adds to the weight: A B alpha / rank."""
         return self.lora_A @ self.lora_B * self.scaling
 
 
 def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
-    """The two hooks that put `layer` on the linear layer at `site`, e.g. "blocks.0.attn.q".
+    """Return the two hooks that put `layer` on the linear layer at `site`, e.g. "blocks.0.attn.q".
 
     One reads the input at `site.hook_in`, the other adds to the output at `site.hook_out`, in the
     output's dtype. Either may carry head axes, one or several, after batch and seq (q, k, v on the
@@ -91,7 +91,7 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
 
 @torch.no_grad()
 def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Linear | Conv1D]:
-    """Every linear layer of the blocks whose hooks fire in a forward pass, by its full site name.
+    """List the linear layers of the blocks whose hooks fire in a forward pass, by full site name.
 
     Found by running one token: a hook point that exists may still never fire (GPT-2's `attn.qkv`),
     and an adapter there would be silently dead.
@@ -114,7 +114,7 @@ def find_lora_sites(base: TransformerBridge) -> dict[str, nn.Linear | Conv1D]:
 
 
 class TransformerWithLora(nn.Module):
-    """A frozen TransformerBridge with an adapter on each of `sites` in every block.
+    """Hold a frozen TransformerBridge with an adapter on each of `sites` in every block.
 
     `sites` are names within a block ("attn.q", "mlp.in", ...). Dropout stays off even after
     `.train()`: a policy that is scored twice must give the same log-probabilities.
@@ -158,7 +158,7 @@ class TransformerWithLora(nn.Module):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> "TransformerWithLora":
-        """Adapters on "embedded", a local folder or a model of the Hugging Face hub.
+        """Put adapters on "embedded", a local folder or a model of the Hugging Face hub.
 
         The model is of the class that this is called on: chapter 2 makes a subclass.
         """
@@ -174,7 +174,7 @@ class TransformerWithLora(nn.Module):
 
     @property
     def adapters(self) -> dict[str, LoraLayer]:
-        """The adapters by their full site name."""
+        """Return the adapters by their full site name."""
         return dict(zip(self._linears, self._layers, strict=True))
 
     def train(self, mode: bool = True) -> "TransformerWithLora":
@@ -188,7 +188,7 @@ class TransformerWithLora(nn.Module):
         attention_mask: Int[Tensor, "batch seq"] | None = None,
         **kwargs,
     ) -> Float[Tensor, "batch seq vocab"]:
-        """Logits with the adapters on, at least in float32.
+        """Return the logits with the adapters on, at least in float32.
 
         The bridge derives position ids from the mask, which matters under left padding. `kwargs` go
         to the bridge: with `return_type="logits_and_cache"` the result is (logits, cache).
@@ -232,7 +232,7 @@ class TransformerWithLora(nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator["TransformerWithLora"]:
-        """Inside, the adapters are off: the frozen model, without a second copy of it.
+        """Switch the adapters off inside: that is the frozen model, without a second copy.
 
         Entering it inside `reference()` or `merged()` is an error.
         """
@@ -241,7 +241,7 @@ class TransformerWithLora(nn.Module):
 
     @contextmanager
     def merged(self) -> Iterator["TransformerWithLora"]:
-        """Inside, W + A B alpha / rank stands in for W and the hooks are off: faster sampling.
+        """Put W + A B alpha / rank in place of W inside, without hooks: faster sampling.
 
         The sum is rounded to the weights' dtype once, so in bfloat16 it differs visibly from the
         hooked model. On leaving, also after an error or amid the merging, the saved weights are put
@@ -265,15 +265,17 @@ class TransformerWithLora(nn.Module):
                     weight.copy_(original)
 
     def trainable_parts(self) -> dict[str, list[nn.Parameter]]:
-        """What is trained, by part: the optimizer gives each part a learning rate of its own."""
+        """Return what is trained, by part: the optimizer gives each part a learning rate of its
+        own.
+        """
         return {"adapters": list(self._layers.parameters())}
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """What is trained."""
+        """Return what is trained."""
         return [parameter for part in self.trainable_parts().values() for parameter in part]
 
     def trainable_state(self) -> dict[str, Tensor]:
-        """The trained tensors by name: `<site>.lora_A` and `<site>.lora_B`."""
+        """Return the trained tensors by name: `<site>.lora_A` and `<site>.lora_B`."""
         return {
             f"{site}.{name}": parameter.data
             for site, layer in self.adapters.items()
@@ -345,7 +347,7 @@ def calc_sft_loss(
     tokens: Int[Tensor, "batch seq"],
     loss_mask: Bool[Tensor, "batch seq"],
 ) -> Float[Tensor, ""]:
-    """Next-token cross-entropy: the mean of -log p(token_t), in nats, over the targets (minimised).
+    """Return the mean of -log p(token_t), in nats, over the targets: cross-entropy (minimised).
 
     `loss_mask` is true where `tokens[t]` is a target. The first token has no prediction and never
     is one. Without any target the loss is 0.

@@ -55,12 +55,12 @@ from utils.validation import (
 
 
 def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "batch"]:
-    """How often `char` occurs in each completion, as floats."""
+    """Count how often `char` occurs in each completion, as floats."""
     return torch.tensor([float(text.count(char)) for text in samples])
 
 
 def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
-    """The sentiment of each completion, in [-1, 1], by the word lists of the reviews' corpus.
+    """Return each completion's sentiment, in [-1, 1], by the word lists of the reviews' corpus.
 
     (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
     is a run of letters, whatever is around it: "great", *lovely* and [dull] count.
@@ -76,7 +76,7 @@ def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
 
 @shape_checked
 def normalize_reward(rewards: Float[Tensor, "batch"], eps: float = 1e-5) -> Float[Tensor, "batch"]:
-    """(rewards - mean) / (std + eps), as a new tensor; one reward, or all equal, gives zeros.
+    """Return (rewards - mean) / (std + eps), a new tensor; zeros for one reward or equal ones.
 
     Equal means max == min: rewards 1e-7 apart are normalised.
     """
@@ -91,7 +91,7 @@ def normalize_reward(rewards: Float[Tensor, "batch"], eps: float = 1e-5) -> Floa
 
 
 class TransformerWithValueHeadLora(TransformerWithLora):
-    """`TransformerWithLora`, and a linear value head on the output of the final layer norm.
+    """Add a linear value head, on the final layer norm's output, to `TransformerWithLora`.
 
     The head starts at zero: an untrained one predicts 0 everywhere and adds no noise to the first
     advantages.
@@ -115,8 +115,8 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         input_ids: Int[Tensor, "batch seq"],
         attention_mask: Int[Tensor, "batch seq"] | None = None,
     ) -> tuple[Float[Tensor, "batch seq vocab"], Float[Tensor, "batch seq"]]:
-        """Logits and values. Both at position t speak of what comes after token t: the logits
-        of the next token, the value of the state in which that token is chosen.
+        """Return logits and values. Both at position t speak of what comes after token t: the
+        logits of the next token, the value of the state in which that token is chosen.
 
         The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. A
         bfloat16 output is cast: the head and its values are in float32.
@@ -149,7 +149,7 @@ def compute_token_rewards(
     ref_logprobs: Float[Tensor, "batch completion"] | None = None,
     kl_coef: float = 0.0,
 ) -> Float[Tensor, "batch completion"]:
-    """The score on the last true position, minus kl_coef * k1 at every true position.
+    """Return the score on the last true position, minus kl_coef * k1 at every true position.
 
     k1 = logprobs - ref_logprobs, a one-sample estimate of the KL (Ziegler et al., eq. 2). It is
     detached: as a reward it is a number that the policy is paid, not a loss.
@@ -176,7 +176,7 @@ def compute_advantages(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Float[Tensor, "batch completion"]:
-    """Generalised advantage estimation (Schulman et al., 2015, eq. 16), backwards in time.
+    """Estimate advantages by GAE (Schulman et al., 2015, eq. 16), backwards in time.
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. V_t is the value of
     the state before token t is emitted. After the last true token V is 0, for rows that were cut
@@ -200,7 +200,8 @@ def normalize_advantages(
     mask: Bool[Tensor, "batch completion"],
     eps: float = 1e-8,
 ) -> Float[Tensor, "batch completion"]:
-    """(advantages - mean) / (std + eps) over all true positions; 0 outside; zeros if all are equal.
+    """Return (advantages - mean) / (std + eps) of the true positions; 0 outside, or if all are
+    equal.
 
     Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
     could flip the sign of an advantage. Detached.
@@ -224,7 +225,7 @@ def calc_clipped_surrogate_objective(
     clip_coef: float = 0.2,
     clip_coef_high: float | None = None,
 ) -> Float[Tensor, ""]:
-    """The masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A).
+    """Return the masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A).
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
     given. The minimum takes away what the policy would gain beyond the interval, and leaves what
@@ -242,7 +243,7 @@ def calc_ratio(
     old_logprobs: Float[Tensor, "batch completion"],
     mask: Bool[Tensor, "batch completion"],
 ) -> Float[Tensor, "batch completion"]:
-    """exp(logprobs - old_logprobs), the probability ratio of PPO; 1 outside the mask.
+    """Return exp(logprobs - old_logprobs), the probability ratio of PPO; 1 outside the mask.
 
     Masked and bounded before exp: behind a clip or a mask its gradient is multiplied by 0, and
     0 * nan and 0 * inf are nan. exp(80) is 5e34, near the end of float32.
@@ -260,7 +261,7 @@ def calc_value_function_loss(
     vf_coef: float = 0.5,
     clip_coef: float | None = None,
 ) -> Float[Tensor, ""]:
-    """vf_coef / 2 times the masked mean of (values - returns)^2 (minimised).
+    """Return vf_coef / 2 times the masked mean of (values - returns)^2 (minimised).
 
     The 1/2, a convention of PPO implementations, cancels the 2 of the square's gradient.
 
@@ -284,7 +285,7 @@ def calc_entropy_bonus(
     mask: Bool[Tensor, "batch completion"],
     ent_coef: float,
 ) -> Float[Tensor, ""]:
-    """ent_coef times the masked mean of the policy's entropy, in nats."""
+    """Return ent_coef times the masked mean of the policy's entropy, in nats."""
     entropies = calc_entropy(logits[mask])  # [true positions]: nothing is computed for the others
     return ent_coef * entropies.sum() / max(entropies.numel(), 1)
 
@@ -296,7 +297,7 @@ def calc_kl_penalty(
     mask: Bool[Tensor, "batch completion"],
     kl_coef: float,
 ) -> Float[Tensor, ""]:
-    """kl_coef times the masked mean of KL(policy ‖ reference), exact, in nats per token.
+    """Return kl_coef times the masked mean of the exact KL(policy ‖ reference), nats per token.
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
     The reference is a constant: detached.
@@ -314,7 +315,8 @@ def calc_kl_penalty(
 
 @dataclass
 class RLHFArgs:
-    """What a run is made of. The defaults learn good moods of film reviews, on the embedded model.
+    """Say what a run is made of. The defaults learn good moods of film reviews, on the embedded
+    model.
 
     Raises ValueError for an argument that its type does not allow, when it is made.
     """
@@ -420,12 +422,12 @@ class RLHFArgs:
 def get_optimizer_and_scheduler(
     args: RLHFArgs, model: TransformerWithLora
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW that maximises, with one group for each part that the model has, and its schedule.
+    """Return AdamW that maximises, with a group for each part of the model, and its schedule.
 
     `model.trainable_parts()` gives the parts: "adapters", which learn at `base_lr`, and, where the
     model has one, "value_head", at `head_lr`.
 
-    At step k (one a phase) the learning rates are scaled by (k + 1) / warmup_steps while
+    At step k (one per phase) the learning rates are scaled by (k + 1) / warmup_steps while
     k < warmup_steps, then linearly from 1 down to final_scale at k = total_phases (or one step
     after the warm-up, if that is later), and then stay there. Adam's eps is 1e-5, and there is no
     weight decay.
@@ -446,7 +448,7 @@ def get_optimizer_and_scheduler(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayMinibatch:
-    """Some rows of a rollout; a field is None where it was not computed."""
+    """Hold some rows of a rollout; a field is None where it was not computed."""
 
     input_ids: Int[Tensor, "rows seq"]
     attention_mask: Int[Tensor, "rows seq"]
@@ -459,15 +461,15 @@ class ReplayMinibatch:
 
     @property
     def prompt_len(self) -> int:
-        """The number of columns before the completions."""
+        """Return the number of columns before the completions."""
         return self.input_ids.shape[1] - self.mask.shape[1]
 
     def get_fields(self) -> dict[str, Any]:
-        """The tensors by name."""
+        """Return the tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(ReplayMinibatch)}
 
     def get_rows(self, chosen: Int[Tensor, "rows"]) -> "ReplayMinibatch":
-        """These rows of every field."""
+        """Return these rows of every field."""
         rows: dict[str, Any] = {
             name: None if x is None else x[chosen.to(x.device)]
             for name, x in self.get_fields().items()
@@ -477,7 +479,7 @@ class ReplayMinibatch:
 
 @dataclass(frozen=True, eq=False)
 class ReplayMemory(ReplayMinibatch):
-    """All rows of a rollout, one for each completion, and how learning cuts them into minibatches.
+    """Hold all rows of a rollout, one per completion, and how learning cuts them into minibatches.
 
     `ReplayMemory(input_ids=..., mask=..., ...)`; each field of `ReplayMinibatch` is an attribute,
     and in every minibatch too. `group_size` rows that follow one another are a group, which is
@@ -502,7 +504,7 @@ class ReplayMemory(ReplayMinibatch):
         )
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
-        """Every row exactly once an epoch, in a new random order each, all fields alike.
+        """Yield every row once per epoch, in a new random order each time, all fields alike.
 
         `num_minibatches` an epoch, as even as whole groups allow.
         """
@@ -529,7 +531,7 @@ def make_replay_memory(
     ref_logprobs: Float[Tensor, "batch completion"] | None,
     values: Float[Tensor, "batch completion"],
 ) -> ReplayMemory:
-    """The arithmetic of a rollout: scores to token rewards, advantages, returns and a memory.
+    """Turn a rollout's scores into token rewards, advantages, returns and a memory.
 
     Returns are taken before the advantages are normalised: they are what the values regress on.
     Every field is stored detached.
@@ -557,14 +559,14 @@ def make_replay_memory(
 
 
 class RLHFTrainer:
-    """PPO, `args.total_phases` times:
+    """Train by PPO, `args.total_phases` times:
 
         rollout_phase    sample completions, score them, compute advantages -> ReplayMemory
         learning_phase   for each minibatch: compute_rlhf_objective, backward, optimizer step
 
     Every rollout samples anew, whether or not the last one was learned from; `args.seed` decides
     what the rollouts are, prompts included.
-    `history` has one row of metrics a phase, as `metrics.jsonl` in the run's folder has.
+    `history` has one row of metrics per phase, as `metrics.jsonl` in the run's folder has.
     `model_class` is what is built when no model is given.
     """
 
@@ -607,7 +609,7 @@ class RLHFTrainer:
     # Rollouts
 
     def sample_and_score(self, n_prompts: int, group_size: int = 1) -> tuple[Samples, Tensor]:
-        """`group_size` completions, next to each other, for each of `n_prompts` random prompts."""
+        """Sample `group_size` completions, side by side, for each of `n_prompts` random prompts."""
         args = self.args
         all_prompts = args.get_prompts()
         chosen = torch.randint(
@@ -645,7 +647,7 @@ class RLHFTrainer:
         )
 
     def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
-        """Input ids and attention masks, one minibatch after the other.
+        """Yield input ids and attention masks, one minibatch after the other.
 
         Scoring by minibatches takes no more memory than learning does.
         """
@@ -658,8 +660,8 @@ class RLHFTrainer:
         attention_mask: Int[Tensor, "batch seq"],
         prompt_len: int,
     ) -> Scores:
-        """`logprobs` and `entropies` of the completions at the sampling temperature, and `values`
-        where the model has a value head, each [batch completion]; mask them before use.
+        """Return `logprobs` and `entropies` of completions at the sampling temperature, and
+        `values` where the model has a value head, each [batch completion]; mask them before use.
 
         What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
         values, sooner (`utils/models/forward.py`). Inside `reference()`, under the reference.
@@ -670,7 +672,9 @@ class RLHFTrainer:
         )
 
     def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:
-        """Log-probs of the completions under the model as it is, at the sampling temperature."""
+        """Return the completions' log-probs under the model as it is, at the sampling
+        temperature.
+        """
         parts = [
             self.score(ids, mask, samples.prompt_len).logprobs
             for ids, mask in self.split_samples(samples)
@@ -678,12 +682,13 @@ class RLHFTrainer:
         return torch.cat(parts)
 
     def get_old_logprobs(self, minibatch: ReplayMinibatch, logprobs: Tensor) -> Tensor:
-        """Log-probs of the policy that sampled: with one update per rollout it is the one that
-        learns, whose own `logprobs` stand in."""
+        """Return log-probs of the policy that sampled: with one update per rollout it is the one
+        that learns, whose own `logprobs` stand in.
+        """
         return minibatch.logprobs if self.args.updates_per_rollout > 1 else logprobs.detach()
 
     def get_ref_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"] | None:
-        """The same under the reference; None without a KL term: it then never runs."""
+        """Return the same under the reference; None without a KL term, where it never runs."""
         if self.args.kl_coef == 0:
             return None
         with self.model.reference():
@@ -697,6 +702,7 @@ class RLHFTrainer:
         first ratio is 1.
         """
         args = self.args
+        # (1) sample, (2) score
         samples, scores = self.sample_and_score(args.batch_size)
         logprobs, values = [], []
         for ids, attention_mask in self.split_samples(samples):
@@ -704,6 +710,7 @@ class RLHFTrainer:
             logprobs.append(scored.logprobs)
             values.append(scored.values)
         ref_logprobs = self.get_ref_logprobs(samples)
+        # (3) compare
         return make_replay_memory(
             args, samples, scores, torch.cat(logprobs), ref_logprobs, torch.cat(values)
         )
@@ -711,8 +718,8 @@ class RLHFTrainer:
     # Learning
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Surrogate - value loss + entropy bonus - KL penalty (maximised), of the logits divided by
-        the sampling temperature.
+        """Return surrogate - value loss + entropy bonus - KL penalty (maximised), of logits divided
+        by the sampling temperature.
 
         Each part is a mean, and its coefficient stands in the last line; the value loss is half a
         mean of squares. `measure_entropy` and `measure_kl` record what they give. Records clip_frac
@@ -721,6 +728,7 @@ class RLHFTrainer:
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
+        # (4) weigh
         surrogate = calc_clipped_surrogate_objective(
             scored.logprobs,
             minibatch.logprobs,
@@ -747,7 +755,7 @@ class RLHFTrainer:
     def measure_entropy(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """The policy's entropy at the sampling temperature, in nats per token.
+        """Return the policy's entropy at the sampling temperature, in nats per token.
 
         `scored` is what `score` gives, or the model's logits.
         """
@@ -758,7 +766,7 @@ class RLHFTrainer:
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """The exact KL from the reference, of which nothing is kept; `scored` as above."""
+        """Return the exact KL from the reference, of which nothing is kept; `scored` as above."""
         kl = masked_mean(self._read_scores(minibatch, scored).measure_kl(), minibatch.mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl
@@ -772,8 +780,9 @@ class RLHFTrainer:
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
-        """How far the policy has moved from its sampler (clip_frac, and approx_kl: the k3 estimate
-        of KL(old ‖ new)), and from the reference if that ran (kl_k3)."""
+        """Record how far the policy has moved from its sampler (clip_frac, and approx_kl: the k3
+        estimate of KL(old ‖ new)), and from the reference if that ran (kl_k3).
+        """
         args, mask = self.args, minibatch.mask
         logratio = logprobs - self.get_old_logprobs(minibatch, logprobs)
         ratio = logratio.exp()
@@ -787,7 +796,7 @@ class RLHFTrainer:
             self.metrics["kl_k3"].append(masked_mean(torch.expm1(d) - d, mask).item())
 
     def learning_phase(self, memory: ReplayMemory) -> None:
-        """One optimizer step for each minibatch, then one step of the schedule.
+        """Take one optimizer step for each minibatch, then one step of the schedule.
 
         Gradients are clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
         checkpoint holds, shuffles the rows. Records "objective" and "grad_norm" of each minibatch,
@@ -797,6 +806,7 @@ class RLHFTrainer:
             self.optimizer.zero_grad()
             objective = self.compute_rlhf_objective(minibatch)
             objective.backward()
+            # (5) update
             grad_norm = nn.utils.clip_grad_norm_(
                 self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
             )
@@ -825,7 +835,7 @@ class RLHFTrainer:
     # Stopping and going on
 
     def get_state(self) -> dict:
-        """A copy of everything that the rest of the run depends on."""
+        """Return a copy of everything that the rest of the run depends on."""
         state = {
             "args": describe_args(self.args),
             "phase": self.phase,

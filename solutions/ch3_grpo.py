@@ -1,9 +1,9 @@
 """Chapter 3: the GRPO trainer, which drops the value head.
 
-Builds group-relative policy optimisation: several completions a prompt, and the mean of their
+Builds group-relative policy optimisation: several completions per prompt, and the mean of their
 rewards in place of a learned value. Against chapter 2, everything that served the values goes.
 
-Simplified: the reference is fixed (the paper's outer loop refreshes it), one reward a completion
+Simplified: the reference is fixed (the paper's outer loop refreshes it), one reward per completion
 in the trainer (`process_advantages` shows the step-wise one).
 
 Papers: GRPO (Shao et al., 2024, arXiv:2402.03300); what its normalisations do, "Dr. GRPO" (Liu et
@@ -32,7 +32,7 @@ from utils.validation import PositiveOrZero, Range, require, shape_checked
 def group_advantages(
     rewards: Float[Tensor, "batch"], group_size: int, scale: str = "group", eps: float = 1e-4
 ) -> Float[Tensor, "batch"]:
-    """A = (reward - mean of its group) / scale (GRPO, section 4.1.2). Detached.
+    """Return A = (reward - mean of its group) / scale (GRPO, section 4.1.2). Detached.
 
     scale is "group": the group's std + eps, so that every prompt weighs alike, however small its
     differences; "batch": the std of all raw rewards of the batch + eps, one scale for all prompts;
@@ -66,7 +66,7 @@ def process_advantages(
     completion_len: int,
     eps: float = 1e-4,
 ) -> Float[Tensor, "batch completion"]:
-    """Advantages from rewards of single steps (GRPO, section 4.1.3). Detached.
+    """Return advantages from rewards of single steps (GRPO, section 4.1.3). Detached.
 
     The rewards of all steps of a group are normalised together, by their mean and std + eps. A
     token gets the sum of the normalised rewards of the steps that end at it or later: `step_ends`
@@ -118,7 +118,7 @@ def calc_single_update_objective(
     advantages: Float[Tensor, "batch"],
     mask: Bool[Tensor, "batch completion"],
 ) -> Float[Tensor, ""]:
-    """exp(logprobs - detached logprobs) A, mean over each completion, then over the batch.
+    """Average exp(logprobs - detached logprobs) A over each completion, then over the batch.
 
     With one update per rollout (as in GRPO, section 4.2) the old policy is the current one: the
     ratio is 1 and never clips, and only its gradient remains, that of the log-probability.
@@ -136,10 +136,10 @@ def calc_single_update_objective(
 def calc_per_token_kl(
     logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """The k3 estimate of KL(policy ‖ reference) at each token, never negative (GRPO, eq. 4).
+    """Return the k3 estimate of KL(policy ‖ reference) at each token (GRPO, eq. 4).
 
-    k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs. `expm1` keeps the digits that exp(d) - 1
-    loses where d is small. `ref_logprobs` is a constant: detached.
+    k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs, never negative. `expm1` keeps the digits
+    that exp(d) - 1 loses where d is small. `ref_logprobs` is a constant: detached.
     """
     d = ref_logprobs.detach() - logprobs
     return torch.expm1(d) - d
@@ -156,7 +156,7 @@ def calc_grpo_objective(
     clip_coef_high: float | None = None,
     beta: float = 0.04,
 ) -> Float[Tensor, ""]:
-    """Per token min(ratio A, clip(ratio) A) - beta k3, mean over each completion, then the batch.
+    """Average min(ratio A, clip(ratio) A) - beta k3 over each completion, then over the batch.
 
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
     clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `old_logprobs`,
@@ -188,7 +188,7 @@ def calc_grpo_objective(
 def _mean_over_completions(
     per_token: Float[Tensor, "batch completion"], mask: Bool[Tensor, "batch completion"]
 ) -> Float[Tensor, ""]:
-    """The mean over each completion, then over the batch."""
+    """Average over each completion, then over the batch."""
     return masked_mean(per_token, mask, dim=-1).mean()
 
 
@@ -197,8 +197,8 @@ def _mean_over_completions(
 
 @dataclass
 class GrpoArgs(RLHFArgs):
-    """A rollout has batch_size completions of batch_size / group_size prompts. `kl_coef` is the
-    paper's beta, `kl_in` is "loss".
+    """Say what a GRPO run is made of. A rollout has batch_size completions of batch_size /
+    group_size prompts. `kl_coef` is the paper's beta, `kl_in` is "loss".
 
     What concerns values and the rewards of tokens, the last group of `RLHFArgs`, is not read.
     """
@@ -226,7 +226,7 @@ def make_grpo_memory(
     logprobs: Float[Tensor, "batch completion"],
     ref_logprobs: Float[Tensor, "batch completion"] | None,
 ) -> ReplayMemory:
-    """The arithmetic of a GRPO rollout: scores to advantages, one a completion, and a memory.
+    """Turn a GRPO rollout's scores into advantages, one per completion, and a memory.
 
     Every field is stored detached.
     """
@@ -244,7 +244,7 @@ def make_grpo_memory(
 
 
 class GrpoTrainer(RLHFTrainer):
-    """GRPO: chapter 2's trainer, whole groups in place of a value head."""
+    """Train by GRPO: chapter 2's trainer, with whole groups in place of a value head."""
 
     args: GrpoArgs
     args_class = GrpoArgs
@@ -252,21 +252,23 @@ class GrpoTrainer(RLHFTrainer):
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Whole groups, scored under the policy and the reference.
+        """Sample whole groups, and score them under the policy and the reference.
 
         The reference scores with either `kl_kind`: kl_k3 is recorded. With one update per rollout
         nothing is computed from the old log-probs, and the sampler's own will do.
         """
         args = self.args
+        # (1) sample, (2) score
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
         logprobs = samples.logprobs
         if args.updates_per_rollout > 1 or logprobs is None:
             logprobs = self.get_sample_logprobs(samples)
         ref_logprobs = self.get_ref_logprobs(samples)
+        # (3) compare
         return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """GRPO objective + entropy bonus (maximised); the KL is k3, or exact.
+        """Return GRPO objective + entropy bonus (maximised); the KL is k3, or exact.
 
         Records clip_frac, approx_kl and kl_k3 by `self.record_ratios`. With kl_coef 0 the reference
         does not run.
@@ -275,6 +277,7 @@ class GrpoTrainer(RLHFTrainer):
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
         logprobs = scored.logprobs
         old_logprobs = self.get_old_logprobs(minibatch, logprobs)
+        # (4) weigh
         objective = calc_grpo_objective(
             logprobs,
             old_logprobs,
@@ -293,7 +296,7 @@ class GrpoTrainer(RLHFTrainer):
 
 
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
-    """The GRPO objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
+    """Return GRPO's objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
     The objective itself, which is maximised, not a loss. The old log-probs are those of the same
     forward, so every ratio is 1, and each group's advantages sum to 0: it is 0 up to rounding. Its

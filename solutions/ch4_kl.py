@@ -35,7 +35,7 @@ def calc_kl_estimate(
     kind: str,
     old_logprobs: Float[Tensor, "*shape"] | None = None,
 ) -> Float[Tensor, "*shape"]:
-    """An estimate of KL(policy ‖ reference) from each sampled token's log-probabilities, in nats.
+    """Estimate KL(policy ‖ reference) from each sampled token's log-probabilities, in nats.
 
     With l = logprobs - ref_logprobs: k1 = l; k2 = l² / 2; k3 = exp(-l) - 1 + l, by `expm1`; k4 =
     ratio l, where ratio = exp(logprobs - old_logprobs). `old_logprobs` are of the policy that
@@ -62,7 +62,7 @@ def calc_kl_estimate(
 def calc_exact_kl(
     logits: Float[Tensor, "*rest vocab"], ref_logits: Float[Tensor, "*rest vocab"]
 ) -> Float[Tensor, "*rest"]:
-    """KL(policy ‖ reference) = sum_v p_v (log p_v - log q_v) over the whole vocabulary, in nats.
+    """Return KL(policy ‖ reference) = sum_v p_v (log p_v - log q_v), over all tokens v, in nats.
 
     p = softmax(logits), q = softmax(ref_logits). A token with p = 0 (a logit of -inf) counts 0, in
     the gradient too. The reference is a constant: detached.
@@ -78,7 +78,7 @@ def calc_exact_kl(
 def calc_estimator_stats(
     logits: Float[Tensor, "vocab"], ref_logits: Float[Tensor, "vocab"], kind: str
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Bias and standard deviation of an estimate from one token, sampled from the policy: exact.
+    """Return bias and standard deviation of an estimate from one sampled token, exactly.
 
     Over the whole vocabulary, with p = softmax(logits): mean = sum_v p_v k(v), bias = mean -
     KL(policy ‖ reference), std = sqrt(sum_v p_v (k(v) - mean)²), in nats.
@@ -104,7 +104,7 @@ def calc_expected_gradient(
     place: str,
     sampler_logits: Float[Tensor, "vocab"] | None = None,
 ) -> Float[Tensor, "vocab"]:
-    """The expected gradient, for the logits, of an estimate from one sampled token: exact.
+    """Return the expected gradient, for the logits, of an estimate from one token, exactly.
 
     The token v is drawn from s = softmax(sampler_logits), from the policy itself if None. Drawing
     is not differentiated: s is a constant. With p = softmax(logits),
@@ -133,7 +133,8 @@ def calc_expected_gradient(
 
 @dataclass
 class KlArgs(GrpoArgs):
-    """GRPO whose penalty is kl_coef times the estimate `kl_estimator`, in the loss.
+    """Say what a run is made of: GRPO whose penalty is kl_coef times the estimate `kl_estimator`,
+    in the loss.
 
     Raises ValueError unless `kl_estimator` is given: a comparison should not have a default.
     """
@@ -147,13 +148,13 @@ class KlArgs(GrpoArgs):
 
 
 class KlTrainer(GrpoTrainer):
-    """Chapter 3's trainer with the estimate of the KL to choose."""
+    """Train as chapter 3 does, with the estimate of the KL to choose."""
 
     args: KlArgs
     args_class = KlArgs
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """GRPO objective - KL penalty + entropy bonus (maximised).
+        """Return GRPO objective - KL penalty + entropy bonus (maximised).
 
         The penalty is the mean estimate over each completion, then over the batch; "kl_term" in the
         metrics, before the coefficient.

@@ -5,14 +5,15 @@ are trained on, how tokens are averaged, what the ratio is a ratio of, which bas
 and what becomes of completions that were cut off. A trainer turns each on by an argument; with none
 turned on it is chapter 3's.
 
-Simplified: token means are taken over a minibatch (DAPO: over the whole batch), rewards are right
-or wrong on additions, and no prompt is remembered as solved from one rollout to the next.
+Simplified: token means are taken over a minibatch (DAPO's paper: over the group of one question),
+its soft overlong punishment is left out, rewards are right or wrong on additions, and no prompt is
+remembered as solved from one rollout to the next.
 
 Papers: RLVR (Tülu 3, Lambert et al., 2024, arXiv:2411.15124); pass@k (Chen et al., 2021,
 arXiv:2107.03374); DAPO (Yu et al., 2025, arXiv:2503.14476); Dr. GRPO (Liu et al., 2025,
 arXiv:2503.20783); GSPO (Zheng et al., 2025, arXiv:2507.18071); RLOO (Ahmadian et al., 2024,
-arXiv:2402.14740); the missing-eos penalty, "The N+ Implementation Details of RLHF with PPO" (Huang
-et al., 2024, arXiv:2403.17031).
+arXiv:2402.14740; its baseline: Kool et al., 2019); the missing-eos penalty, "The N+ Implementation
+Details of RLHF with PPO" (Huang et al., 2024, arXiv:2403.17031).
 """
 
 import math
@@ -41,7 +42,7 @@ from utils.validation import CountOrZero, PositiveOrZero, require, shape_checked
 
 
 def extract_answer(text: str) -> str | None:
-    """The integer of the `A: <integer>` that ends the text; None where none does.
+    """Return the integer of the `A: <integer>` that ends the text; None where none does.
 
     One space after the colon, perhaps a minus sign, then digits (0 to 9) up to the very end:
     nothing may follow, not even a full stop or a newline. An earlier `A: ` does not count. The
@@ -52,7 +53,8 @@ def extract_answer(text: str) -> str | None:
 
 
 def reward_fn_correct(samples: list[str], answers: list[str | int]) -> Float[Tensor, "batch"]:
-    """1 where a completion's extracted answer is its own of `answers`, strings or integers, else 0.
+    """Reward with 1 where a completion's extracted answer is its own of `answers`, strings or
+    integers, else 0.
 
     Raises ValueError unless there is one answer a sample.
     """
@@ -65,7 +67,7 @@ def reward_fn_correct(samples: list[str], answers: list[str | int]) -> Float[Ten
 
 
 def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
-    """1 where a completion has worked steps (`is_worked`) and an answer to extract, else 0.
+    """Reward with 1 a completion with worked steps (`is_worked`) and an answer, else with 0.
 
     Whether the steps or the answer are right plays no part.
     """
@@ -78,7 +80,7 @@ def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
 def combine_rewards(
     rewards: Float[Tensor, "functions batch"], weights: list[float] | Tensor
 ) -> Float[Tensor, "batch"]:
-    """sum_f weights[f] * rewards[f], a new tensor: one reward for each completion. Detached.
+    """Return sum_f weights[f] * rewards[f], a new tensor: one reward per completion. Detached.
 
     The weights are not normalised. Raises ValueError unless there is one for each function.
     """
@@ -91,7 +93,7 @@ def combine_rewards(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that k completions, drawn from n of which c are right, hold a right one.
+    """Return the probability that k of n completions, c of them right, hold a right one.
 
     1 - C(n - c, k) / C(n, k) (Chen et al., eq. 1): the unbiased estimate, from n samples of a
     prompt, of how often one of k is right. 1 where fewer than k are wrong.
@@ -110,7 +112,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def select_informative_groups(
     rewards: Float[Tensor, "batch"], group_size: int
 ) -> Bool[Tensor, "groups"]:
-    """True for each group whose rewards are not all equal.
+    """Mark each group whose rewards are not all equal.
 
     The others have advantages of 0 and teach nothing; DAPO (section 3.2) samples new ones in their
     place. Raises ValueError if `group_size` is below 2 or does not divide the batch.
@@ -123,7 +125,7 @@ def select_informative_groups(
 def leave_one_out_advantages(
     rewards: Float[Tensor, "batch"], group_size: int
 ) -> Float[Tensor, "batch"]:
-    """A = reward - mean of the other rewards of its group (RLOO). Detached.
+    """Return A = reward - mean of the other rewards of its group (RLOO). Detached.
 
     That is G / (G - 1) times reward - mean of the group: a completion's own reward does not enter
     its baseline, so the gradient keeps its full size. A constant group gives exact zeros.
@@ -160,7 +162,7 @@ def _split_groups(
 def mask_truncated(
     mask: Bool[Tensor, "batch completion"], finished: Bool[Tensor, "batch"]
 ) -> Bool[Tensor, "batch completion"]:
-    """The mask, as a new tensor, with the rows false that did not finish.
+    """Return the mask, as a new tensor, with the rows false that did not finish.
 
     Overlong filtering (DAPO, section 3.4): a completion that was cut off is neither rewarded nor
     punished. It still counts in its group's baseline.
@@ -172,7 +174,7 @@ def mask_truncated(
 def apply_missing_eos_penalty(
     scores: Float[Tensor, "batch"], finished: Bool[Tensor, "batch"], penalty: float
 ) -> Float[Tensor, "batch"]:
-    """The scores, less the penalty where a completion did not finish. New and detached."""
+    """Return the scores, less the penalty where a completion did not finish. Detached."""
     scores = scores.detach()
     return torch.where(finished, scores, scores - penalty)
 
@@ -187,7 +189,7 @@ def aggregate_tokens(
     mode: str = "sequence",
     max_len: int | None = None,
 ) -> Float[Tensor, ""]:
-    """One number from one per token. What is masked out may be NaN or inf and never leaks.
+    """Make one number of one per token. What is masked out may be NaN or inf and never leaks.
 
     "sequence": the mean over each completion, then over the batch (GRPO): every completion weighs
     alike, so a token of a long one weighs little. "token": the mean over all tokens (DAPO, eq. 12).
@@ -216,7 +218,7 @@ def calc_sequence_ratio(
     old_logprobs: Float[Tensor, "batch completion"],
     mask: Bool[Tensor, "batch completion"],
 ) -> Float[Tensor, "batch"]:
-    """exp(mean over a completion of logprobs - old_logprobs): one ratio each (GSPO, eq. 7).
+    """Return exp(mean over a completion of logprobs - old_logprobs) (GSPO, eq. 7).
 
     The geometric mean of the tokens' ratios; the mean, not the sum, keeps it in one range for
     all lengths. 1 for an empty completion. `old_logprobs` are constants: detached. What is masked
@@ -240,7 +242,7 @@ def calc_rlvr_objective(
     ref_logprobs: Float[Tensor, "batch completion"] | None = None,
     beta: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """min(ratio A, clip(ratio) A) - beta k3 for each token, put together by `aggregate_tokens`.
+    """Aggregate min(ratio A, clip(ratio) A) - beta k3 of the tokens, by `aggregate_tokens`.
 
     The ratio is the token's own (GRPO), or with `ratio_level` "sequence" that of its completion
     (GSPO, eq. 5), through which each token gets the same gradient. With the defaults it is
@@ -280,7 +282,7 @@ def calc_rlvr_objective(
 
 @dataclass
 class RlvrArgs(GrpoArgs):
-    """GRPO's arguments, and what its descendants changed; the defaults change nothing.
+    """Add to GRPO's arguments what its descendants changed; the defaults change nothing.
 
     With `ratio_level` "sequence", GSPO's clips are 3e-4 (`clip_coef`) and 4e-4 (`clip_coef_high`);
     0.2 hardly ever clips the ratio of a sequence.
@@ -296,12 +298,14 @@ class RlvrArgs(GrpoArgs):
 
 
 def find_finished(samples: Samples, eos_token_id: int) -> Bool[Tensor, "batch"]:
-    """Whether each completion ended by itself, with an eos."""
+    """Mark the completions that ended by themselves, with an eos."""
     return ((samples.completion_ids == eos_token_id) & samples.completion_mask).any(-1)
 
 
 def join_samples(parts: list[Samples], pad_token_id: int) -> Samples:
-    """The rows of all parts: prompts padded on the left to one width, completions on the right."""
+    """Join the rows of all parts: prompts padded on the left to one width, completions on the
+    right.
+    """
     prompt_len = max(part.prompt_len for part in parts)
     completion_len = max(part.completion_mask.shape[1] for part in parts)
 
@@ -322,7 +326,7 @@ def join_samples(parts: list[Samples], pad_token_id: int) -> Samples:
 
 
 def select_samples(samples: Samples, rows: list[int]) -> Samples:
-    """These rows, in this order."""
+    """Return these rows, in this order."""
     return Samples(
         input_ids=samples.input_ids[rows],
         attention_mask=samples.attention_mask[rows],
@@ -333,7 +337,7 @@ def select_samples(samples: Samples, rows: list[int]) -> Samples:
 
 
 class RlvrTrainer(GrpoTrainer):
-    """GRPO and its descendants: chapter 3's trainer, with a choice at each step that they changed.
+    """Train by GRPO or its descendants: chapter 3's trainer, with a choice at each changed step.
 
     Its rollouts record "informative_frac", the share of the sampled groups whose rewards differ,
     "prompts_sampled", how many groups that were, and "truncated_frac", of all sampled completions.
@@ -343,7 +347,7 @@ class RlvrTrainer(GrpoTrainer):
     args_class = RlvrArgs
 
     def sample_groups(self) -> tuple[Samples, Float[Tensor, "batch"]]:
-        """The groups of a batch and their scores, less the penalty if there is one.
+        """Sample the groups of a batch, with their scores, less the penalty if there is one.
 
         With dynamic sampling, batch after batch is sampled until enough groups are informative, or
         `max_extra_rollouts` have followed the first. Kept are the informative groups that came
@@ -377,7 +381,7 @@ class RlvrTrainer(GrpoTrainer):
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """GRPO's rollout of `sample_groups`, with the arguments' advantages and mask.
+        """Make GRPO's rollout of `sample_groups`, with the arguments' advantages and mask.
 
         Truncation "mask" takes the rows that did not finish out of the memory's mask.
         """
@@ -395,7 +399,7 @@ class RlvrTrainer(GrpoTrainer):
         return memory
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """RLVR objective + entropy bonus (maximised); the KL is k3, inside it, or exact.
+        """Return RLVR objective + entropy bonus (maximised); the KL is k3, inside it, or exact.
 
         "constant" divides by `gen_len` for each completion. Records clip_frac, approx_kl and kl_k3
         by `self.record_ratios`.
@@ -424,7 +428,9 @@ class RlvrTrainer(GrpoTrainer):
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
-        """As in PPO; with ratios of sequences, clip_frac is the share of completions outside."""
+        """Record as PPO does; with ratios of sequences, clip_frac is the share of completions
+        outside.
+        """
         super().record_ratios(logprobs, minibatch)
         args, mask = self.args, minibatch.mask
         if args.ratio_level == "sequence":

@@ -102,7 +102,7 @@ def gradient_of_logits(student, rng):
 
 @check("get_logprobs", tier="hardening")
 def one_row_and_edges(student, rng):
-    """1 and 150 rows, no token, 1 and 1,100, a vocabulary of 20,000; the inputs stay"""
+    """1 and 150 rows; 0, 1 and 1,100 tokens; a vocabulary of 20,000; inputs unchanged"""
     logits, tokens = rng.normal(1, 4, 5), rng.integers(0, 5, 1, 4)
     f, ids = student.get_logprobs, rng.integers(0, 5, 2, 1100)
     return {
@@ -162,7 +162,7 @@ def keeps_a_distribution(function, *args):
 
 @check("get_logprobs", tier="hardening")
 def memory(student, rng):
-    """No log-softmax is kept for the backward pass, at any temperature, in bfloat16 either"""
+    """No log-softmax is kept for the backward pass, at any temperature, or in bfloat16"""
     logits, tokens = leaf(rng.normal(2, 9, 30)), rng.integers(0, 30, 2, 9)
     found = [
         keeps_a_distribution(student.get_logprobs, logits, tokens, *options)
@@ -571,7 +571,7 @@ def _draws_from_few(observed, reference):
 
 @check("sample_next_token", slow=True, holds=_draws_from_few, tier="hardening")
 def large_vocabulary(student, rng):
-    """50,000 tokens: none that top_k leaves out, however small a probability; top_p of 5,000"""
+    """50,000 tokens: no draw that top_k leaves out, however unlikely; top_p over 5,000 tokens"""
     logits = rng.normal(1, 50_000)
     kept = logits[0].topk(5).indices
     draws = student.sample_next_token(logits.repeat(300, 1), top_k=5, generator=rng.new_generator())

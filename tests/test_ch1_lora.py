@@ -844,7 +844,7 @@ def base_dtype(student, rng):
     tier="hardening",
 )
 def sites_that_do_not_fire(student, rng):
-    """Sites that never fire or are no linear layer: a ValueError; an unknown name: an error"""
+    """Sites that never fire or are not linear layers: a ValueError; an unknown name: an error"""
     unknown, build = f"attn.q{rng.integer(0, 10**6)}", student.TransformerWithLora.from_pretrained
     try:
         n_adapters = len(list(boot(student, "gpt2", sites=()).trainable_parameters()))
@@ -1334,7 +1334,7 @@ def memory_of_the_reference(student, rng):
 
 @check("TransformerWithLora.reference", tier="hardening")
 def what_reference_yields(student, rng):
-    """It yields the model itself; gradients are recorded inside if they are outside, or not"""
+    """It yields the model itself; gradients are recorded inside exactly when they are outside"""
     model = set_alike(boot(student, "shallow"), rng)
     ids, mask = ragged_batch(rng)
     with model.reference() as yielded:
@@ -1472,13 +1472,13 @@ def _merge_and_leave(student, rng, kind: str, dtype=torch.float32) -> dict[str, 
 
 @check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
-    """Other adapters on each site, in float64: merged is hooked; all is back, after errors too"""
+    """Other adapters on each site, float64: merged equals hooked; all restored, after errors too"""
     return _merge_and_leave(student, rng, "gpt2", torch.float64)
 
 
 @check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model, tier="hardening")
 def merged_in_eleven_blocks(student, rng):
-    """11 blocks, each with adapters of its own: merged is hooked; all comes back"""
+    """11 blocks, each with adapters of its own: merged equals hooked; all is restored"""
     return _merge_and_leave(student, rng, "deep")
 
 
@@ -1818,7 +1818,7 @@ def _save_and_load(
 
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
-    """A new adapter is saved as safetensors, then another one; what loads it becomes the same"""
+    """A new adapter, then another, saved as safetensors; a model that loads one becomes the same"""
     sites, bare_name = ("attn.q", "attn.v"), operator.attrgetter("name")  # of one shape
     return _save_and_load(student, rng, "gpt2", sites, sites, bare_name, "adapter.safetensors")
 
@@ -1875,7 +1875,7 @@ def loaded_into_eleven_blocks(student, rng):
 
 @check("TransformerWithLora.load_adapter", tier="hardening")
 def refused_files_change_nothing(student, rng):
-    """Another alpha / rank, and a file whose last matrix has another shape: the model stays"""
+    """A file with another alpha / rank, or a last matrix of another shape: no parameter changes"""
     with tempfile.TemporaryDirectory() as folder:
         _, path = _save_random(student, rng, folder, alpha=7)
         with safe_open(path, framework="pt") as file:
@@ -2076,7 +2076,7 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def small_and_large_batches(student, rng):
-    """One row, one target; 1025 targets; rows of 1100; an impossible target; the inputs stay"""
+    """One row, one target; 1025 targets; a row of 1100; an impossible target; inputs unchanged"""
     logits, tokens, loss_mask = sft_batch(rng, rows=4, seq=5)
     *large, large_mask = sft_batch(rng, rows=200, seq=20)
     order = large_mask[:, 1:].flatten().cumsum(0).reshape(200, 19)
@@ -2113,7 +2113,7 @@ def small_and_large_batches(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def no_targets(student, rng):
-    """No target at all, or none but the first tokens: the loss is 0, and so is its gradient"""
+    """No targets at all, or only first tokens: the loss is 0, and so is its gradient"""
     logits, tokens, loss_mask = sft_batch(rng)
     none = torch.zeros_like(loss_mask)
     firsts = none.clone()

@@ -198,7 +198,7 @@ def random_reviews(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening")
 def every_word_of_the_lists(student, rng):
-    """Each word of the corpus's lists on its own, and 150 texts together, of which one twice"""
+    """Each word of the corpus's lists on its own, and 150 texts together, one of them twice"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     together = [random_review(rng, words, 1 + n % 9) for n in range(150)]
     return reward_each(student, [words[i] for i in rng.permutation(len(words)).tolist()]) | {
@@ -208,7 +208,7 @@ def every_word_of_the_lists(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word)
 def words_inside_words(student, rng):
-    """A word inside another one, as "great" in "greatly", is not counted, nor are other lists'"""
+    """A word inside another ("great" in "greatly") does not count, nor do words of other lists"""
     mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
     return reward_each(
         student, [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
@@ -393,7 +393,7 @@ def large_token_rewards(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
-    """Log-probs that require a gradient: a reward is a number, none comes out"""
+    """Log-probs that require a gradient: a reward is a number, so no gradient comes out"""
     mask, scores = ragged_mask(rng), rng.normal(6)
     weights = rng.normal(6, 7)
     return call_with_gradients(
@@ -494,7 +494,7 @@ def worked_normal_advantages(student, rng):
 
 @check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
-    """6 and 150 ragged rows, anything beyond the mask, rows of other means, zeros; inputs stay"""
+    """6 and 150 ragged rows of several means, anything beyond the mask, zeros; inputs unchanged"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
@@ -758,7 +758,7 @@ def every_case_of_the_value_clip(student, rng):
 
 @check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
 def large_value_losses(student, rng):
-    """A return, a value and an old value around 1000, each in a place of its own, in full"""
+    """A return, a value and an old value around 1000, each at another position: no digits lost"""
     mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
     tensors = value_inputs(rng, mask)
     for name, column in zip(tensors, rng.permutation(3).tolist(), strict=True):
@@ -1292,7 +1292,7 @@ def fields_and_dtypes(student, rng):
 
 @check("ReplayMemory", tier="hardening")
 def rows_that_do_not_fit(student, rng):
-    """A field with a row less, or more, than the others; a group_size that does not divide"""
+    """A field with one row fewer or more than the others; a group_size that does not divide"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
     names = ("input_ids", "attention_mask", "mask", "logprobs", "advantages", "returns")
     fields = {other: rng.normal(rows, 2) for other in names if other != name}
@@ -1605,7 +1605,7 @@ FLAT_ROLLOUT = {"batch_size": 400, "temperature": 3.0}
     "RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT), tier="hardening"
 )
 def rollout_at_a_high_temperature(student, rng):
-    """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
+    """Temperature 3, top_k None: every token of the vocabulary is drawn as often as it should be"""
     return _roll_out(student, rng, **FLAT_ROLLOUT)
 
 
@@ -1810,7 +1810,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
     atol=3e-4,
 )
 def objective_and_gradient(student, rng):
-    """Surrogate - value loss + entropy bonus - exact KL at 0.7; one row, large gains; none kept"""
+    """Surrogate - value loss + entropy bonus - exact KL at 0.7; one row; large A; no logits kept"""
     return _objective(student, rng, rows=(6, 1))
 
 
@@ -2012,7 +2012,7 @@ def epochs_and_minibatches(student, rng):
     atol=2e-5,
 )
 def minibatches_count_alike(student, rng):
-    """Three minibatches of 18 rows of other lengths: a step for each, by its tokens' mean"""
+    """Three minibatches of 18 rows of different lengths: a step for each, by its tokens' mean"""
     return _learn(
         student,
         rng,

@@ -74,7 +74,7 @@ def _every_scale(student, rewards, group_size, **options):
     atol=1e-5,
 )
 def worked_groups(student, rng):
-    """1, 2, 3 | 0, 3, 6 | 5, 5, 5 | 9, 8, 10, eps 1: stds 1, 3, 0, 1, of all 3.137; no gradient"""
+    """Rewards 1, 2, 3 | 0, 3, 6 | 5, 5, 5 | 9, 8, 10, eps 1: stds 1, 3, 0, 1, overall 3.137"""
     rewards = rng.tensor([1.0, 2.0, 3.0, 0.0, 3.0, 6.0, 5.0, 5.0, 5.0, 9.0, 8.0, 10.0])
     found = {}
     for scale in SCALES:
@@ -111,7 +111,7 @@ def several_groups(student, rng):
 
 @check("group_advantages", expected=advantages_by_statistics)
 def the_level_of_a_prompt(student, rng):
-    """A constant added to all rewards of a prompt: its advantages stay"""
+    """A constant added to all rewards of a prompt leaves its advantages as they were"""
     rewards, levels = rng.normal(12), rng.normal(3, std=3).repeat_interleave(4)
     return {
         f"{scale}, {name}": student.group_advantages(r, 4, scale)
@@ -149,7 +149,7 @@ def constant_groups(student, rng):
 
 @check("group_advantages", expected=advantages_by_statistics, tier="hardening")
 def rewards_that_require_gradient(student, rng):
-    """The advantages carry no gradient, but may stand in a backward; the rewards stay"""
+    """The advantages carry no gradient, but a backward pass may use them; rewards unchanged"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
     return {
         scale: {
@@ -178,7 +178,7 @@ def group_sizes_that_do_not_fit(student, rng):
 
 @check("group_advantages", tier="hardening")
 def unknown_scales(student, rng):
-    """A scale that there is not: a ValueError names it"""
+    """An unknown scale: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
     bad = {
         f"scale {s!r}": error_of("scale", f, rewards, 3, s)
@@ -246,7 +246,7 @@ def single_updates_of_many_shapes(student, rng):
 
 @check("calc_single_update_objective", expected=reinforce_by_completions, tier="hardening")
 def unlikely_tokens(student, rng):
-    """Log-probs of -1000, and of 0; large advantages; float64; inputs are slices and stay"""
+    """Log-probs of -1000, and of 0; large advantages; float64; slices as inputs, unchanged"""
     mask = ragged_mask(rng, 4, 5)
     logprobs = -1000 * rng.uniform(4, 5, low=0.9, high=1.1)
     logprobs[:, rng.integer(1, 5)] = 0.0
@@ -295,7 +295,7 @@ def worked_k3(student, rng):
 
 @check("calc_per_token_kl", points=2, seeds=2, expected=k3_of_probabilities)
 def k3_of_every_shape(student, rng):
-    """No to three axes, transposed or not; a gradient for the policy's alone; inputs stay"""
+    """0 to 3 axes, transposed or not; a gradient for the policy's alone; inputs unchanged"""
     f, found = student.calc_per_token_kl, {}
     for shape in ((4, 5), (6,), (2, 3, 2), ()):
         logprobs, ref_logprobs = -rng.uniform(*shape, high=4.0), -rng.uniform(*shape, high=4.0)
@@ -384,7 +384,7 @@ def _objective(student, mask, *args, **options):
 
 @check("calc_grpo_objective", public=True, expected=-5 / 6)
 def worked_clips(student, rng):
-    """Ratios 2, 0.5, 1.1: A = 1 counts 1.2, 0.5, 1.1 and A = -2 counts -4, -1.6, -2.2; no KL"""
+    """Ratios 2, 0.5, 1.1: A = 1 gives 1.2, 0.5, 1.1 and A = -2 gives -4, -1.6, -2.2; no KL"""
     logprobs = rng.tensor([[2.0, 0.5, 1.1], [2.0, 0.5, 1.1]]).log()
     mask = torch.ones(2, 3, dtype=torch.bool)
     return student.calc_grpo_objective(
@@ -649,7 +649,7 @@ def rewarded_steps(rng, counts: list[int], completion_len: int):
     ],
 )
 def worked_steps(student, rng):
-    """1, 5 | 1, 1 end at 3, 1 | 0, 2; mean 2, std 2, eps 0.5: -0.4, 1.2 | -0.4, -0.4; equal ones"""
+    """Rewards 1, 5 | 1, 1 ending at 3, 1 | 0, 2; mean 2, std 2, eps 0.5: -0.4, 1.2 | -0.4, -0.4"""
     rewards = [rng.tensor(row) for row in ([1.0, 5.0], [1.0, 1.0], [3.0], [3.0, 3.0])]
     ends = [torch.tensor(row) for row in ([3, 1], [0, 2], [2], [1, 4])]
     return student.process_advantages(rewards, ends, 2, 5, eps=0.5)
@@ -707,7 +707,7 @@ def steps_of_small_spread(student, rng):
 
 @check("process_advantages", seeds=2, expected=process_by_statistics, tier="hardening")
 def groups_without_differences(student, rng):
-    """Steps that are all rewarded alike, or no steps: zeros; two steps that differ: not"""
+    """Steps that are all rewarded alike, or no steps: zeros; two steps that differ: no zeros"""
     values = rng.integers(-5, 5, 4).tolist()
     rewards = [[float(v)] * n for v in values for n in (4, 3)]  # numbers whose mean is exact
     rewards += [[], [], rng.normal(1).tolist(), rng.normal(1).tolist()]
@@ -1006,7 +1006,7 @@ FLAT_GRPO_ROLLOUT = {"temperature": 3.0}
     tier="hardening",
 )
 def groups_at_a_high_temperature(student, rng):
-    """Temperature 3 and top_k None: every token of the vocabulary is drawn as often as it should"""
+    """Temperature 3, top_k None: every token of the vocabulary is drawn as often as it should be"""
     return _roll_out_groups(student, rng, **FLAT_GRPO_ROLLOUT)
 
 
@@ -1215,7 +1215,7 @@ def objective_with_the_exact_kl(student, rng):
 
 @check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK, tier="hardening")
 def objective_of_constant_groups(student, rng):
-    """Advantages of 0 throughout: KL and entropy bonus are left, of either kl_kind"""
+    """All advantages 0: only the KL, of either kl_kind, and the entropy bonus are left"""
     return _grpo_objective(student, rng, advantages_are_zero=True, kl_kinds=("k3", "exact"))
 
 
@@ -1274,7 +1274,7 @@ def _make_grpo_trainer(student, rng, dtype=None, **options):
     beside=True,
 )
 def objective_at_the_start(student, rng):
-    """On fresh rollouts, one in bfloat16: objective 0 up to 1e-6, gradient not; arguments stay"""
+    """Fresh rollouts, one in bfloat16: objective 0 up to 1e-6, gradient not; args unchanged"""
     trainer = _make_grpo_trainer(student, rng)
     before = dict(vars(trainer.args))
     first = [float(x) for x in student.measure_loss_and_gradient_at_start(trainer)]

@@ -53,7 +53,7 @@ def worked_estimates(student, rng):
 
 @check("calc_kl_estimate", points=2, seeds=2, expected=estimate_of_probabilities)
 def estimates_of_every_shape(student, rng):
-    """Random log-probs with no to three axes: value, gradient of the policy's alone, inputs stay"""
+    """Random log-probs, 0 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
     f, found = student.calc_kl_estimate, {}
     for shape in ((4, 5), (6,), (2, 3, 2), ()):
         logprobs, ref_logprobs, _ = draw_logprobs(rng, *shape)
@@ -130,7 +130,7 @@ def large_differences(student, rng):
 
 @check("calc_kl_estimate", tier="hardening")
 def unknown_estimators(student, rng):
-    """A kind that there is not: a ValueError names it"""
+    """An unknown kind: a ValueError names it"""
     logprobs, ref_logprobs, _ = draw_logprobs(rng, 3)
     f = student.calc_kl_estimate
     bad = {kind: error_of("kind", f, logprobs, ref_logprobs, kind) for kind in ("k5", "K1", "")}
@@ -150,7 +150,7 @@ def worked_kl(student, rng):
 
 @check("calc_exact_kl", points=2, seeds=2, expected=kl_by_distributions)
 def kl_of_every_shape(student, rng):
-    """Random logits with one to three axes: value, gradient of the policy's alone, inputs stay"""
+    """Random logits, 1 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
     f, found = student.calc_exact_kl, {}
     for shape in ((5,), (3, 7), (2, 3, 4), (1, 300)):
         logits, ref_logits = rng.normal(*shape, std=2), rng.normal(*shape, std=2)
@@ -182,7 +182,7 @@ def large_logits_and_shifts(student, rng):
 
 @check("calc_exact_kl", points=2, expected=kl_of_possible_tokens, tier="hardening")
 def tokens_that_cannot_be(student, rng):
-    """A policy's logit of -inf counts 0, in the gradient too, where the reference's is -inf also"""
+    """A policy logit of -inf counts as 0, in the gradient too, even if the reference's is -inf"""
     logits, ref_logits = rng.normal(4, 6), rng.normal(4, 6)
     gone = rng.integers(0, 6, 4)[:, None]
     logits = logits.scatter(1, gone, -INF)
@@ -221,7 +221,7 @@ def worked_stats(student, rng):
 
 @check("calc_estimator_stats", points=2, seeds=3, expected=stats_by_loops, atol=1e-5)
 def stats_of_random_policies(student, rng):
-    """Random policies and references, near and far, several vocabularies; the logits stay"""
+    """Random policies and references, near and far, several vocabularies; logits unchanged"""
     found = {}
     for vocab, distance in ((5, 0.1), (5, 1.0), (8, 2.0), (2, 1.0), (30, 0.5)):
         ref_logits = rng.normal(vocab)
@@ -267,7 +267,7 @@ def what_is_biased(student, rng):
 
 @check("calc_estimator_stats", tier="hardening")
 def stats_of_unknown_estimators(student, rng):
-    """A kind that there is not: a ValueError names it"""
+    """An unknown kind: a ValueError names it"""
     logits, ref_logits, f = rng.normal(4), rng.normal(4), student.calc_estimator_stats
     bad = {kind: error_of("kind", f, logits, ref_logits, kind) for kind in ("k5", "K1", "")}
     return bad | {kind: f(logits, ref_logits, kind) for kind in KINDS}
@@ -381,7 +381,7 @@ def which_divergence(student, rng):
 
 @check("calc_expected_gradient", expected=gradient_by_the_score, atol=1e-5, tier="hardening")
 def logits_that_require_gradient(student, rng):
-    """Logits that require gradient: a gradient without one, and nothing is left on the inputs"""
+    """Logits that require a gradient: the result carries none; no .grad is left on the inputs"""
     policy, ref, old = leaf(rng.normal(4)), leaf(rng.normal(4)), leaf(rng.normal(4))
     f, found = student.calc_expected_gradient, {}
     for kind, place in (("k4", "loss"), ("k3", "reward"), ("k2", "loss")):
@@ -399,7 +399,7 @@ def logits_that_require_gradient(student, rng):
 
 @check("calc_expected_gradient", tier="hardening")
 def unknown_kinds_and_places(student, rng):
-    """A kind or a place that there is not: a ValueError names it"""
+    """An unknown kind or place: a ValueError names it"""
     logits, ref_logits, f = rng.normal(4), rng.normal(4), student.calc_expected_gradient
     found = {
         f"kind {kind!r}": error_of("kind", f, logits, ref_logits, kind, "loss")

@@ -172,7 +172,7 @@ def integers_for_answers(student, rng):
 
 @check("reward_fn_correct", tier="hardening")
 def answers_that_do_not_fit(student, rng):
-    """Not one answer for each sample: a ValueError names them"""
+    """Not as many answers as samples: a ValueError names the answers"""
     numbers = rng.integers(0, 2, 17).tolist()  # of 16 texts, half are right
     texts, answers = [f"A: {n}" for n in numbers[:16]], ["1"] * 17
     f = student.reward_fn_correct
@@ -283,7 +283,7 @@ def rewards_afterwards(student, rng):
 
 @check("combine_rewards", tier="hardening")
 def weights_that_do_not_fit(student, rng):
-    """Not one weight for each function: a ValueError names them"""
+    """Not as many weights as functions: a ValueError names the weights"""
     rewards, weights = rng.normal(3, 4), rng.normal(5).tolist()
     f = student.combine_rewards
     bad = {f"{n} weights": error_of("weights", f, rewards, weights[:n]) for n in (0, 1, 2, 4)}
@@ -673,7 +673,7 @@ def sequence_ratios_of_many_shapes(student, rng):
 
 @check("calc_sequence_ratio", points=2, expected=geometric_mean_of_ratios, tier="hardening")
 def long_and_unlikely_sequences(student, rng):
-    """300 tokens whose ratios' product is beyond floats; log-probs of -1000 and 0; inputs stay"""
+    """300 tokens whose ratios' product overflows; log-probs of -1000 and 0; inputs unchanged"""
     mask = torch.arange(300) < torch.tensor([300, 250, 3])[:, None]
     old = -rng.uniform(3, 300, high=2.0)
     shift = rng.tensor([[0.9], [-0.9], [30.0]]) + rng.normal(3, 300, std=0.1)
@@ -717,7 +717,7 @@ def _rlvr(student, mask, *args, **options):
     expected={"token": 0.5, "sequence": 0.8, "DAPO": 0.55, "Dr. GRPO": 0.275},
 )
 def worked_levels(student, rng):
-    """Ratios 4, 1 with A = 1; with A = 0. Clip 0: 1/2; sqrt(4), clip 0.6: 1.6/2; 2.2/4; 2.2/8"""
+    """Ratios 4, 1, A = 1; a row of A = 0. Clip 0: 1/2; sqrt(4), clip 0.6: 1.6/2; 2.2/4; 2.2/8"""
     logprobs = rng.tensor([[4.0, 1.0], [0.5, 0.5]]).log()
     old, mask = torch.zeros_like(logprobs), torch.ones(2, 2, dtype=torch.bool)
     advantages, f = rng.tensor([1.0, 0.0]), student.calc_rlvr_objective
@@ -831,7 +831,7 @@ def rlvr_advantages_of_tokens(student, rng):
 
 @check("calc_rlvr_objective", expected=rlvr_by_cases, tier="hardening")
 def rlvr_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, 150 rows, nothing; inputs stay"""
+    """As many completions as tokens, one row, one token, 150 rows, nothing; inputs unchanged"""
     masks = masks_of_many_shapes(rng)
     found = {}
     for name, mask in masks.items():
@@ -1043,7 +1043,7 @@ def one_batch_is_enough(student, rng):
 
 @check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
 def until_the_batch_is_full(student, rng):
-    """Informative groups in each batch: those that came first, in their order; then anew"""
+    """Few informative groups per batch: the first ones are kept, in order; then another rollout"""
     script = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
     return {
         "four": _play(student, rng, script, dynamic_sampling=True, max_extra_rollouts=6),

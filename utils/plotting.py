@@ -79,14 +79,14 @@ def plot_tokens(
     """Show completions as text, each token on a colour for its advantage, ratio or KL.
 
     `rows` maps a title to the tokens' strings and their values; `label` names what is shown.
-    Around `center` blue is below and red above; with None the colours go from low to high.
+    Around `center` red is below and blue above; with None the colours go from low to high.
     """
     values = np.concatenate([np.asarray(row[1], dtype=float) for row in rows.values()])
     if center is None:
         norm, colors = Normalize(values.min(), values.max() + 1e-9), get_cmap("YlOrRd")
     else:
         reach = max(np.abs(values - center).max(), 1e-9)
-        norm, colors = TwoSlopeNorm(center, center - reach, center + reach), get_cmap("RdBu_r")
+        norm, colors = TwoSlopeNorm(center, center - reach, center + reach), get_cmap("RdBu")
     placed: list[tuple[int, int, str, float | None]] = []
     line = 0
     for title, (tokens, numbers) in rows.items():

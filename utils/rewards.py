@@ -1,6 +1,7 @@
 """Rewards for the embedded model's additions, and calling and checking any reward function."""
 
 import inspect
+import re
 import reprlib
 from collections.abc import Callable
 
@@ -16,6 +17,13 @@ def reward_fn_addition(samples: list[str], answers: list[str]) -> Float[Tensor, 
     """Reward with 1 where a completion ends with `A: <answer>`, else 0."""
     right = [text.endswith(f"A: {answer}") for text, answer in zip(samples, answers, strict=True)]
     return torch.tensor(right, dtype=torch.float32)
+
+
+def reward_fn_sum(samples: list[str], answers: list[str]) -> Float[Tensor, "batch"]:
+    """Reward with 1 where the first thing in a completion is the answer, as a whole number."""
+    found = [re.match(r"\s*(\d+)", text) for text in samples]
+    pairs = zip(found, answers, strict=True)
+    return torch.tensor([float(match is not None and match[1] == a) for match, a in pairs])
 
 
 def is_worked(sample: str) -> bool:

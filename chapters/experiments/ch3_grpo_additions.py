@@ -18,7 +18,10 @@ from utils.models.corpus import held_out_pairs
 from utils.rewards import is_worked, reward_fn_addition
 
 RESULT = Path(__file__).parents[1] / "results" / "ch3_grpo_additions.json"
-KEYS = ("reward", "reward_std", "completion_len", "kl_k3", "entropy", "objective", "grad_norm")
+KEYS = (
+    *("reward", "reward_std", "completion_len", "kl_k3", "kl_exact", "entropy"),
+    *("objective", "grad_norm"),
+)
 
 
 def run(seed: int, phases: int, n_pairs: int, runs_dir: str) -> dict:
@@ -34,6 +37,7 @@ def run(seed: int, phases: int, n_pairs: int, runs_dir: str) -> dict:
         seed,
         reward_fn=reward_fn,
         total_phases=phases,
+        kl_kind="exact",
         samples_every=0,
         checkpoint_every=0,
         device="cpu",

@@ -4,12 +4,13 @@ import re
 import textwrap
 import types
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
 import torch
 
-from utils.authoring import notebooks, stubs
+from utils.authoring import diagrams, notebooks, stubs
 from utils.authoring.__main__ import build_student
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build, get_sources
 from utils.course import checking, session, stale_cells
@@ -91,7 +92,19 @@ def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(chapter)
 def test_pictures_are_embedded_in_the_students_notebook(chapter):
     for cell in read(CHAPTERS / f"{chapter}.ipynb").cells:
         if any(tag.startswith("result-") for tag in cell.metadata.get("tags", [])):
-            assert "image/png" in cell.outputs[0].data
+            assert {"image/png", "image/svg+xml"} & cell.outputs[0].data.keys()
+
+
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_the_diagram_is_as_drawn_and_says_in_words_what_it_shows(chapter):
+    drawn = diagrams.draw_loop(chapter)
+    assert (notebooks.FIGURES / f"{chapter}-loop.svg").read_text() == drawn
+    parts = {part.tag.partition("}")[2]: part.text for part in ElementTree.fromstring(drawn)}
+    assert parts["desc"] == diagrams.describe_loop(chapter)
+    loop = diagrams.LOOPS[chapter]
+    named = {*loop.notes, *loop.new, *loop.gone, *loop.later}
+    assert named <= diagrams.PLACES.keys()
+    assert all(name in parts["desc"] for name in (*loop.new, *loop.gone))
 
 
 # --- Building -----------------------------------------------------------------------------------

@@ -105,13 +105,18 @@ def is_exercise(cell) -> bool:
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path, monkeypatch):
-    """With the solutions filled in every public check passes; a mistake gets its sentence."""
-    for name, data in bundles(chapter).items():
-        path = tmp_path / chapter / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    folder = tmp_path / chapter / "chapters"
-    notebook = nbformat.read(folder / f"{chapter}.ipynb", as_version=4)
+    """With the solutions filled in every public check passes; a mistake gets its sentence.
+
+    The first chapter's notebook stands alone beside the zip, as when both are uploaded.
+    """
+    files = {f"{chapter}/{name}": data for name, data in bundles(chapter).items()}
+    write_zip(tmp_path / f"{chapter}.zip", files)
+    folder = tmp_path
+    if chapter != FIRST:
+        zipfile.ZipFile(tmp_path / f"{chapter}.zip").extractall(tmp_path)
+        folder = tmp_path / chapter / "chapters"
+    student = files[f"{chapter}/chapters/{chapter}.ipynb"].decode()
+    notebook = nbformat.reads(student, as_version=4)
     solutions = {
         cell.metadata["tags"][1]: cell.source
         for cell in build(chapter, Edition(solved=True)).cells

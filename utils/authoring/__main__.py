@@ -25,6 +25,7 @@ from utils.authoring.notebooks import (
     get_written_chapters,
     is_as_built,
     save_figures,
+    save_loop,
     write,
 )
 from utils.grading.checks import get_chapters, get_checks
@@ -89,6 +90,7 @@ def main() -> None:
             f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
         )
     for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
+        save_loop(chapter)
         if args.without_solutions:
             build_student(chapter, args.without_solutions, folded_solutions=False)
             continue

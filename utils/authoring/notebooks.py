@@ -6,8 +6,10 @@ filled from the solutions:
     ```{setup}            the set-up cell and the chapter's imports
     ```{given} A B        definitions that students get
     ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
-                          `inherited: true` for a method that is only run: no stub
-    ```{result} name      the picture of the code cell with the tag `figure-name`, once executed
+                          `inherited: true` for a method that is only run: no stub;
+                          `optional: true` for what is useful to have, and teaches little
+    ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
+                          `loop` is the chapter's diagram
 
 `chapters/<chapter>.ipynb` has stubs, `solutions/<chapter>.ipynb` the solutions in their place,
 executed.
@@ -32,6 +34,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from utils.authoring import stubs
+from utils.authoring.diagrams import describe_loop, draw_loop
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.known_answers import get_called
@@ -41,7 +44,7 @@ CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
 FIGURES = CHAPTERS / "figures"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
-FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited"}
+FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -50,19 +53,23 @@ METADATA = {
 SETUP = """\
 # Set-up: run this cell first.
 import sys
+import zipfile
 from pathlib import Path
 
-folders = [Path.cwd(), *Path.cwd().parents, *Path("/content").glob("*")]
+CHAPTER = "{chapter}"
+bundle = Path(f"{CHAPTER}.zip")
+if bundle.is_file() and not Path(CHAPTER).exists():  # uploaded beside this notebook
+    zipfile.ZipFile(bundle).extractall()
+folders = [Path.cwd(), *Path.cwd().parents, Path(CHAPTER).absolute(), *Path("/content").glob("*")]
 root = next((folder for folder in folders if (folder / "utils/course").is_dir()), None)
 if root is None:
     raise FileNotFoundError(
-        "The course's folder was not found. Open this notebook inside it. "
-        "On Colab, put the unpacked folder into /content first."
+        f"The course's folder was not found. Open this notebook inside it, or put {bundle} beside "
+        "the notebook (on Colab, upload it)."
     )
 sys.path.insert(0, str(root))
 from utils.course import catch_up, check, progress, shorten, show_result, start
 
-CHAPTER = "{chapter}"
 start(CHAPTER)"""
 
 
@@ -121,6 +128,7 @@ class _Builder:
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
+            f"{' · optional' if options.get('optional') else ''}"
             f"{self._say_callable(name)}"
         )
         solved, inherited = self.edition.solved, options.get("inherited", False)
@@ -215,6 +223,7 @@ def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> Noteb
     """
     with tempfile.TemporaryDirectory() as scratch:
         environment = os.environ | {"COURSE_PROGRESS": f"{scratch}/progress.json"}
+        environment["COURSE_MODELS"] = scratch  # none is fetched: recorded runs are shown
         environment |= {"COURSE_SOLVED": "1"} if notebook.metadata["course"]["solved"] else {}
         client = NotebookClient(
             notebook, timeout=timeout_s, resources={"metadata": {"path": folder}}
@@ -271,15 +280,28 @@ def save_figures(chapter: str, notebook: NotebookNode) -> None:
                 path.write_bytes(base64.b64decode(images[-1]))
 
 
+def save_loop(chapter: str) -> None:
+    """Save the chapter's diagram, which `{result} loop` shows."""
+    FIGURES.mkdir(exist_ok=True)
+    (FIGURES / f"{chapter}-loop.svg").write_text(draw_loop(chapter), encoding="utf-8")
+
+
 def embed_results(chapter: str, notebook: NotebookNode) -> None:
     """Put the pictures below the cells that show them, so that they are seen before any run."""
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
-            if tag.startswith("result-"):
-                path = FIGURES / f"{chapter}-{tag.removeprefix('result-')}.png"
-                if path.exists():
-                    data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
-                    cell.outputs = [nbformat.v4.new_output("display_data", data)]
+            if not tag.startswith("result-"):
+                continue
+            path = FIGURES / f"{chapter}-{tag.removeprefix('result-')}.png"
+            drawing = path.with_suffix(".svg")
+            if drawing.exists():
+                data = {"image/svg+xml": drawing.read_text(encoding="utf-8")}
+                data["text/plain"] = describe_loop(chapter)
+            elif path.exists():
+                data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
+            else:
+                continue
+            cell.outputs = [nbformat.v4.new_output("display_data", data)]
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

@@ -59,7 +59,8 @@ def collect_course(chapter: str) -> dict[str, bytes]:
     chapters = get_chapters()
     earlier = chapters[: chapters.index(chapter)]
     files = collect_files(SHARED) | collect_files(tuple(f"solutions/{s}.py" for s in earlier))
-    files |= collect_files((f"chapters/figures/{chapter}-*.png", f"chapters/results/{chapter}*"))
+    shown = ("chapters/results/real_runs.json", f"chapters/results/{chapter}*")
+    files |= collect_files((f"chapters/figures/{chapter}-*", *shown))
     with tempfile.TemporaryDirectory() as folder:
         build_student(chapter, Path(folder), folded_solutions=False)
         files[f"chapters/{chapter}.ipynb"] = (Path(folder) / f"{chapter}.ipynb").read_bytes()

@@ -8,7 +8,6 @@ PPO. No prompt that is measured on is trained on.
 import argparse
 import json
 import random
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from utils.course.evaluation import (
 )
 from utils.models.fetch import MODELS, ORIGIN, fetch
 from utils.plotting import plot_history
+from utils.rewards import reward_fn_sum
 
 MODEL = "smollm2"
 SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
@@ -48,13 +48,6 @@ class VaderReward:
 
     def __call__(self, samples: list[str]) -> Float[Tensor, "batch"]:
         return torch.tensor([self.analyzer.polarity_scores(text)["compound"] for text in samples])
-
-
-def reward_fn_sum(samples: list[str], answers: list[str]) -> Float[Tensor, "batch"]:
-    """Reward with 1 where the first thing in a completion is the answer, as a whole number."""
-    found = [re.match(r"\s*(\d+)", text) for text in samples]
-    pairs = zip(found, answers, strict=True)
-    return torch.tensor([float(match is not None and match[1] == a) for match, a in pairs])
 
 
 def split_sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -91,7 +84,7 @@ def make_tasks() -> dict[str, Task]:
         "reward_fn": reward_fn_sum,
         "batch_size": 64,
         "gen_len": 4,
-        "total_phases": 20,
+        "total_phases": 16,
         "batches_per_learning_phase": 1,
     }
     reward = VaderReward()
@@ -100,9 +93,10 @@ def make_tasks() -> dict[str, Task]:
         "reward_fn": reward,
         "batch_size": 32,
         "gen_len": 24,
-        "total_phases": 16,
+        "total_phases": 12,
+        "batches_per_learning_phase": 1,
+        "base_lr": 2e-3,
     }
-    grpo, ppo = {"batches_per_learning_phase": 1}, {"batches_per_learning_phase": 2}
     measured: dict[str, Any] = {
         "prompts": OTHER_BEGINNINGS,
         "n_samples": 16,
@@ -117,9 +111,9 @@ def make_tasks() -> dict[str, Task]:
             8,
             {"answers": [str(a + b) for a, b in held]},
         ),
-        "mood": Task("GRPO on the mood of free text", GrpoTrainer, mood | grpo, **measured),
+        "mood": Task("GRPO on the mood of free text", GrpoTrainer, mood, **measured),
         "mood_ppo": Task(
-            "PPO on the mood of free text", RLHFTrainer, mood | ppo | {"kl_coef": 0.05}, **measured
+            "PPO on the mood of free text", RLHFTrainer, mood | {"kl_coef": 0.05}, **measured
         ),
     }
 
@@ -148,6 +142,8 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     if (out / name / "metrics.jsonl").exists():  # an earlier one
         shutil.rmtree(out / name)
     run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
+    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+        run["dtype"] = torch.bfloat16
     trainer = task.trainer_class(
         task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
     )
@@ -167,8 +163,10 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
         for when, found in (("before", before), ("after", after))
     }
     rewards = {"reward_before": history[0]["reward"], "reward_after": history[-1]["reward"]}
+    phases = {"rewards": [row["reward"] for row in history]}
+    phases |= {"phase_seconds": [row["seconds"] for row in history]}
     about = {"model": MODEL, "origin": describe_origin(folder), "task": name, "seed": seed}
-    return about | rewards | both | {"kl": after["kl"], "seconds": seconds}
+    return about | rewards | both | {"kl": after["kl"], "seconds": seconds} | phases
 
 
 def describe_origin(folder: Path) -> str:

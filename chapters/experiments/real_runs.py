@@ -1,0 +1,49 @@
+"""GRPO and PPO on SmolLM2 with three seeds: the runs of `make real`, recorded.
+
+`python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. A run that the
+file has is not made again: move the file away to make all anew. Samples are kept of the first seed.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from utils.course.real import MODEL, make_tasks, run_task
+from utils.models.fetch import fetch
+
+RESULT = Path(__file__).parents[1] / "results" / "real_runs.json"
+
+
+def round_numbers(value):
+    """Round every number in a row to six digits after the point."""
+    if isinstance(value, float):
+        return round(value, 6)
+    return [round_numbers(x) for x in value] if isinstance(value, list) else value
+
+
+def main() -> None:
+    tasks = make_tasks()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    args = parser.parse_args()
+    folder = fetch(MODEL)
+    rows = json.loads(args.out.read_text()) if args.out.exists() else []
+    made = {(row["task"], row["seed"]) for row in rows}
+    for seed in range(1, args.seeds + 1):
+        for name, task in tasks.items():
+            if (name, seed) in made:
+                continue
+            with tempfile.TemporaryDirectory() as out:
+                row = run_task(name, task, folder, Path(out), seed)
+            kept = {key: x for key, x in row.items() if seed == 1 or not key.startswith("samples")}
+            rows.append({key: round_numbers(value) for key, value in kept.items()})
+            partial = args.out.with_suffix(".partial")
+            partial.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+            os.replace(partial, args.out)
+
+
+if __name__ == "__main__":
+    main()

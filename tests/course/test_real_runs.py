@@ -1,0 +1,51 @@
+"""The recorded runs on a real model, and what the README files say of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from utils.plotting import format_spread
+
+ROOT = Path(__file__).parents[2]
+RUNS = json.loads((ROOT / "chapters/results/real_runs.json").read_text(encoding="utf-8"))
+ROWS = {  # of the table in solutions/README.md: measurement, key
+    "sums": [
+        ("share of right sums, sampled", "heldout"),
+        ("share of right sums, greedy", "greedy"),
+    ],
+    "mood": [("VADER's score, from -1 to 1", "heldout"), ("distinct bigrams", "distinct_bigrams")],
+}
+ROWS["mood_ppo"] = ROWS["mood"]
+
+
+def spread(task: str, key: str, digits: int = 2) -> str:
+    return format_spread([run[key] for run in RUNS if run["task"] == task], digits)
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_the_readme_files_have_the_recorded_figures(task):
+    table = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
+    table = table[table.index("## What `make real` measures") :]
+    part = table[table.index(f"| `{task}`,") :]
+    nll = ("nll under the base, nats per token", "nll")
+    for label, key in (*ROWS[task], nll):
+        line = f" {label} | {spread(task, f'{key}_before')} | {spread(task, f'{key}_after')} |"
+        assert line in part, line
+    assert f"| KL from the base, nats per token | 0 | {spread(task, 'kl')} |" in part
+    seconds = spread(task, "seconds", 0)
+    assert f"| seconds of training | | {seconds} |" in part
+    first_page = (ROOT / "README.md").read_text(encoding="utf-8")
+    ends = [spread(task, f"heldout_{when}") for when in ("before", "after")]
+    assert f"| {ends[0]} | {ends[1]} | {seconds} |" in first_page
+
+
+def test_three_seeds_of_each_run_are_recorded_and_learn():
+    assert {(run["task"], run["seed"]) for run in RUNS} == {
+        (task, seed) for task in ROWS for seed in (1, 2, 3)
+    }
+    for run in RUNS:
+        gain = run["heldout_after"] - run["heldout_before"]
+        assert gain > 0.4
+        assert run["task"] != "sums" or run["heldout_after"] > 2 * run["heldout_before"]
+        assert len(run["rewards"]) == len(run["phase_seconds"])
