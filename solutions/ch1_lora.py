@@ -40,8 +40,7 @@ class LoraLayer(nn.Module):
 
     x is the layer's input, A and B are trained, and alpha / rank keeps the size of the change alike
     when another rank is tried. `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in), `lora_B`
-    [rank d_out] at zero, so that a new adapter changes nothing. While B is zero the gradient of A
-    is exactly zero and that of B is not.
+    [rank d_out] at zero, so that a new adapter changes nothing.
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int = 4, alpha: float = 32):

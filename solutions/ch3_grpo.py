@@ -254,8 +254,8 @@ class GrpoTrainer(RLHFTrainer):
     def rollout_phase(self) -> ReplayMemory:
         """Sample whole groups, and score them under the policy and the reference.
 
-        The reference scores with either `kl_kind`: kl_k3 is recorded. With one update per rollout
-        nothing is computed from the old log-probs, and the sampler's own will do.
+        The reference scores with either `kl_kind`: kl_k3 is recorded. `get_sample_logprobs` gives
+        the old log-probs; with one update per rollout the sampler's own may stand in for them.
         """
         args = self.args
         # (1) sample, (2) score

@@ -198,7 +198,7 @@ def random_adapters(student, rng):
 
 @check("LoraLayer", expected=LoraByOuterProducts)
 def gradient_at_the_start(student, rng):
-    """While B is zero, B has a gradient and A has none"""
+    """The gradients of A and B at the start, when B is zero"""
     layer = student.LoraLayer(5, 3, rank=2)
     layer.lora_A.data.copy_(rng.normal(5, 2))
     x, weights = rng.normal(4, 5), rng.normal(4, 3)

@@ -12,7 +12,12 @@ def is_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
     is_chat = isinstance(prompt, list) and len(prompt) > 0
-    return is_chat and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in prompt)
+    return is_chat and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in prompt
+    )
 
 
 def write_prompt(prompt: Prompt, tokenizer: Any) -> str:

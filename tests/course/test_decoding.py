@@ -1,5 +1,6 @@
 """The faster sampler draws from the same distribution as chapter 0's, and says what it drew."""
 
+import copy
 import math
 
 import pytest
@@ -208,6 +209,21 @@ def test_other_architectures_decode_with_the_bridges_weights(name, kind, folders
     with model.reference():
         reference = generate(get_decoder(model), model)
     assert not torch.equal(reference.completion_ids, found.completion_ids)
+
+
+def test_a_plain_model_is_used_while_it_computes_the_same(folders):
+    model = load(folders, "phi", TransformerWithLora)
+    assert type(get_decoder(model)) is PlainDecoder
+    other = copy.deepcopy(model)
+    assert type(get_decoder(other)) is PlainDecoder
+    unembed = other.base.unembed.original_component
+    unembed.weight = torch.nn.Parameter(unembed.weight.detach().clone())
+    assert type(get_decoder(other)) is Decoder  # not the plain model's weight any more
+    model.base.train()
+    assert type(get_decoder(model)) is Decoder  # with dropout
+    model.base.train(False)
+    model.base.blocks[0].mlp.original_component.activation_fn = torch.nn.Tanh()
+    assert type(get_decoder(model)) is Decoder
 
 
 def test_hooks_of_a_reader_see_what_is_sampled(embedded):

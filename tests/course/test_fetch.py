@@ -15,7 +15,9 @@ from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from tests.support.models import SPECIAL
 from utils.course import real
 from utils.models import fetch
+from utils.models.corpus import split_digit_pairs
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
+from utils.rewards import reward_fn_sum
 
 CHAT = (
     "{% for m in messages %}<start>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -28,7 +30,7 @@ def permute(weight, heads):
     return weight.view(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path, seed=0):
+def write_gguf(path, seed=0, skipped=None):
     """Write a tiny Llama with the embedded tokenizer as a GGUF file, and return the model."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
@@ -85,6 +87,7 @@ def write_gguf(path, seed=0):
         "blk.0.ffn_up": mlp.up_proj.weight,
         "blk.0.ffn_down": mlp.down_proj.weight,
     }
+    tensors.pop(skipped, None)
     for name, tensor in tensors.items():
         writer.add_tensor(f"{name}.weight", tensor.detach().contiguous().numpy())
     writer.write_header_to_file()
@@ -158,7 +161,7 @@ def test_another_file_is_refused_and_nothing_is_written(source, tmp_path, monkey
     assert not (tmp_path / "models" / "tiny").exists()
 
 
-def test_a_download_that_broke_off_is_gone_on_with(source, packed, tmp_path, monkeypatch):
+def test_a_finished_download_is_not_repeated(source, packed, tmp_path, monkeypatch):
     downloads = tmp_path / "models" / "tiny.package"
     downloads.mkdir(parents=True)
     wheel = downloads / packed[1].name
@@ -169,9 +172,42 @@ def test_a_download_that_broke_off_is_gone_on_with(source, packed, tmp_path, mon
 
 def test_a_folder_of_others_is_not_written_over(packed, tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="should be a new folder"):
+    with pytest.raises(ValueError, match="a new folder is needed"):
         fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path, torch.float32)
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_the_hub_is_asked_first_and_only_once(source, packed, monkeypatch):
+    def download(name, local_dir, **_):
+        assert name == "nobody/nothing"
+        packed[2].save_pretrained(local_dir)
+        AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(local_dir)
+
+    monkeypatch.setattr(fetch, "snapshot_download", download)
+    folder = fetch.fetch("tiny")
+    assert "From the hub, nobody/nothing" in (folder / fetch.ORIGIN).read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, weight in packed[2].state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    monkeypatch.setattr(fetch, "snapshot_download", None)
+    assert fetch.fetch("tiny") == folder
+
+
+def test_a_readers_own_folder_of_that_name_is_not_replaced(source, tmp_path, monkeypatch):
+    mine = tmp_path / "models" / "tiny" / "weights.bin"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    monkeypatch.setattr(fetch, "snapshot_download", None)  # nothing is downloaded for nothing
+    with pytest.raises(ValueError, match="a new folder is needed"):
+        fetch.fetch("tiny")
+    assert mine.read_text() == "mine"
+
+
+def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
+    write_gguf(tmp_path / "part.gguf", skipped="output_norm")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors, such as model\.norm\.weight"):
+        fetch.convert_gguf(tmp_path / "part.gguf", tmp_path / "out", torch.float32)
+    assert not (tmp_path / "out").exists()
 
 
 def test_any_gguf_file_can_be_converted(packed, tmp_path, monkeypatch):
@@ -240,9 +276,9 @@ def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, ca
 
 
 def test_sums_are_held_out_in_either_order_and_answered_as_a_whole_number():
-    train, held = real.split_sums()
+    train, held = split_digit_pairs()
     assert len(train) + len(held) == 81
     assert not {*train} & {*held}
     assert {(b, a) for a, b in held} == {*held}
-    rewards = real.reward_fn_sum([" 7\n8", "70", "x7", "7"], ["7"] * 4)
+    rewards = reward_fn_sum([" 7\n8", "70", "x7", "7"], ["7"] * 4)
     assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]

@@ -8,7 +8,7 @@ from torch.distributions import Categorical, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
-from solutions.ch1_lora import TransformerWithLora
+from solutions.ch1_lora import LoraLayer, TransformerWithLora
 from tests.course.helpers import NATIVE, load
 from utils.models import blocks, forward
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
@@ -181,6 +181,66 @@ def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
     del layer.forward
     model.base.original_model.train()
     assert type(get_scorer(model)) is BridgeScorer
+
+
+class HalfLayer(LoraLayer):
+    def forward(self, x):
+        return 0.5 * super().forward(x)
+
+    def compute_delta(self):
+        return 0.5 * super().compute_delta()
+
+
+class SameLayer(LoraLayer):
+    def forward(self, x):
+        return x.to(self.lora_A.dtype) @ self.compute_delta()
+
+    def compute_delta(self):
+        return self.scaling * (self.lora_A @ self.lora_B)
+
+
+def test_what_computes_something_else_is_scored_by_the_bridge(folders, monkeypatch):
+    def get_kind(change):
+        model = load(folders, "llama")
+        change(model)
+        with torch.no_grad():
+            return type(get_scorer(model))
+
+    def swap(kind):
+        def change(model):
+            next(iter(model.adapters.values())).__class__ = kind
+
+        return change
+
+    assert get_kind(swap(SameLayer)) is NativeScorer
+    assert get_kind(swap(HalfLayer)) is BridgeScorer
+
+    def replace_mlp(model):
+        mlp = model.base.blocks[0].mlp.original_component
+        mlp.__class__ = type("Mlp", (type(mlp),), {"__module__": "mine"})
+
+    def add_bias(model):  # as folding a norm into the unembedding does
+        unembed = model.base.unembed.original_component
+        unembed.bias = torch.nn.Parameter(torch.ones(len(unembed.weight)))
+
+    def ask_for_heads(model):
+        model.base.cfg.use_attn_result = True
+
+    for change in (replace_mlp, add_bias, ask_for_heads):
+        assert get_kind(change) is BridgeScorer, change.__name__
+    with torch.autocast("cpu", torch.bfloat16):
+        assert get_kind(lambda model: None) is BridgeScorer
+    monkeypatch.setattr(LoraLayer, "forward", lambda self, x: 0 * x)
+    assert get_kind(lambda model: None) is BridgeScorer
+
+
+def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):
+    model, (ids, *_) = load(folders, "llama"), make_rows()
+    with torch.no_grad():
+        found = get_scorer(model).score(ids, None, 7)
+        expected = get_scorer(model).score(ids, torch.ones_like(ids), 7)
+        assert get_scorer(model).score(ids, None, ids.shape[1])[0].shape == (len(ids), 0)
+    assert torch.equal(found[0], expected[0])
 
 
 def test_adapters_count_as_their_attributes_say(folders):

@@ -95,6 +95,22 @@ def test_pictures_are_embedded_in_the_students_notebook(chapter):
             assert {"image/png", "image/svg+xml"} & cell.outputs[0].data.keys()
 
 
+TEX = set(
+    "Big Bigl Bigr Delta Longleftrightarrow Longrightarrow Vert alpha approx bar begin beta big "
+    "bigl bigr binom cdot delta dfrac dots end epsilon exp frac gamma ge hat iff in infty lVert "
+    "lambda ldots left ln log lt lvert mathbb mathbf mathrm max mid min nabla ne operatorname "
+    "overline partial pi pm qquad quad rVert rho right rvert sigma sim sqrt sum tau text tfrac "
+    "theta tilde to top underbrace varepsilon".split()
+)
+
+
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_equations_have_no_command_that_mathjax_does_not_know(chapter):
+    source = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```\{code-cell\}.*?```|`[^`\n]*`", "", source, flags=re.DOTALL)
+    assert {*re.findall(r"\\([A-Za-z]+)", prose)} <= TEX
+
+
 @pytest.mark.parametrize("chapter", WRITTEN)
 def test_the_diagram_is_as_drawn_and_says_in_words_what_it_shows(chapter):
     drawn = diagrams.draw_loop(chapter)
@@ -102,7 +118,7 @@ def test_the_diagram_is_as_drawn_and_says_in_words_what_it_shows(chapter):
     parts = {part.tag.partition("}")[2]: part.text for part in ElementTree.fromstring(drawn)}
     assert parts["desc"] == diagrams.describe_loop(chapter)
     loop = diagrams.LOOPS[chapter]
-    named = {*loop.notes, *loop.new, *loop.gone, *loop.later}
+    named = {*loop.notes, *loop.new, *loop.gone, *loop.later, *loop.absent}
     assert named <= diagrams.PLACES.keys()
     assert all(name in parts["desc"] for name in (*loop.new, *loop.gone))
 

@@ -58,6 +58,7 @@ def renew_checks(chapter: str) -> None:
     path = SOLUTIONS / f"{chapter}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     check_anew(chapter, notebook)
+    embed_results(chapter, notebook)
     write(notebook, path)
 
 

@@ -38,6 +38,7 @@ class Loop:
     new: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
     later: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # dropped in an earlier chapter
 
     def get_look(self, name: str) -> str:
         marked = {"new": self.new, "gone": self.gone, "later": self.later}
@@ -92,7 +93,7 @@ LOOPS = {
             "value head": "dropped",
             "objective": "clip, KL",
         },
-        new=("completions", "advantage"),
+        new=("completions", "advantage", "objective"),
         gone=("value head",),
     ),
     "ch4_kl": Loop(
@@ -105,7 +106,7 @@ LOOPS = {
             "objective": "what holds it?",
         },
         new=("reference", "objective"),
-        later=("value head",),
+        absent=("value head",),
     ),
     "ch5_rlvr": Loop(
         "Chapter 5: rewards that a program verifies, and what came after GRPO",
@@ -119,7 +120,7 @@ LOOPS = {
             "objective": "DAPO, GSPO, ...",
         },
         new=("prompts", "reward", "advantage", "objective"),
-        later=("value head",),
+        absent=("value head",),
     ),
 }
 
@@ -127,14 +128,16 @@ LOOPS = {
 def draw_loop(chapter: str) -> str:
     """Draw a chapter's loop as an SVG document."""
     loop = LOOPS[chapter]
-    parts = [_draw_box(name, loop) for name in PLACES]
+    parts = [_draw_box(name, loop) for name in PLACES if name not in loop.absent]
     colors = {name: LOOKS[loop.get_look(name)][0] for name in PLACES}
     row = list(PLACES)[:5]
     for left, right in itertools.pairwise(row):
         start, end = PLACES[left][0] + BOX_WIDTH, PLACES[right][0]
         parts.append(_draw_arrow([(start, 139), (end, 139)]))
+    if "value head" not in loop.absent:
+        parts.append(_draw_arrow([(718, 70), (718, 110)], colors["value head"]))
     parts += [
-        _draw_arrow([(718, 70), (718, 110)], colors["value head"]),
+        _draw_arrow([(398, 168), (398, 216)], colors["reference"]),
         _draw_arrow([(718, 168), (718, 216)]),
         _draw_arrow([(460, 245), (656, 245)], colors["reference"]),
         _draw_arrow([(718, 274), (718, 308), (238, 308), (238, 168)]),
@@ -160,8 +163,8 @@ def describe_loop(chapter: str) -> str:
         "gradient updates the policy (5)."
     ]
     if "reference" not in loop.later:
-        said.append("The reference enters the objective through a KL term.")
-    if loop.get_look("value head") in ("new", "known"):
+        said.append("The reference reads them too, and enters the objective through a KL term.")
+    if "value head" not in (*loop.gone, *loop.later, *loop.absent):
         said.append("The value head gives the advantage its baseline.")
     said += [f"New here: {', '.join(loop.new)}."] if loop.new else []
     said += [f"Gone: {', '.join(loop.gone)}."] if loop.gone else []

@@ -57,15 +57,15 @@ import zipfile
 from pathlib import Path
 
 CHAPTER = "{chapter}"
-bundle = Path(f"{CHAPTER}.zip")
-if bundle.is_file() and not Path(CHAPTER).exists():  # uploaded beside this notebook
-    zipfile.ZipFile(bundle).extractall()
+bundles = sorted(Path.cwd().glob(f"{CHAPTER}*.zip"))  # uploaded beside this notebook
+if bundles and not Path(CHAPTER, "utils/course").is_dir():
+    zipfile.ZipFile(bundles[-1]).extractall()
 folders = [Path.cwd(), *Path.cwd().parents, Path(CHAPTER).absolute(), *Path("/content").glob("*")]
 root = next((folder for folder in folders if (folder / "utils/course").is_dir()), None)
 if root is None:
     raise FileNotFoundError(
-        f"The course's folder was not found. Open this notebook inside it, or put {bundle} beside "
-        "the notebook (on Colab, upload it)."
+        "The course's folder was not found. Open this notebook inside it, or put the course's "
+        f"{CHAPTER}.zip beside it (on Colab, upload it)."
     )
 sys.path.insert(0, str(root))
 from utils.course import catch_up, check, progress, shorten, show_result, start

@@ -7,7 +7,6 @@ PPO. No prompt that is measured on is trained on.
 
 import argparse
 import json
-import random
 import shutil
 import time
 from collections.abc import Callable
@@ -29,6 +28,8 @@ from utils.course.evaluation import (
     measure_nll,
     sample_prompts,
 )
+from utils.course.session import choose_threads
+from utils.models.corpus import split_digit_pairs
 from utils.models.fetch import MODELS, ORIGIN, fetch
 from utils.plotting import plot_history
 from utils.rewards import reward_fn_sum
@@ -50,18 +51,6 @@ class VaderReward:
         return torch.tensor([self.analyzer.polarity_scores(text)["compound"] for text in samples])
 
 
-def split_sums() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Split the 81 pairs of digits: for training, and held out, these in either order."""
-    unordered = [(a, b) for a in range(1, 10) for b in range(a, 10)]
-    random.Random(1).shuffle(unordered)
-    held = {*unordered[:9]}
-    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    return (
-        [pair for pair in pairs if tuple(sorted(pair)) not in held],
-        [pair for pair in pairs if tuple(sorted(pair)) in held],
-    )
-
-
 @dataclass
 class Task:
     """A run: its trainer's arguments, and the prompts it is measured on."""
@@ -77,7 +66,7 @@ class Task:
 
 def make_tasks() -> dict[str, Task]:
     """Make the three runs by name."""
-    train, held = split_sums()
+    train, held = split_digit_pairs()
     sums = {
         "prompts": [f"{SHOTS}{a}+{b}=" for a, b in train],
         "columns": {"answers": [str(a + b) for a, b in train]},
@@ -139,8 +128,7 @@ def measure(model, task: Task, gen_len: int, seed: int) -> dict[str, Any]:
 
 def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overrides: Any) -> dict:
     """Train one run and return its row of the summary."""
-    if (out / name / "metrics.jsonl").exists():  # an earlier one
-        shutil.rmtree(out / name)
+    shutil.rmtree(out / name, ignore_errors=True)  # of an earlier run
     run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
         run["dtype"] = torch.bfloat16
@@ -207,25 +195,45 @@ def format_summary(summary: list[dict]) -> str:
     return tabulate(table, ("run", "", "before", "after"), tablefmt="github", disable_numparse=True)
 
 
+def read_seed(text: str) -> int:
+    seed = int(text)
+    if not 0 <= seed < 2**31:
+        raise argparse.ArgumentTypeError(f"a seed should be in [0, 2**31), but is {seed}")
+    return seed
+
+
 def main() -> None:
     tasks = make_tasks()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tasks, default=list(tasks), metavar="RUN")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="SEED")
+    parser.add_argument("--seeds", nargs="+", type=read_seed, default=[1], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     args = parser.parse_args()
     try:
         folder = fetch(MODEL)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
+    choose_threads()
     print(f"{MODELS[MODEL].title}, {MODELS[MODEL].licence}: {folder}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    summary: list[dict] = []
-    for seed in args.seeds:
+    file = args.out / "summary.json"
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        if not file.exists() and any(args.out.iterdir()):
+            parser.error(
+                f"--out should be a new folder, or one of earlier runs, but {args.out} is not"
+            )
+        summary = json.loads(file.read_text()) if file.exists() else []
+        file.write_text(json.dumps(summary, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        parser.error(f"--out: {error}")
+    for seed, name in dict.fromkeys((seed, name) for seed in args.seeds for name in args.only):
         out = args.out if len(args.seeds) == 1 else args.out / f"seed-{seed}"
-        for name in args.only:
-            summary.append(run_task(name, tasks[name], folder, out, seed))
-            (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        try:
+            row = run_task(name, tasks[name], folder, out, seed)
+        except KeyboardInterrupt:
+            parser.exit(130, f"\nStopped in {name}, seed {seed}; what was finished is in {file}.\n")
+        summary = [old for old in summary if (old["task"], old["seed"]) != (name, seed)] + [row]
+        file.write_text(json.dumps(summary, indent=1) + "\n")
     print(f"\n{format_summary(summary)}\n\nplots and summary.json: {args.out}")
 
 

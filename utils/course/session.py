@@ -33,7 +33,7 @@ def start(chapter: str) -> None:
     if (ROOT / "utils" / "models" / "embedded").exists():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tolerate_encoding()
-    _choose_threads()
+    choose_threads()
     stale_cells.watch()
     _watch_classes(chapter)
     done = _load_progress()
@@ -66,7 +66,7 @@ def _watch_classes(chapter: str) -> None:
         shell.events.register(event, callback)
 
 
-def _choose_threads() -> None:
+def choose_threads() -> None:
     """Use the processors that are idle, eight at most and one at least.
 
     Threads that have to share a processor wait for each other, which can make a run ten times as

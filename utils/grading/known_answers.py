@@ -177,8 +177,7 @@ def _get_called(chapter: str, exercise: str) -> list[str]:
 def get_given_lines() -> frozenset[str]:
     """Return the lines of the code cells that the course's notebooks give, such as experiments."""
     # Of the set-up cell:
-    unpack = "if bundle.is_file() and not Path(CHAPTER).exists():  # uploaded beside this notebook"
-    lines = {"if root is None:", unpack}
+    lines = {"if root is None:", 'if bundles and not Path(CHAPTER, "utils/course").is_dir():'}
     for path in SOURCES.glob("*.md"):
         text = path.read_text(encoding="utf-8")
         for _, cell in re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S):

@@ -85,6 +85,19 @@ def training_pairs() -> list[Pair]:
     return list(_TRAINING)
 
 
+def split_digit_pairs() -> tuple[list[Pair], list[Pair]]:
+    """Split the 81 pairs of digits from 1 to 9, for runs on a real model: those to train on, and
+    16 that are held out, in either order."""
+    unordered = [(a, b) for a in range(1, 10) for b in range(a, 10)]
+    random.Random(1).shuffle(unordered)
+    held = {*unordered[:9]}
+    pairs = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+    return (
+        [pair for pair in pairs if tuple(sorted(pair)) not in held],
+        [pair for pair in pairs if tuple(sorted(pair)) in held],
+    )
+
+
 def addition_prompt(a: int, b: int) -> str:
     return f"Q: {a}+{b}\n"
 

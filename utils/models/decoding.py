@@ -27,6 +27,7 @@ from utils.models.blocks import (
     find_native,
     has_hooks,
     has_own_forward,
+    is_training,
     multiply,
 )
 from utils.validation import require
@@ -52,10 +53,31 @@ def get_decoder(model: Any) -> "Decoder":
         found = find_native(model)
     if found is not None:
         return NativeDecoder(model, *found)
-    plain = getattr(getattr(model, "base", model), "plain", [None])[0]
-    if plain is None or has_hooks(model) or not has_own_forward(model):
+    base = getattr(model, "base", model)
+    plain = getattr(base, "plain", [None])[0]
+    if plain is None or has_hooks(model) or not has_own_forward(model) or is_training(base):
         return Decoder(model)
-    return PlainDecoder(model, plain)
+    return PlainDecoder(model, plain) if is_same(base, plain) else Decoder(model)
+
+
+@torch.no_grad()
+def is_same(base: Any, plain: Any) -> bool:
+    """Return whether a plain model has the bridge's very weights and computes what it does."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
+    if not all(p.untyped_storage().data_ptr() in shared for p in base.parameters()):
+        return False
+    ids = torch.arange(8, device=next(plain.parameters()).device).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    try:
+        found = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+        expected: Any = base(ids, attention_mask=mask)
+        if getattr(found, "past_key_values", None) is None:
+            return False
+    except Exception:  # of models, of many kinds: the bridge decodes then
+        return False
+    off = (found.logits - expected).float()[mask.bool()]
+    return bool(off.norm() <= 1e-2 * expected.float()[mask.bool()].norm())
 
 
 def draw(

