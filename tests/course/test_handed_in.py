@@ -1,5 +1,6 @@
 """What people hand in: right work gets its marks however it is written, and nothing else does."""
 
+import ast
 import io
 import json
 import zipfile
@@ -10,6 +11,7 @@ import pytest
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import linux
 from tests.course.test_grade import needs_time as takes_long
+from utils.authoring.notebooks import SOLUTIONS
 from utils.autograder import batch, reading
 from utils.autograder.reading import read_submission
 from utils.grading.cells import parse
@@ -367,6 +369,29 @@ def test_experiments_do_not_run(statement):
     taken, _ = select(imports, show, "FILL = [0.0]", uses, statement)
     assert statement not in taken
     assert "FILL = [0.0]" in taken
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_no_experiment_of_a_finished_notebook_runs(chapter):
+    """Imports, definitions and constants are all that its exercises need."""
+    notebook = (SOLUTIONS / f"{chapter}.ipynb").read_bytes()
+    names = {exercise.partition(".")[0] for exercise in get_checks(chapter)}
+    for statement in select_statements(parse(notebook, "finished.ipynb").statements, names):
+        is_definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
+        is_import = isinstance(statement, ast.Import | ast.ImportFrom)
+        is_constant = isinstance(statement, ast.Assign) and not any(
+            isinstance(node, ast.Call) for node in ast.walk(statement)
+        )
+        assert is_definition or is_import or is_constant, statement.text
+
+
+def test_methods_of_a_graded_class_are_called_by_experiments_and_its_registry_is_filled():
+    source = (
+        "class A: ...\nA.load('x')\nA.register('y')\nclass B:\n    @property\n    def f(s): ...\n"
+    )
+    source += "b = B()\ntry:\n    A.load('z')\nexcept OSError as error:\n    pass\n"
+    taken = select_statements(parse(source.encode(), "a.py").statements, {"A", "B"})
+    assert [s.text.split("\n")[0] for s in taken] == ["class A: ...", "A.register('y')", "class B:"]
 
 
 def test_a_name_is_bound_by_whatever_binds_it():

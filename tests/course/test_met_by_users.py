@@ -249,7 +249,7 @@ def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
     try:
         for load, threads in ((0.0, 8), (11.0, 5), (15.2, 1), (40.0, 1)):
             monkeypatch.setattr(os, "getloadavg", lambda load=load: (load,), raising=False)
-            session._choose_threads()
+            session.choose_threads()
             assert torch.get_num_threads() == threads
             assert f"uses {threads} of 16" in capsys.readouterr().out
     finally:

@@ -8,6 +8,7 @@ attribute or a global of them.
 import __future__
 
 import ast
+import builtins
 import contextlib
 import inspect
 import re
@@ -32,6 +33,7 @@ _METHODS = re.compile(
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 _NAMESPACES = {"globals", "locals", "vars", "setattr"}
+_BUILTINS = {*dir(builtins)}  # which decorators and calls alter as little as libraries
 ANY_NAME = "*"  # is changed by what binds names that are known only as it runs
 MAX_LEFT_OUT = 20  # statements that are named
 
@@ -41,7 +43,8 @@ def select_statements(
 ) -> list[Any]:
     """Select imports, and the statements that the exercises need, in their order.
 
-    are_graded: a call of one of them is an experiment, whatever it alters.
+    are_graded: a call of one of them, or of a method of it that is no registry's, is an experiment,
+    whatever it alters.
     """
     imports = [s for s in statements if isinstance(s, _IMPORTS)]
     taken = {id(s) for s in imports if not _is_future(s)}
@@ -49,11 +52,11 @@ def select_statements(
     exercises = set(exercises)
     functions, libraries = _find_effects(left), _get_library_names(imports)
     for name in exercises & functions.keys() if are_graded else ():
-        functions[name] = _Effects([], set(), set(), [])
+        functions[name] = _EXERCISE
     changed = {
         id(s): get_bound_names(s)
         | _get_imported_names(s)
-        | (_get_altered_names(s, functions) - libraries)
+        | (_get_altered_names(s, functions) - libraries - _BUILTINS)
         for s in left
     }
     needed = exercises | {ANY_NAME}
@@ -313,6 +316,9 @@ def _read_effects(definition: Any) -> _Effects:
     return _Effects(parameters, (stored | {*parameters, "self"}) - declared, altered, nodes)
 
 
+_EXERCISE = _Effects([], set(), set(), [])
+
+
 def _get_altered_names(statement: ast.stmt, functions: dict[str, _Effects]) -> set[str]:
     """Return the names that the calls and decorators of a statement alter as it runs."""
     return _get_altered(_walk_running(statement), functions) - {""}
@@ -323,7 +329,10 @@ def _get_altered(nodes: Iterable[ast.AST], functions: dict[str, _Effects]) -> se
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
-            altered |= {_get_root(function)} if isinstance(function, ast.Attribute) else set()
+            if isinstance(function, ast.Attribute):
+                root, is_registry = _get_root(function), _METHODS.fullmatch(function.attr)
+                if is_registry or functions.get(root) is not _EXERCISE:
+                    altered.add(root)
         elif isinstance(node, ast.Call):
             altered |= _get_altered_by(node, functions)
         for decorator in getattr(node, "decorator_list", ()):
