@@ -61,7 +61,7 @@ def test_merged_equals_hooked_and_the_reference_is_the_base_bit_for_bit(model, s
 def test_the_fast_path_gives_the_bridges_logprobs(model, samples, logits):
     prompt_len, mask = samples.prompt_len, samples.completion_mask
     with torch.no_grad():
-        scored = get_scorer(model).score(
+        scored = get_scorer(model).measure(
             samples.input_ids, samples.attention_mask, prompt_len, temperature=0.7
         )
     expected = get_logprobs(logits, samples.input_ids, prompt_len, temperature=0.7)
