@@ -71,21 +71,24 @@ def test_the_fast_path_gives_the_bridges_logprobs(model, samples, logits):
     torch.testing.assert_close(scored.entropies[mask], entropy[mask], atol=2e-3, rtol=1e-4)
 
 
-def test_a_run_goes_on_as_an_unbroken_one(tmp_path):
-    def make(name, phases):
-        setup = {"batch_size": 8, "group_size": 4, "gen_len": 4, "num_minibatches": 1}
-        setup |= {"samples_every": 0, "warmup_steps": 0, "device": "cpu", "runs_dir": tmp_path}
-        return GrpoTrainer(GrpoArgs(base_model="smollm2", total_phases=phases, name=name, **setup))
+class BrokenOff(GrpoTrainer):
+    def learning_phase(self, memory):
+        if self.phase == 1:
+            raise KeyboardInterrupt
+        super().learning_phase(memory)
 
-    unbroken = make("unbroken", 2)
+
+def test_a_run_goes_on_as_an_unbroken_one(tmp_path):
+    setup = {"batch_size": 8, "group_size": 4, "gen_len": 4, "num_minibatches": 1}
+    setup |= {"samples_every": 0, "warmup_steps": 0, "device": "cpu", "runs_dir": tmp_path}
+    setup |= {"base_model": "smollm2", "total_phases": 2}
+    unbroken = GrpoTrainer(GrpoArgs(name="unbroken", **setup))
     whole = unbroken.train()
-    broken = make("broken", 2)
-    broken.args.total_phases = 1
-    broken.train()
-    again = make("again", 2)
+    with pytest.raises(KeyboardInterrupt):
+        BrokenOff(GrpoArgs(name="broken", **setup)).train()
+    again = GrpoTrainer(GrpoArgs(name="again", **setup))
     again.load_checkpoint(tmp_path / "broken" / "checkpoint.pt")
-    rest = again.train()
-    assert [row["reward"] for row in rest] == [row["reward"] for row in whole]
+    assert [row["reward"] for row in again.train()] == [row["reward"] for row in whole]
     ours, theirs = (x.model.trainable_parameters() for x in (unbroken, again))
     for one, two in zip(ours, theirs, strict=True):
         assert torch.equal(one, two)
