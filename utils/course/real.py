@@ -223,6 +223,8 @@ def main() -> None:
                 f"--out should be a new folder, or one of earlier runs, but {args.out} is not"
             )
         summary = json.loads(file.read_text()) if file.exists() else []
+        if not isinstance(summary, list):  # the demonstration's
+            parser.error(f"--out should be new, or hold earlier runs, but {file} is of others")
         file.write_text(json.dumps(summary, indent=1) + "\n")
     except (OSError, ValueError) as error:
         parser.error(f"--out: {error}")
