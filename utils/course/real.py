@@ -107,18 +107,20 @@ def make_tasks() -> dict[str, Task]:
     }
 
 
-def measure(model, task: Task, gen_len: int, seed: int) -> dict[str, Any]:
-    """Measure held-out prompts: reward, KL, nll under the base, distinct bigrams; keep samples."""
+def measure(model, task: Task, gen_len: int, seed: int, has_learnt: bool = True) -> dict[str, Any]:
+    """Measure held-out prompts: reward, nll under the base, distinct bigrams, and the KL where
+    anything was learnt; keep samples."""
     prompts = task.prompts * task.n_samples
     columns = {name: column * task.n_samples for name, column in task.columns.items()}
     batches = sample_prompts(model, prompts, gen_len, seed=seed, rows=64)
     texts = [text for batch in batches for text in batch.texts]
     found = {
         "heldout": task.measure_reward(texts, **columns).mean().item(),
-        "kl": measure_kl(model, batches),
         "nll": measure_nll(model, batches),
         "distinct_bigrams": measure_distinct_bigrams(texts),
     }
+    if has_learnt:
+        found["kl"] = measure_kl(model, batches)
     if task.columns:
         greedy = sample_prompts(model, task.prompts, gen_len, temperature=0, rows=64)
         answers = [text for batch in greedy for text in batch.texts]
@@ -126,8 +128,19 @@ def measure(model, task: Task, gen_len: int, seed: int) -> dict[str, Any]:
     return found | {"samples": [[p, t] for p, t in zip(task.prompts, texts, strict=False)][:4]}
 
 
-def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overrides: Any) -> dict:
-    """Train one run and return its row of the summary."""
+def run_task(
+    name: str,
+    task: Task,
+    folder: Path,
+    out: Path,
+    seed: int,
+    untrained: dict | None = None,
+    **overrides: Any,
+) -> dict:
+    """Train one run and return its row of the summary.
+
+    untrained: what runs before this one have measured on the untrained model, to which this adds.
+    """
     shutil.rmtree(out / name, ignore_errors=True)  # of an earlier run
     run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
@@ -137,7 +150,11 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     )
     gen_len = trainer.args.gen_len
     print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)
-    before = measure(trainer.model, task, gen_len, seed)
+    untrained = {} if untrained is None else untrained
+    measured = (folder, *task.prompts, task.n_samples, gen_len, seed)
+    if measured not in untrained:
+        untrained[measured] = measure(trainer.model, task, gen_len, seed, has_learnt=False)
+    before = untrained[measured]
     start = time.perf_counter()
     history = trainer.train()
     seconds = time.perf_counter() - start
@@ -147,7 +164,6 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     both = {
         f"{key}_{when}": found[key]
         for key in before
-        if key != "kl"
         for when, found in (("before", before), ("after", after))
     }
     rewards = {"reward_before": history[0]["reward"], "reward_after": history[-1]["reward"]}
@@ -228,10 +244,11 @@ def main() -> None:
         file.write_text(json.dumps(summary, indent=1) + "\n")
     except (OSError, ValueError) as error:
         parser.error(f"--out: {error}")
+    untrained: dict = {}
     for seed, name in dict.fromkeys((seed, name) for seed in args.seeds for name in args.only):
         out = args.out if len(args.seeds) == 1 else args.out / f"seed-{seed}"
         try:
-            row = run_task(name, tasks[name], folder, out, seed)
+            row = run_task(name, tasks[name], folder, out, seed, untrained)
         except KeyboardInterrupt:
             parser.exit(130, f"\nStopped in {name}, seed {seed}; what was finished is in {file}.\n")
         summary = [old for old in summary if (old["task"], old["seed"]) != (name, seed)] + [row]
