@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -246,9 +247,11 @@ def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
     before = torch.get_num_threads()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 16)
     try:
         for load, threads in ((0.0, 8), (11.0, 5), (15.2, 1), (40.0, 1)):
-            monkeypatch.setattr(os, "getloadavg", lambda load=load: (load,), raising=False)
+            percent = 100 * min(load / 16, 1)
+            monkeypatch.setattr(psutil, "cpu_percent", lambda interval, percent=percent: percent)
             session.choose_threads()
             assert torch.get_num_threads() == threads
             assert f"uses {threads} of 16" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformer_lens  # noqa: F401  before transformers
 from IPython import get_ipython
@@ -76,7 +77,8 @@ def choose_threads() -> None:
         return
     n_processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     n_processors = n_processors or os.cpu_count() or 1
-    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    # Not the load average, in which a process counts for a minute after it has ended.
+    busy = psutil.cpu_percent(interval=0.5) / 100 * (psutil.cpu_count() or 1)
     threads = max(1, min(MAX_THREADS, round(n_processors - busy)))
     torch.set_num_threads(threads)
     print(
