@@ -115,7 +115,7 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         input_ids: Int[Tensor, "batch seq"],
         attention_mask: Int[Tensor, "batch seq"] | None = None,
     ) -> tuple[Float[Tensor, "batch seq vocab"], Float[Tensor, "batch seq"]]:
-        """Return logits and values. Both at position t speak of what comes after token t: the
+        """Return logits and values. Both at position t speak of token t + 1: the
         logits of the next token, the value of the state in which that token is chosen.
 
         The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. A
@@ -721,10 +721,9 @@ class RLHFTrainer:
         """Return surrogate - value loss + entropy bonus - KL penalty (maximised), of logits divided
         by the sampling temperature.
 
-        Each part is a mean, and its coefficient stands in the last line; the value loss is half a
-        mean of squares. `measure_entropy` and `measure_kl` record what they give. Records clip_frac
-        and approx_kl by `record_ratios`, and vf_coef times the value loss in
-        `self.metrics["value_loss"]`.
+        Each part is a mean times its coefficient, which enters once. `measure_entropy` and
+        `measure_kl` record what they give. Records clip_frac and approx_kl by `record_ratios`, and
+        in `self.metrics["value_loss"]` what is subtracted for the values, with vf_coef in it.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 
@@ -146,6 +147,17 @@ def test_a_probe_leaves_no_trace():
 class Unspeakable(Exception):
     def __str__(self):
         raise RuntimeError
+
+
+def test_a_loop_that_does_not_end_is_stopped():
+    def probe(student, rng):
+        while True:
+            rng.normal(3)
+
+    observed, _ = observe(probe, Answers({}), 0, torch.float32, seconds=0.2)
+    assert observed.kind == "TimeoutError"
+    assert "does a loop not end" in observed.message
+    assert observe(lambda *_: np.float64(2.5), Answers({}), 0, torch.float32)[0] == 2.5
 
 
 @pytest.mark.parametrize(

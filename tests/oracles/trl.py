@@ -1,11 +1,11 @@
-"""The loss of TRL's GRPO trainer, on log-probs that are given."""
+"""The losses of TRL's trainers, on log-probs and rewards that are given."""
 
 from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 
 def calc_trl_loss(
@@ -61,3 +61,63 @@ def calc_trl_loss(
         "num_items_in_batch": mask.sum(),
     }
     return GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def calc_trl_dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta):
+    """Return the loss of `trl.DPOTrainer` and the mean rewards that it logs, of completions of one
+    token, whose log-probs are given."""
+    logps = torch.cat([policy_chosen, policy_rejected])[:, None]
+    outputs = SimpleNamespace(
+        log_probs=logps,
+        entropies=torch.zeros_like(logps),
+        entropy=torch.zeros_like(logps),
+        mean_logits=torch.zeros_like(logps),
+        is_top1=torch.ones_like(logps, dtype=torch.bool),
+        aux_loss=None,
+    )
+    metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+    trainer = SimpleNamespace(
+        args=DPOConfig(output_dir="unused", use_cpu=True, report_to="none", bf16=False),
+        model=torch.nn.Identity(),
+        accelerator=Accelerator(cpu=True),
+        beta=beta,
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        label_smoothing=0.0,
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        use_weighting=False,
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    ids = torch.zeros(len(logps), 2, dtype=torch.long)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "completion_mask": torch.tensor([[0, 1]]).expand_as(ids),
+        "ref_chosen_logps": ref_chosen,
+        "ref_rejected_logps": ref_rejected,
+    }
+    loss = DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, return_outputs=False)
+    return loss, metrics["train"]["rewards/chosen"][0], metrics["train"]["rewards/rejected"][0]
+
+
+def calc_trl_reward_loss(chosen_rewards, rejected_rewards):
+    """Return the loss of `trl.RewardTrainer`, for rewards that are given, and its accuracy."""
+    logits = torch.cat([chosen_rewards, rejected_rewards])[:, None]
+    metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+    trainer = SimpleNamespace(
+        args=RewardConfig(output_dir="unused", use_cpu=True, report_to="none", bf16=False),
+        model=torch.nn.Identity(),
+        accelerator=Accelerator(cpu=True),
+        _metrics=metrics,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"attention_mask": torch.ones(len(logits), 2)}
+    outputs = SimpleNamespace(logits=logits)
+    loss = RewardTrainer.compute_loss(trainer, lambda **_: outputs, inputs)
+    return loss, metrics["train"]["accuracy"][0]

@@ -1,5 +1,6 @@
 """Inputs that hide nothing, and measures, which the checks of the chapters share."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,7 +137,10 @@ def error_of(name: str, function: Callable, *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
     except ValueError as error:
-        if name.replace("_", " ") in str(error).replace("_", " ").lower():
+        text = str(error).replace("_", " ").lower()
+        wanted = name.replace("_", " ")
+        # A single letter is in many words.
+        if re.search(rf"\b{name}\b", text) if len(name) == 1 else wanted in text:
             return "a ValueError that names it"
         return f"a ValueError that does not name {name}"
     except Exception as error:  # an observation: whatever it is

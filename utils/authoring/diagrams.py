@@ -122,6 +122,19 @@ LOOPS = {
         new=("prompts", "reward", "advantage", "objective"),
         absent=("value head",),
     ),
+    "ch6_preferences": Loop(
+        "Chapter 6: a reward that was learnt from preferences",
+        {
+            "policy": "base + LoRA",
+            "completions": "G, or the picked",
+            "reward": "learnt from pairs",
+            "reference": "adapters off",
+            "advantage": "against the pool",
+            "objective": "GRPO, DPO, SFT",
+        },
+        new=("completions", "reward", "advantage", "objective"),
+        absent=("value head",),
+    ),
 }
 
 

@@ -39,8 +39,9 @@ PRELOADED = (
     "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
-    "IPython.display", "utils.course", "utils.course.evaluation", "utils.evaluation",
-    "utils.plotting", "utils.prompts", "utils.rewards", "utils.tracking", "utils.validation",
+    "IPython.display", "utils.course", "utils.course.choosing", "utils.course.evaluation",
+    "utils.evaluation", "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
+    "utils.tracking", "utils.validation",
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
 )  # fmt: skip
 

@@ -228,9 +228,9 @@ def format_verdicts(
 
 
 def is_solved(verdicts: list[Verdict]) -> bool:
-    """Return whether all core checks that ran have passed."""
-    core = [verdict.passed for verdict in verdicts if verdict.check.is_core]
-    return bool(core) and all(core)
+    """Return whether all core checks that ran have passed; all checks, if none of them is core."""
+    core = [verdict for verdict in verdicts if verdict.check.is_core] or verdicts
+    return bool(core) and all(verdict.passed for verdict in core)
 
 
 def _format_verdict(verdict: Verdict, earns: bool, seen: set[str]) -> list[str]:

@@ -5,6 +5,8 @@ import io
 import os
 import random
 import re
+import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 CHECKS = {ROOT / "tests", ROOT / "tests" / "support", ROOT / "tests" / "oracles"}
 STANDARD_LIBRARY = str(Path(os.__file__).parent)
 MAX_NUMBERS = 10**7  # of a tensor that is observed
+MAX_SECONDS = 30  # that a probe may compute,
+SLOW_FACTOR = 6  # and so many times as long if its check trains: as when a class is graded
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +71,11 @@ class Answers:
 
 
 def observe(
-    probe: Callable[[Any, Rng], Any], student: Answers, seed: int, dtype: torch.dtype
+    probe: Callable[[Any, Rng], Any],
+    student: Answers,
+    seed: int,
+    dtype: torch.dtype,
+    seconds: float = MAX_SECONDS,
 ) -> tuple[Any, str]:
     """Run a probe: the plain observation or `Raised`, and what was printed.
 
@@ -77,7 +85,7 @@ def observe(
     printed = _Unclosable()
     with _known_state(seed, dtype), contextlib.redirect_stdout(printed):
         try:
-            with contextlib.redirect_stderr(printed):
+            with contextlib.redirect_stderr(printed), _limited(seconds):
                 observed = to_plain(probe(student, Rng(seed, dtype)))
         except KeyboardInterrupt:
             raise
@@ -86,6 +94,29 @@ def observe(
             trace, origin = _format_frames(frames, probe), _find_origin(frames)
             observed = Raised(type(error).__name__, _say(error), trace, frames[-1].name, origin)
     return observed, printed.getvalue()
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise a TimeoutError in a loop that does not end, where the system and the thread allow it.
+
+    What counts is the time that this process computes, however busy the machine is.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and hasattr(signal, "ITIMER_VIRTUAL")):
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"stopped after {seconds} s of computing: does a loop not end?")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class _Unclosable(io.StringIO):
@@ -152,6 +183,8 @@ def to_plain(value: Any) -> Any:
     """Return `value` as plain data that shares nothing with it; a tuple becomes a list."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if type(value) is np.float64:  # which is a float, too
+        return float(value)
     if type(value) in (Tensor, nn.Parameter):
         if value.numel() > MAX_NUMBERS:  # an expanded one takes no memory until it is copied
             return Unsupported(f"tensor of {value.numel()} numbers")
@@ -202,4 +235,5 @@ def run_check(
     check: Check, student: Answers, index: int, secret: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, str]:
     """Run a check's probe with the seed of this index."""
-    return observe(check.probe, student, check.seed(index, secret), dtype)
+    seconds = MAX_SECONDS * (SLOW_FACTOR if check.slow else 1)
+    return observe(check.probe, student, check.seed(index, secret), dtype, seconds)

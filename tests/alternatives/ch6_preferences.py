@@ -1,0 +1,244 @@
+"""Right answers to chapter 6, written differently."""
+
+import math
+import statistics
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch6_preferences import encode_completions
+from utils.grading.known_answers import right
+
+# --- Bradley-Terry ------------------------------------------------------------------------------
+
+
+@right("calc_preference_loss")
+def softplus_of_the_other_margin(chosen_rewards, rejected_rewards):
+    return F.softplus(rejected_rewards - chosen_rewards).sum() / len(chosen_rewards)
+
+
+@right("calc_preference_loss")
+def a_classification_of_two(chosen_rewards, rejected_rewards):
+    """The first of two classes is right each time."""
+    logits = torch.stack([chosen_rewards, rejected_rewards], dim=1)
+    return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+
+@right("calc_preference_loss")
+def pair_by_pair(chosen_rewards, rejected_rewards):
+    total = torch.zeros((), dtype=chosen_rewards.dtype)
+    for margin in chosen_rewards - rejected_rewards:
+        total = total - margin.clamp(max=0) + torch.log1p(torch.exp(-margin.abs()))
+    return total / len(chosen_rewards)
+
+
+@right("calc_preference_accuracy")
+def by_the_sign(chosen_rewards, rejected_rewards):
+    signs = np.sign((chosen_rewards - rejected_rewards).detach().numpy())
+    return float((1 + signs).mean() / 2)
+
+
+@right("calc_preference_accuracy")
+def by_a_step_function(chosen_rewards, rejected_rewards):
+    margins = (chosen_rewards - rejected_rewards).detach()
+    return torch.heaviside(margins, margins.new_tensor(0.5)).mean().item()
+
+
+# --- The reward model ---------------------------------------------------------------------------
+
+
+@right("RewardModel.forward")
+def first_largest_count(self, input_ids, attention_mask):
+    """The count of real tokens first reaches its maximum at the last of them."""
+    caught = {}
+
+    def catch(x, hook):
+        caught["hidden"] = x
+
+    with self.base.hooks(fwd_hooks=[("ln_final.hook_out", catch)]):
+        TransformerWithLora.forward(self, input_ids, attention_mask=attention_mask)
+    last = attention_mask.cumsum(-1).argmax(-1)[:, None, None]
+    hidden = caught["hidden"].gather(1, last.expand(-1, -1, self.cfg.d_model)).squeeze(1)
+    weight, bias = self.reward_head.weight, self.reward_head.bias
+    return hidden.to(weight.dtype) @ weight[0] + bias
+
+
+@right("RewardModel.forward")
+def every_position_then_the_last(self, input_ids, attention_mask):
+    hidden = []
+    hook = ("ln_final.hook_out", lambda x, hook: hidden.append(x))
+    self._run([hook], input_ids, attention_mask)
+    everywhere = self.reward_head(hidden[0].to(self.reward_head.weight.dtype))[..., 0]
+    rows = zip(everywhere, attention_mask, strict=True)
+    return torch.stack([values[mask.nonzero()[-1, 0]] for values, mask in rows])
+
+
+@right("make_reward_fn")
+def text_by_text(reward_model):
+    """Alone, no text has padding behind it."""
+
+    def reward_fn(samples, prompts):
+        rewards = []
+        for text, prompt in zip(samples, prompts, strict=True):
+            encoded = encode_completions(reward_model, [prompt], [text])
+            with torch.no_grad():
+                rewards.append(reward_model(encoded.input_ids, encoded.attention_mask))
+        return torch.cat(rewards).sub(reward_model.reward_mean).div(reward_model.reward_std)
+
+    return reward_fn
+
+
+class Scorer:
+    """A reward function that is an object."""
+
+    def __init__(self, reward_model):
+        self.reward_model = reward_model
+
+    def __call__(self, samples, prompts):
+        model = self.reward_model
+        encoded = encode_completions(model, prompts, samples)
+        rewards = model(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        mean, std = model.reward_mean.item(), model.reward_std.item()
+        return torch.tensor([(reward - mean) / std for reward in rewards.tolist()])
+
+
+@right("make_reward_fn")
+def an_object_that_is_called(reward_model):
+    return Scorer(reward_model)
+
+
+# --- DPO ----------------------------------------------------------------------------------------
+
+
+@right("calc_dpo_loss")
+def ratios_of_the_two_models(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1):
+    """As in the authors' code: the policy's log-odds less those of the reference."""
+    if beta <= 0:
+        raise ValueError(f"beta is {beta}")
+    ref_chosen, ref_rejected = ref_chosen.detach(), ref_rejected.detach()
+    logits = (policy_chosen - policy_rejected) - (ref_chosen - ref_rejected)
+    with torch.no_grad():
+        chosen_rewards = beta * (policy_chosen - ref_chosen)
+        rejected_rewards = beta * (policy_rejected - ref_rejected)
+    return -F.logsigmoid(beta * logits).mean(), chosen_rewards, rejected_rewards
+
+
+@right("calc_dpo_loss")
+def both_in_one_tensor(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1):
+    if not beta > 0:
+        raise ValueError("beta should be above 0")
+    policy = torch.stack([policy_chosen, policy_rejected]).double()
+    ref = torch.stack([ref_chosen, ref_rejected]).double()
+    rewards = beta * (policy - ref.detach())
+    loss = F.softplus(rewards[1] - rewards[0]).mean()
+    return loss.to(policy_chosen.dtype), *rewards.detach().to(policy_chosen.dtype)
+
+
+# --- Picking samples ----------------------------------------------------------------------------
+
+
+@right("best_of_n")
+def one_group_after_the_other(samples, rewards, n):
+    if len(rewards) != len(samples):
+        raise ValueError(f"{len(rewards)} rewards for {len(samples)} samples")
+    if n < 1 or len(samples) % n:
+        raise ValueError(f"n is {n}")
+    best = []
+    for start in range(0, len(samples), n):
+        row = max(range(start, start + n), key=lambda i: float(rewards[i]))
+        best.append(samples[row])
+    return best
+
+
+@right("best_of_n")
+def a_table_of_texts(samples, rewards, n):
+    if len(samples) != rewards.numel():
+        raise ValueError("rewards should be as many as the samples")
+    if n <= 0 or len(samples) % n != 0:
+        raise ValueError("n should divide the samples")
+    texts = np.array(samples, dtype=object).reshape(-1, n)
+    columns = rewards.detach().numpy().reshape(-1, n).argmax(axis=1)
+    return texts[np.arange(len(texts)), columns].tolist()
+
+
+@right("calc_best_of_n_kl")
+def one_over_n(n):
+    if n <= 0:
+        raise ValueError(f"n is {n}")
+    return 1 / n - 1 - math.log(1 / n)
+
+
+@right("calc_best_of_n_kl")
+def with_numpy(n):
+    if n < 1:
+        raise ValueError("n should be 1 or more")
+    return float(np.log(n) - np.divide(n - 1, n))
+
+
+@right("rejection_sample")
+def one_candidate_at_a_time(rewards, num_samples, temperature, generator=None):
+    """As in the paper: a pass ends in the middle when enough are accepted."""
+    if not 1 <= num_samples <= len(rewards):
+        raise ValueError(f"num_samples is {num_samples}")
+    if temperature <= 0:
+        raise ValueError(f"temperature is {temperature}")
+    numbers, candidates, accepted = rewards.tolist(), list(range(len(rewards))), []
+    while len(accepted) < num_samples:
+        highest = max(numbers[i] for i in candidates)
+        order = torch.randperm(len(candidates), generator=generator).tolist()
+        for i in [candidates[place] for place in order]:
+            uniform = torch.rand((), generator=generator).item()
+            if uniform < math.exp((numbers[i] - highest) / temperature):
+                accepted.append(i)
+                if len(accepted) == num_samples:
+                    break
+        candidates = [i for i in candidates if i not in accepted]
+    return torch.tensor(accepted)
+
+
+@right("rejection_sample")
+def in_log_space_with_numpy(rewards, num_samples, temperature, generator=None):
+    """Logs are compared, and the rows that are left are marked in place of being listed."""
+    n = len(rewards)
+    if num_samples < 1 or num_samples > n:
+        raise ValueError(f"num_samples should be from 1 to {n}")
+    if temperature <= 0:
+        raise ValueError("the temperature should be above 0")
+    draws = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
+    scaled, is_left = rewards.detach().double().numpy() / temperature, np.ones(n, dtype=bool)
+    accepted = []
+    while len(accepted) < num_samples:
+        exponential = draws.exponential(size=n)  # minus the log of a uniform number
+        is_accepted = is_left & (scaled[is_left].max() - scaled < exponential)
+        accepted += draws.permutation(np.flatnonzero(is_accepted)).tolist()
+        is_left &= ~is_accepted
+    return torch.tensor(accepted[:num_samples])
+
+
+@right("pool_advantages")
+def row_by_row(scores, kept, pool_size):
+    if pool_size < 2 or len(scores) % pool_size:
+        raise ValueError(f"pool_size is {pool_size}")
+    pools = [part.tolist() for part in scores.split(pool_size)]
+    found = torch.zeros(len(kept), dtype=scores.dtype)
+    for place, row in enumerate(kept.tolist()):
+        pool = pools[row // pool_size]
+        if len(set(pool)) > 1:
+            centered = pool[row % pool_size] - statistics.fmean(pool)
+            found[place] = centered / (statistics.stdev(pool) + 1e-4)
+    return found
+
+
+@right("pool_advantages")
+@torch.no_grad()
+def pools_looked_up(scores, kept, pool_size):
+    """The pools of the kept rows, one row each."""
+    if pool_size <= 1 or len(scores) % pool_size != 0:
+        raise ValueError("pool_size should be 2 or more and divide the scores")
+    pools = scores.double().reshape(-1, pool_size)[kept // pool_size]
+    std, mean = torch.std_mean(pools, dim=1)
+    advantages = (scores[kept].double() - mean) / (std + 1e-4)
+    is_constant = (pools == pools[:, :1]).all(dim=1)
+    return torch.where(is_constant, 0.0, advantages).to(scores.dtype)

@@ -1,0 +1,395 @@
+"""Chapter 6 against TRL, enumeration and small files; what chapter 6 says of its recorded runs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from chapters.experiments import ch6_preferences_runs
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch6_preferences import (
+    PickedGrpoArgs,
+    PickedGrpoTrainer,
+    RewardModel,
+    best_of_n,
+    calc_best_of_n_kl,
+    calc_dpo_loss,
+    calc_preference_accuracy,
+    calc_preference_loss,
+    encode_completions,
+    make_preferences,
+    make_reward_fn,
+    reward_fn_true,
+    sum_logprobs,
+    train_dpo,
+    train_reward_model,
+)
+from tests.oracles.trl import calc_trl_dpo_loss, calc_trl_reward_loss
+from utils.course import choosing
+from utils.models.corpus import review_prompts
+from utils.preferences import Preferences, append_preference, load_preferences
+
+ROOT = Path(__file__).parents[2]
+TRAIN, HELD = review_prompts()
+
+
+# --- Against TRL --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.05, 0.1, 1.0])
+def test_dpo_is_that_of_trl(beta):
+    torch.manual_seed(0)
+    ref = [-30 * torch.rand(6) - 5 for _ in range(2)]
+    ours = [(x + 3 * torch.randn(6)).requires_grad_() for x in ref]
+    theirs = [x.detach().clone().requires_grad_() for x in ours]
+    loss, chosen, rejected = calc_dpo_loss(*ours, *ref, beta=beta)
+    trl_loss, trl_chosen, trl_rejected = calc_trl_dpo_loss(*theirs, *ref, beta)
+    loss.backward()
+    trl_loss.backward()
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    assert_close(loss, trl_loss, **close)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine.grad, other.grad, **close)
+    assert chosen.mean().item() == pytest.approx(trl_chosen, rel=1e-6)
+    assert rejected.mean().item() == pytest.approx(trl_rejected, rel=1e-6)
+
+
+def test_the_preference_loss_is_that_of_trl():
+    torch.manual_seed(0)
+    ours = [torch.randn(9, requires_grad=True) for _ in range(2)]
+    theirs = [x.detach().clone().requires_grad_() for x in ours]
+    loss = calc_preference_loss(*ours)
+    trl_loss, trl_accuracy = calc_trl_reward_loss(*theirs)
+    loss.backward()
+    trl_loss.backward()
+    assert_close(loss, trl_loss, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-6)
+    assert calc_preference_accuracy(*(x.detach() for x in ours)) == pytest.approx(trl_accuracy)
+
+
+# --- Texts as ids -------------------------------------------------------------------------------
+
+
+def test_a_completion_is_scored_as_if_it_stood_alone(embedded):
+    prompts, texts = [HELD[0], "A", HELD[1]], [" wonderful.", " plot. It was long.", ""]
+    for layer in embedded.adapters.values():
+        layer.lora_B.data.normal_(std=0.02)
+    together = sum_logprobs(embedded, encode_completions(embedded, prompts, texts))
+    tokenizer = embedded.tokenizer
+
+    def encode(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        start = [tokenizer.bos_token_id, *encode(prompt)]
+        ids = [*start, *encode(text), tokenizer.eos_token_id]
+        logp = embedded(torch.tensor([ids])).log_softmax(-1)[0]
+        alone = sum(logp[t - 1, ids[t]] for t in range(len(start), len(ids)))
+        assert_close(together[i], alone, rtol=1e-5, atol=1e-4)
+
+
+def test_completions_beyond_the_context_are_refused(embedded):
+    with pytest.raises(ValueError, match="context"):
+        encode_completions(embedded, ["A"], ["plot " * embedded.cfg.n_ctx])
+
+
+# --- The simulated person -----------------------------------------------------------------------
+
+
+def test_the_true_reward_by_hand():
+    texts = ["The plot was wonderful.", "Wonderful! wonderful", "bad and perfect", "a plot", ""]
+    assert_close(reward_fn_true(texts), torch.tensor([1.5, 0.5, -1.0, 0.0, 0.0]))
+    assert reward_fn_true(["great great great"], repeat_penalty=3.0).item() < -4
+
+
+def test_choices_are_as_noisy_as_bradley_and_terry_say(embedded):
+    pairs, ceiling = make_preferences(embedded, TRAIN, 300, seed=3)
+    again, _ = make_preferences(embedded, TRAIN, 300, seed=3)
+    assert pairs == again
+    chosen, rejected = reward_fn_true([*pairs.chosen]), reward_fn_true([*pairs.rejected])
+    margin = (chosen - rejected).abs() / 2
+    assert ceiling == pytest.approx(margin.sigmoid().mean().item(), abs=1e-6)
+    error = (margin.sigmoid() * (1 - margin.sigmoid())).sum().sqrt() / len(pairs)
+    agreed = calc_preference_accuracy(chosen, rejected)
+    assert abs(agreed - ceiling) < 4 * error
+
+
+# --- Reward models and policies -----------------------------------------------------------------
+
+
+def test_a_reward_model_learns_and_keeps_its_scale(embedded, tmp_path):
+    pairs, _ = make_preferences(embedded, TRAIN, 160, seed=1)
+    held_pairs, _ = make_preferences(embedded, HELD, 200, seed=2)
+    torch.manual_seed(1)
+    model = RewardModel.from_pretrained("embedded", device="cpu")
+    assert make_reward_fn(model)(["fine."], ["It is "]).item() == 0  # an untrained head
+    train_reward_model(model, pairs, seed=1)
+    reward_fn = make_reward_fn(model)
+    n = len(held_pairs)
+    rewards = reward_fn([*held_pairs.chosen, *held_pairs.rejected], [*held_pairs.prompts] * 2)
+    assert calc_preference_accuracy(rewards[:n], rewards[n:]) > 0.65
+    on_training = reward_fn([*pairs.chosen, *pairs.rejected], [*pairs.prompts] * 2)
+    assert_close(on_training.mean(), torch.tensor(0.0), rtol=0, atol=1e-4)
+    assert_close(on_training.std(), torch.tensor(1.0), rtol=0, atol=1e-4)
+    model.save_adapter(tmp_path / "reward.safetensors")
+    other = RewardModel.from_pretrained("embedded", device="cpu")
+    other.load_adapter(tmp_path / "reward.safetensors")
+    texts = (list(held_pairs.chosen[:5]), list(held_pairs.prompts[:5]))
+    assert_close(make_reward_fn(other)(*texts), reward_fn(*texts))
+
+
+def test_dpo_widens_the_margin_and_leaves_the_reference(embedded):
+    pairs, _ = make_preferences(embedded, TRAIN, 64, seed=1)
+    torch.manual_seed(1)
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
+    history = train_dpo(model, pairs, beta=0.5, lr=3e-3, epochs=4, batch_size=16, seed=1)
+    assert len(history) == 16
+    assert history[0]["margin"] == 0
+    assert sum(row["margin"] for row in history[-4:]) / 4 > 0.3
+    samples = encode_completions(model, pairs.prompts[:4], pairs.chosen[:4])
+    with torch.no_grad(), model.reference():
+        assert_close(sum_logprobs(model, samples), sum_logprobs(embedded, samples))
+
+
+def test_a_picked_group_is_compared_with_its_pool(embedded, tmp_path):
+    def make(baseline):
+        args = PickedGrpoArgs(
+            prompts=TRAIN[:3],
+            reward_fn=lambda samples: reward_fn_true(samples),
+            batch_size=8,
+            group_size=4,
+            pool_size=16,
+            num_minibatches=1,
+            pick_temperature=0.1,
+            baseline=baseline,
+            runs_dir=tmp_path,
+            device="cpu",
+        )
+        return PickedGrpoTrainer(args)
+
+    memories = {name: make(name).rollout_phase() for name in ("pool", "kept")}
+    assert torch.equal(memories["pool"].input_ids, memories["kept"].input_ids)
+    means = {name: m.advantages.view(2, 4).mean(-1) for name, m in memories.items()}
+    assert (means["pool"] > 0.5).all()
+    assert_close(means["kept"], torch.zeros(2), rtol=0, atol=1e-3)
+
+
+# --- Picking ------------------------------------------------------------------------------------
+
+
+def test_best_of_n_of_distinct_texts_reaches_the_bound():
+    """A policy of m equally likely texts with m rewards: the KL of best of n, by enumeration."""
+    m, n = 2000, 8
+    ranks = torch.arange(1, m + 1, dtype=torch.float64) / m
+    probs = ranks**n - (ranks - 1 / m) ** n
+    kl = (probs * (probs * m).log()).sum().item()
+    assert kl == pytest.approx(calc_best_of_n_kl(n), abs=1e-2)
+    few = torch.tensor([0.5, 1.0], dtype=torch.float64)  # two texts: the bound is far off
+    probs = torch.stack([few[0] ** n, 1 - few[0] ** n])
+    assert (probs * (probs * 2).log()).sum().item() < calc_best_of_n_kl(n)
+    assert best_of_n(list("abcd"), torch.tensor([1.0, 2.0, 4.0, 3.0]), 2) == ["b", "c"]
+
+
+# --- Files of preferences -----------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "Hi"}]
+GOOD, BAD = [{"role": "assistant", "content": text} for text in ("Hello!", "No.")]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_the_shapes_that_files_have(tmp_path):
+    rows = [
+        {"prompt": "A", "chosen": " b", "rejected": " c", "source": "ignored"},
+        {"prompt": CHAT, "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Hi", "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
+        {"prompt": CHAT, "chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
+        {"prompt": "Hi", "chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
+    ]
+    found = load_preferences(write(tmp_path / "pairs.jsonl", rows))
+    assert found.prompts[0] == "A"
+    assert all(prompt == CHAT for prompt in found.prompts[1:])
+    assert list(found.chosen) == [" b"] + ["Hello!"] * 5
+    assert list(found.rejected) == [" c"] + ["No."] * 5
+    assert len(load_preferences(tmp_path / "pairs.jsonl", max_rows=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ("{", "JSON"),
+        ("[1]", "object"),
+        ('{"prompt": "A", "chosen": "b"}', "rejected"),
+        ('{"prompt": "A", "chosen": "b", "rejected": 3}', "rejected"),
+        ('{"chosen": "b", "rejected": "c"}', "prompt"),
+        (json.dumps({"prompt": "A", "chosen": "b", "rejected": [BAD]}), "both"),
+        (json.dumps({"chosen": [GOOD], "rejected": [BAD]}), "before"),
+        (json.dumps({"chosen": [*CHAT, GOOD], "rejected": [BAD]}), "last message"),
+        (json.dumps({"prompt": "No", "chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]}), "before"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, row, named):
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": "A", "chosen": "b", "rejected": "c"}])
+    path.write_text(path.read_text() + "\n" + row + "\n")
+    with pytest.raises(ValueError, match=rf"pairs\.jsonl, row 3.*{named}"):
+        load_preferences(path)
+
+
+def test_parquet_is_read_through_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"prompt": ["A", "B"], "chosen": ["c", "d"], "rejected": ["e", "f"]}
+    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    assert load_preferences(tmp_path / "pairs.parquet").chosen == ("c", "d")
+
+
+def test_empty_and_missing_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.jsonl is not there"):
+        load_preferences(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="at least one"):
+        load_preferences(write(tmp_path / "empty.jsonl", []))
+    with pytest.raises(ValueError, match="equal lengths"):
+        Preferences(["A"], ["b"], [])
+
+
+# --- Choosing -----------------------------------------------------------------------------------
+
+CANDIDATES = Preferences([f"P{i}" for i in range(4)], ["good"] * 4, ["poor"] * 4)
+
+
+def test_typed_choices_survive_a_stop(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "mine.jsonl"
+    answers = iter(["1", "what?", "2", "q"])
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
+    assert "2 choices" in capsys.readouterr().out
+    lefts = [choosing.get_sides(CANDIDATES, i) for i in range(4)]
+    mine = choosing.load_own_preferences(CANDIDATES, path)
+    assert list(mine.chosen) == [lefts[0][0], lefts[1][1]]
+    answers = iter(["1", "1"])
+    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
+    assert choosing.count_choices(path) == 4
+    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)  # asks nothing more
+    assert "All 4" in capsys.readouterr().out
+
+
+def test_files_that_were_edited_by_hand_go_on(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "P0", "chosen": "good", "rejected": "poor"}')  # without a newline
+    monkeypatch.setattr("builtins.input", lambda _: "1")
+    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
+    assert len(choosing.load_own_preferences(CANDIDATES, path)) == 4
+    others = Preferences(["Q"] * 4, ["good"] * 4, ["poor"] * 4)
+    choosing.ask_for_preferences(others, path, buttons=False)
+    assert "other pairs" in capsys.readouterr().out
+
+
+def test_choices_between_answers_to_chats_are_read_again(tmp_path, monkeypatch):
+    chats = Preferences([CHAT], ["Hello!"], ["No."])
+    monkeypatch.setattr("builtins.input", lambda _: "1")
+    choosing.ask_for_preferences(chats, tmp_path / "mine.jsonl", buttons=False)
+    assert load_preferences(tmp_path / "mine.jsonl").prompts == (CHAT,)
+
+
+def test_clicked_choices_are_saved_one_by_one(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    box = choosing._Buttons(CANDIDATES, path, 0)
+    box.show_pair()
+    for i in range(4):
+        left, right = choosing.get_sides(CANDIDATES, i)
+        assert left in box.texts[0].value
+        assert right in box.texts[1].value
+        box.buttons[i % 2].click()
+        assert choosing.count_choices(path) == i + 1
+        assert load_preferences(path).chosen[i] == (left, right)[i % 2]
+    assert "Done" in box.title.value
+
+
+def test_both_sides_get_the_good_one():
+    many = Preferences(["P"] * 200, ["good"] * 200, ["poor"] * 200)
+    lefts = [choosing.get_sides(many, i)[0] for i in range(200)]
+    assert 70 < lefts.count("good") < 130
+
+
+def test_without_choices_the_simulated_person_chooses(tmp_path, capsys):
+    assert choosing.load_own_preferences(CANDIDATES, tmp_path / "none.jsonl") is CANDIDATES
+    assert "simulated" in capsys.readouterr().out
+    append_preference(tmp_path / "one.jsonl", "A", "b", "c")
+    assert choosing.load_own_preferences(CANDIDATES, tmp_path / "one.jsonl").chosen == ("b",)
+
+
+# --- What the chapter says of its runs ----------------------------------------------------------
+
+RUNS = json.loads((ROOT / "chapters/results/ch6_preferences_runs.json").read_text(encoding="utf-8"))
+SOURCE = (ROOT / "chapters/source/ch6_preferences.md").read_text(encoding="utf-8")
+
+
+def get_by_seed(name):
+    return {run["seed"]: run for run in RUNS if run["run"] == name}
+
+
+def get_peak(run):
+    """Return the phase that the truth on other prompts chooses, as it was measured held out."""
+    return max(run["curve"], key=lambda point: point["train_true"])["true"]
+
+
+def test_every_run_of_the_script_is_recorded_with_three_seeds():
+    assert {run["run"] for run in RUNS} == set(ch6_preferences_runs.RUNS)
+    for name in ch6_preferences_runs.RUNS:
+        assert get_by_seed(name).keys() == {1, 2, 3}, name
+    named = re.findall(r'get_(?:runs|curves)\("([^"{]+)"', SOURCE)
+    listed = re.search(r"order = \[(.*?)\]", SOURCE, re.DOTALL)
+    named += re.findall(r'"([^"]+)"', listed[1])
+    assert len(named) > 20
+    assert {*named} <= set(ch6_preferences_runs.RUNS)
+
+
+def test_the_reward_model_is_close_to_its_ceiling():
+    for run in get_by_seed("reward model").values():
+        assert 0.78 < run["ceiling"] < 0.82
+        assert 0.74 < run["accuracy"] < run["ceiling"]
+
+
+def test_a_small_beta_breaks_the_samples_and_not_the_accuracy():
+    large, small = get_by_seed("DPO, beta 0.5"), get_by_seed("DPO, beta 0.05")
+    for seed, run in large.items():
+        assert run["true"] - small[seed]["true"] > 1.2
+        assert run["kl"] < 3
+        assert small[seed]["kl"] > 25
+        assert abs(run["accuracy"] - small[seed]["accuracy"]) < 0.05
+        chosen = small[seed]["steps"]["chosen"]
+        assert sum(chosen[-5:]) / 5 < sum(chosen[:5]) / 5 - 10
+
+
+def test_without_a_kl_term_the_truth_falls_and_the_reward_model_does_not_notice():
+    held = get_by_seed("GRPO, beta 0.3")
+    for name in ("GRPO, beta 0.0", "PPO, beta 0.0"):
+        for seed, run in get_by_seed(name).items():
+            best = max(point["rm"] for point in run["curve"])
+            assert run["rm"] > best - 0.2
+            assert held[seed]["true"] > run["true"] + 1
+    for run in get_by_seed("PPO, beta 0.0").values():
+        assert get_peak(run) - run["true"] > 1
+
+
+def test_a_baseline_of_the_kept_makes_the_reward_fall():
+    base, pool = get_by_seed("base"), get_by_seed("picked GRPO, T 0.5, pool")
+    for seed, run in get_by_seed("picked GRPO, T 0.5, kept").items():
+        assert run["true"] < base[seed]["true"] < pool[seed]["true"]
+        assert run["rm"] < base[seed]["rm"]
+
+
+def test_accuracy_rises_and_falls_under_the_truth_as_well():
+    for name in ("GRPO, beta 0.3", "GRPO on the truth, beta 0.3"):
+        for run in get_by_seed(name).values():
+            accuracies = [point["accuracy"] for point in run["curve"] if "accuracy" in point]
+            assert max(accuracies) > 0.7
+            assert max(accuracies) - accuracies[-1] > 0.03
+            assert run["true"] > 2.5
