@@ -53,7 +53,9 @@ def check_fields(args: Any) -> None:
         if typing.get_origin(kind) is Literal:
             require_option(args, name, *typing.get_args(kind))
         elif typing.get_origin(kind) is Annotated:
-            number, limits = typing.get_args(kind)
+            number, limits = typing.get_args(kind)[:2]
+            if not isinstance(limits, Range):  # an annotation of some other library
+                continue
             if number is int:
                 require_integers(args, limits.low, name)
             else:

@@ -18,6 +18,7 @@ ARROWS = {
     "mutation": {HELPERS, "grading"},
     "authoring": {HELPERS, "grading", "course"},
     "bench": {HELPERS, "solutions", "grading"},
+    "scale": {HELPERS, "solutions", "course"},
 }
 # Modules that stand outside of their room, or that may do more than the rest of it.
 SPECIAL = {
@@ -25,6 +26,7 @@ SPECIAL = {
     "utils.evaluation": "course",
     "utils.course.demo": "demo",
     "utils.course.real": "demo",
+    "utils.train": "scale",
 }
 
 

@@ -135,6 +135,19 @@ LOOPS = {
         new=("completions", "reward", "advantage", "objective"),
         absent=("value head",),
     ),
+    "ch7_scale": Loop(
+        "Chapter 7: the loop on many processes",
+        {
+            "prompts": "a share each",
+            "policy": "on every rank",
+            "completions": "own seeds",
+            "reference": "refreshed",
+            "advantage": "whole groups",
+            "objective": "global counts",
+        },
+        new=("prompts", "policy", "completions", "reference", "objective"),
+        absent=("value head",),
+    ),
 }
 
 

@@ -30,7 +30,7 @@ SHARED = (
     "utils/course.py", "utils/evaluation.py",
     "utils/plotting.py", "utils/preferences.py", "utils/prompts.py", "utils/rewards.py",
     "utils/tracking.py", "utils/validation.py",
-    "utils/models/**/*", "utils/course/__init__.py", "utils/course/checking.py",
+    "utils/models/**/*", "utils/scale/*.py", "utils/course/__init__.py", "utils/course/checking.py",
     "utils/course/attached.py", "utils/course/choosing.py",
     "utils/course/evaluation.py", "utils/course/session.py", "utils/course/stale_cells.py",
     "utils/grading/__init__.py", "utils/grading/checks.py", "utils/grading/comparison.py",

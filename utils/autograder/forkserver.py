@@ -35,6 +35,8 @@ KEPT_DESCRIPTOR = 100  # where a process that is forked keeps its connections
 # What chapters and probes import, some of it only when it is used: a child cannot.
 PRELOADED = (
     "encodings.utf_8_sig", "transformer_lens", "torch", "torch._dynamo", "torch.distributions",
+    "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.utils.checkpoint",
+    "torch.testing._internal.distributed.multi_threaded_pg",
     "torch.func", "torch.multiprocessing.reductions", "torch.utils.serialization.config", "numpy",
     "numpy.ctypeslib", "einops", "einops._torch_specific", "jaxtyping", "tabulate", "tqdm.auto",
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "safetensors.torch", "transformers",

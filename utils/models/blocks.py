@@ -264,6 +264,7 @@ def find_native(model: Any) -> tuple[NativeModel, bool] | None:
     if not (
         is_covered(base.original_model.config)
         and mode is not None
+        and not any(hasattr(p, "full_tensor") for p in model.parameters())  # sharded
         and not base.compatibility_mode
         and not any(getattr(base.cfg, flag, False) for flag in OTHER_WAYS)
         and not is_training(base)
@@ -319,7 +320,10 @@ def _find_owner(module: Any, name: str) -> type | None:
 
 
 def has_hooks(model: Any) -> bool:
-    """Return whether hooks are attached, besides those of the libraries themselves."""
+    """Return whether hooks are attached, besides those of the libraries themselves.
+
+    FSDP's gather the weights: where these are whole, they change nothing.
+    """
     base = getattr(model, "base", model)
     if any(point.fwd_hooks or point.bwd_hooks for point in base.hook_dict.values()):
         return True
@@ -327,8 +331,9 @@ def has_hooks(model: Any) -> bool:
         return True
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for m in model.modules() for kind in kinds for hook in vars(m)[kind].values()]
-    homes = {(getattr(hook, "__module__", None) or "").partition(".")[0] for hook in hooks}
-    return not homes <= {"transformers", "transformer_lens"}
+    homes = {getattr(hook, "__module__", None) or "" for hook in hooks}
+    libraries = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")
+    return not all(home.startswith(libraries) for home in homes)
 
 
 def is_covered(config: Any) -> bool:

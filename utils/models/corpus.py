@@ -102,6 +102,11 @@ def addition_prompt(a: int, b: int) -> str:
     return f"Q: {a}+{b}\n"
 
 
+def addition_rows() -> list[dict[str, str]]:
+    """Return a prompt and its answer for each pair of the training set."""
+    return [{"prompt": addition_prompt(a, b), "answers": str(a + b)} for a, b in training_pairs()]
+
+
 def direct_answer(answer: int) -> str:
     return f"A: {answer}"
 

@@ -1,0 +1,580 @@
+"""Trained adapters leave the course: from the files, PEFT and transformers compute our logits."""
+
+import copy
+import json
+import re
+import warnings
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, TransformerWithValueHeadLora
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from tests.course.helpers import assert_bit_identical, get_base_weights, load, randomize
+from tests.oracles.ch1_lora import LLAMA_NAMES
+from tests.support.inputs import ragged_batch
+from tests.support.models import SITES
+from utils.grading.checks import Rng
+from utils.models import export
+from utils.models.export import load_peft_adapter, main, save_merged, save_peft_adapter
+from utils.models.loading import EMBEDDED_MODEL
+from utils.tracking import save_checkpoint
+
+SUBSETS = [
+    ("gpt2", SITES["gpt2"]),
+    ("gpt2", ("attn.v", "attn.q")),
+    ("gpt2", ("attn.k",)),
+    ("gpt2", ("attn.o", "mlp.out")),
+    ("llama", SITES["llama"]),
+    ("llama", ("attn.k", "mlp.gate")),
+    ("qwen", SITES["qwen"]),
+    ("qwen", ("attn.v", "attn.o", "mlp.out")),
+    ("qwen3", SITES["qwen"]),
+    ("mistral", SITES["llama"]),
+]
+GATED = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
+
+
+def make(folder, sites, rank=3, alpha=12, **options):
+    torch.manual_seed(0)
+    options = {"device": "cpu", "rank": rank, "alpha": alpha, "sites": sites} | options
+    return randomize(TransformerWithLora.from_pretrained(folder, **options))
+
+
+@torch.no_grad()
+def get_ours(model):
+    ids, attention_mask = ragged_batch(Rng(0))
+    return model(ids, attention_mask)[attention_mask.bool()]
+
+
+def get_theirs(model):
+    """The logits of a plain or of a PEFT model. Hugging Face derives no positions from the mask."""
+    ids, attention_mask = ragged_batch(Rng(0))
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    options = {"attention_mask": attention_mask, "position_ids": positions}
+    with torch.no_grad():
+        return model.eval()(input_ids=ids, **options).logits[attention_mask.bool()]
+
+
+def load_peft(base, folder):
+    """PEFT's model; what it warns of, such as missing tensors, is an error."""
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        return peft.PeftModel.from_pretrained(plain, folder)
+
+
+def train_a_step(model):
+    """One step that moves every adapter, its A too."""
+    ids, attention_mask = ragged_batch(Rng(1))
+    model.train()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    model(input_ids=ids, attention_mask=attention_mask, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def make_theirs(base, **options):
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 12} | options)
+    torch.manual_seed(0)
+    return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+
+
+def edit(path, change):
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+# --- PEFT -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "sites"), SUBSETS)
+def test_peft_computes_our_logits(kind, sites, folders, tmp_path):
+    ours = make(folders[kind], sites)
+    save_peft_adapter(ours, tmp_path / "out")
+    theirs = load_peft(folders[kind], tmp_path / "out")
+    torch.testing.assert_close(get_theirs(theirs), get_ours(ours), atol=1e-5, rtol=0)
+    with ours.reference():
+        base = get_ours(ours)
+    assert (get_ours(ours) - base).abs().max() > 1e-3
+    with theirs.disable_adapter():
+        torch.testing.assert_close(get_theirs(theirs), base, atol=1e-5, rtol=0)
+
+
+def test_rank_for_rank_where_projections_are_apart(checkpoints, tmp_path):
+    ours = make(checkpoints["llama"], SITES["llama"], rank=3, alpha=32)
+    save_peft_adapter(ours, tmp_path / "out")
+    theirs = load_peft(checkpoints["llama"], tmp_path / "out")
+    modules = [m for m in theirs.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]
+    assert len(modules) == len(ours.adapters) == 7
+    for site, layer in ours.adapters.items():
+        _, index, name = site.split(".", 2)
+        path = f"base_model.model.model.layers.{index}.{LLAMA_NAMES[name]}"
+        module = theirs.get_submodule(path)
+        assert torch.equal(module.lora_A["default"].weight.T, layer.lora_A)
+        assert torch.equal(module.lora_B["default"].weight.T, layer.lora_B)
+        assert module.scaling["default"] == layer.scaling
+
+
+@pytest.mark.parametrize(("sites", "rank"), [(SITES["gpt2"], 9), (("attn.q", "attn.v"), 6)])
+def test_c_attn_has_the_rank_of_its_sites_together(sites, rank, checkpoints, tmp_path):
+    ours = make(checkpoints["gpt2"], sites, rank=3, alpha=0.7)
+    save_peft_adapter(ours, tmp_path / "out")
+    theirs = load_peft(checkpoints["gpt2"], tmp_path / "out")
+    module = theirs.get_submodule("base_model.model.transformer.h.1.attn.c_attn")
+    assert module.r == {"default": rank}
+    assert module.scaling["default"] == pytest.approx(0.7 / 3, rel=1e-12)
+    delta = module.get_delta_weight("default").detach()  # [d_in 3 d_out], as Conv1D keeps it
+    expected = [
+        ours.adapters[site].compute_delta() if site in ours.adapters else torch.zeros(32, 32)
+        for site in ("blocks.1.attn.q", "blocks.1.attn.k", "blocks.1.attn.v")
+    ]
+    torch.testing.assert_close(delta, torch.cat(expected, 1).detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "sites"), SUBSETS[:5])
+def test_an_adapter_comes_back_bit_for_bit(kind, sites, folders, tmp_path):
+    ours = make(folders[kind], sites)
+    save_peft_adapter(ours, tmp_path / "out")
+    other = TransformerWithLora.from_pretrained(folders[kind], 3, 12, sites, device="cpu")
+    weights = get_base_weights(other)
+    load_peft_adapter(other, tmp_path / "out")
+    expected = ours.trainable_state()
+    assert all(torch.equal(expected[k], v) for k, v in other.trainable_state().items())
+    assert torch.equal(get_ours(other), get_ours(ours))
+    assert_bit_identical(other, weights)
+
+
+def test_a_value_head_is_left_out_and_left_alone(tmp_path):
+    ours = load({"embedded": "embedded"}, "embedded")
+    save_peft_adapter(ours, tmp_path / "out")
+    assert not any("head" in name for name in load_file(tmp_path / "out" / export.WEIGHTS))
+    other = TransformerWithValueHeadLora.from_pretrained(
+        "embedded", 3, sites=SITES["gpt2"], device="cpu"
+    )
+    head = copy.deepcopy(other.value_head.state_dict())
+    load_peft_adapter(other, tmp_path / "out")
+    assert torch.equal(get_ours(other), get_ours(ours))
+    assert all(torch.equal(head[k], v) for k, v in other.value_head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sites", "options"),
+    [
+        ("llama", SITES["llama"], {"target_modules": list(GATED)}),
+        ("qwen", ("attn.q", "attn.v"), {"target_modules": ["q_proj", "v_proj"]}),
+        ("qwen", SITES["qwen"], {"target_modules": "all-linear", "lora_dropout": 0.1}),
+        (
+            "llama",
+            ("attn.q", "attn.v"),
+            {
+                "r": 8,
+                "lora_alpha": 5,
+                "target_modules": ["q_proj", "v_proj"],
+                "rank_pattern": {"q_proj": 3, r"layers\.\d+\.self_attn\.v_proj": 3},
+                "alpha_pattern": {"[qv]_proj": 12},
+                "init_lora_weights": "gaussian",
+            },
+        ),
+        (
+            "gpt2",
+            ("attn.o", "mlp.in", "mlp.out"),
+            {"target_modules": ["c_proj", "c_fc"], "fan_in_fan_out": True},
+        ),
+    ],
+)
+def test_what_peft_made_and_trained_gives_its_logits(kind, sites, options, checkpoints, tmp_path):
+    theirs = make_theirs(checkpoints[kind], **options)
+    train_a_step(theirs)
+    theirs.save_pretrained(tmp_path)
+    ours = make(checkpoints[kind], sites)
+    assert (get_ours(ours) - get_theirs(theirs)).abs().max() > 1e-3
+    load_peft_adapter(ours, tmp_path)
+    torch.testing.assert_close(get_ours(ours), get_theirs(theirs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("rank", "ours"), [(9, 3), (3, 3)])
+def test_what_peft_trained_on_c_attn_cannot_be_taken_apart(rank, ours, checkpoints, tmp_path):
+    theirs = make_theirs(
+        checkpoints["gpt2"],
+        r=rank,
+        lora_alpha=4 * rank,
+        target_modules=["c_attn"],
+        fan_in_fan_out=True,
+    )
+    train_a_step(theirs)
+    theirs.save_pretrained(tmp_path)
+    model = make(checkpoints["gpt2"], ("attn.q", "attn.k", "attn.v"), rank=ours)
+    before = copy.deepcopy(model.trainable_state())
+    with pytest.raises(ValueError, match="one A for q, k and v, and cannot be taken apart"):
+        load_peft_adapter(model, tmp_path)
+    assert all(torch.equal(before[k], v) for k, v in model.trainable_state().items())
+
+
+def test_ours_goes_on_in_peft_and_comes_back(checkpoints, tmp_path):
+    ours = make(checkpoints["llama"], SITES["llama"])
+    save_peft_adapter(ours, tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "out", is_trainable=True)
+    train_a_step(theirs)
+    theirs.save_pretrained(tmp_path / "trained")
+    load_peft_adapter(ours, tmp_path / "trained")
+    torch.testing.assert_close(get_ours(ours), get_theirs(theirs), atol=1e-5, rtol=0)
+
+
+def test_the_base_is_found_by_the_adapter_alone(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkpoints["llama"].parent)
+    ours = make(f"./{checkpoints['llama'].name}", SITES["llama"])
+    save_peft_adapter(ours, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(get_theirs(theirs), get_ours(ours), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_dora": True}, "use_dora .* should be off"),
+        ({"use_rslora": True}, "use_rslora .* should be off"),
+        ({"lora_bias": True}, "lora_bias .* should be off"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save .* should be off.*lm_head"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices .* should be off"),
+        ({"bias": "all"}, "bias .* should be 'none', but is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights .* change the base.*'pissa'"),
+        ({"peft_type": "IA3"}, "peft_type .* should be 'LORA', but is 'IA3'"),
+        ({"r": 4}, r"the rank of model.layers.0.*should be 3, as its tensors are, but is 4"),
+        ({"lora_alpha": 13}, "alpha / rank of .* should be 4.0, but alpha is 13"),
+        ({"lora_alpha": None}, "alpha / rank of .* should be 4.0, but alpha is None"),
+        ({"alpha_pattern": {"v_proj": 6}}, "alpha / rank of .*v_proj should be 4.0, but .* 6 "),
+    ],
+)
+def test_options_that_do_not_fit_change_nothing(change, message, checkpoints, tmp_path):
+    ours = make(checkpoints["llama"], ("attn.q", "attn.v"))
+    save_peft_adapter(ours, tmp_path / "out")
+    edit(tmp_path / "out" / export.CONFIG, change)
+    other = make(checkpoints["llama"], ("attn.q", "attn.v"))
+    randomize(other)
+    before = copy.deepcopy(other.trainable_state())
+    with pytest.raises(ValueError, match=message):
+        load_peft_adapter(other, tmp_path / "out")
+    assert all(torch.equal(before[k], v) for k, v in other.trainable_state().items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sites", "rank", "message"),
+    [
+        ("llama", ("attn.q", "attn.v"), 4, r"q_proj should be \[\[32, 4\].* but are \[\[32, 3\]"),
+        ("llama", ("attn.q",), 3, r"0 tensors are missing.* 2 are unknown .*v_proj"),
+        ("llama", SITES["llama"], 3, r"10 tensors are missing .* 0 are unknown"),
+        ("qwen", ("attn.q", "attn.v"), 3, r"q_proj should be \[\[32, 3\], \[3, 32\]\]"),
+        ("gpt2", ("attn.q", "attn.v"), 3, r"4 tensors are missing .*h.0.attn.c_attn"),
+    ],
+)
+def test_an_adapter_of_another_shape_changes_nothing(
+    kind, sites, rank, message, checkpoints, tmp_path
+):
+    save_peft_adapter(make(checkpoints["llama"], ("attn.q", "attn.v")), tmp_path / "out")
+    other = make(checkpoints[kind], sites, rank, 4 * rank)
+    before = copy.deepcopy(other.trainable_state())
+    with pytest.raises(ValueError, match=message):
+        load_peft_adapter(other, tmp_path / "out")
+    assert all(torch.equal(before[k], v) for k, v in other.trainable_state().items())
+
+
+def test_a_c_attn_of_other_sites_is_an_error(checkpoints, tmp_path):
+    """Two sites' worth of rank on each side, but q and v are not q and k."""
+    save_peft_adapter(make(checkpoints["gpt2"], ("attn.q", "attn.v")), tmp_path / "out")
+    other = make(checkpoints["gpt2"], ("attn.q", "attn.k"))
+    with pytest.raises(ValueError, match="lora_B of .*c_attn should be block diagonal"):
+        load_peft_adapter(other, tmp_path / "out")
+
+
+def test_missing_and_damaged_files_are_clear_errors(checkpoints, tmp_path):
+    ours, out = make(checkpoints["llama"], ("attn.q",)), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"should hold a PEFT adapter, but .*config.json is not"):
+        load_peft_adapter(ours, out)
+    save_peft_adapter(ours, out)
+    saved = load_file(out / export.WEIGHTS)
+    (out / export.WEIGHTS).write_bytes(b"\xff" * 100)
+    with pytest.raises(ValueError, match="should be a safetensors file, but is not"):
+        load_peft_adapter(ours, out)
+    (out / export.WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=r"PEFT adapter, but .*model.safetensors is not there"):
+        load_peft_adapter(ours, out)
+    name = next(iter(saved))
+    save_file(saved | {f"{name}.more": torch.zeros(1)}, out / export.WEIGHTS)
+    with pytest.raises(ValueError, match=r"1 are unknown .*more"):
+        load_peft_adapter(ours, out)
+    for text, message in (("{", "should be JSON, but is not"), ("[]", "should hold an object")):
+        (out / export.CONFIG).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_peft_adapter(ours, out)
+
+
+# --- Merged checkpoints ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "sites"), [*SUBSETS[::2], ("tied llama", SITES["llama"]), ("embedded", SITES["gpt2"])]
+)
+def test_a_merged_checkpoint_computes_our_logits(kind, sites, folders, tmp_path):
+    ours = make(folders[kind], sites)
+    weights, before = get_base_weights(ours), get_ours(ours)
+    save_merged(ours, tmp_path / "out")
+    assert_bit_identical(ours, weights)
+    assert torch.equal(get_ours(ours), before)
+    theirs, found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    torch.testing.assert_close(get_theirs(theirs), before, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen", "tied llama", "embedded"])
+def test_all_but_the_adapted_weights_is_the_bases(kind, folders, tmp_path):
+    source = EMBEDDED_MODEL if kind == "embedded" else folders[kind]
+    save_merged(make(folders[kind], ("attn.q",)), tmp_path / "out")
+    old, new = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert {k: (v.shape, v.dtype) for k, v in old.items()} == {
+        k: (v.shape, v.dtype) for k, v in new.items()
+    }
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    assert changed
+    assert all(name.endswith(("attn.c_attn.weight", "q_proj.weight")) for name in changed)
+    for reader in (AutoConfig, GenerationConfig):
+        read = [reader.from_pretrained(f).to_dict() for f in (source, tmp_path / "out")]
+        for found in read:
+            for key in ("_name_or_path", "transformers_version"):
+                found.pop(key, None)
+        assert read[0] == read[1]
+
+
+def test_the_tokenizer_and_its_chat_template_come_along(checkpoints, tmp_path):
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(checkpoints["qwen"]).save_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["qwen"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(source)
+    save_merged(make(source, ("attn.q",)), tmp_path / "out")
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    chat = [{"role": "user", "content": "This movie is"}]
+    assert found.apply_chat_template(chat, tokenize=False) == "This movie is<|im_end|>"
+    assert found("A film.<|im_end|>")["input_ids"] == tokenizer("A film.<|im_end|>")["input_ids"]
+    assert found.padding_side == tokenizer.padding_side
+    assert found.get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen"])
+def test_a_bfloat16_base_is_rounded_once(kind, checkpoints, tmp_path):
+    ours = make(checkpoints[kind], SITES[kind], dtype=torch.bfloat16)
+    weights = get_base_weights(ours)
+    save_peft_adapter(ours, tmp_path / "adapter")
+    save_merged(ours, tmp_path / "out")
+    assert_bit_identical(ours, weights)
+    rounded = AutoModelForCausalLM.from_pretrained(checkpoints[kind], dtype=torch.bfloat16)
+    exact = peft.PeftModel.from_pretrained(rounded.float(), tmp_path / "adapter")
+    exact = exact.merge_and_unload()  # PEFT's sum, in float32
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert found.dtype == torch.bfloat16
+    expected = exact.state_dict()
+    for name, weight in found.state_dict().items():
+        once = expected[name].to(torch.bfloat16)
+        # float32 sums in another order fall on the other side of a rounding now and then.
+        assert (weight != once).float().mean() < 1e-3, name
+        torch.testing.assert_close(weight, once, atol=1e-6, rtol=2**-7)
+    with ours.merged():
+        inside = get_ours(ours)
+    torch.testing.assert_close(get_theirs(found).float(), inside, atol=0.1, rtol=0.05)
+
+
+def test_what_is_in_memory_is_exported_not_what_the_base_was_loaded_from(checkpoints, tmp_path):
+    """As after the adapters were folded into the base, to start new ones."""
+    ours = make(checkpoints["gpt2"], SITES["gpt2"])
+    for name in ("attn.k", "mlp.in"):
+        ours.base.get_submodule(f"blocks.0.{name}").original_component.weight.data += 0.01
+    save_merged(ours, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(get_theirs(theirs), get_ours(ours), atol=1e-5, rtol=0)
+
+
+# --- Folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [save_peft_adapter, save_merged])
+def test_only_an_earlier_export_is_replaced(save, checkpoints, tmp_path):
+    ours, out = make(checkpoints["llama"], ("attn.q",)), tmp_path / "deep" / "out"
+    save(ours, out)
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    randomize(ours)
+    save(ours, out)
+    second = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert first.keys() == second.keys()
+    assert first != second
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"new, or an earlier export, but .*holds \['notes.txt'\]"):
+        save(ours, out)
+    assert {path.name for path in out.iterdir()} == {*second, "notes.txt"}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file"):
+        save(ours, tmp_path / "file")
+    with pytest.raises(ValueError, match=r"should be (a new one|new)"):
+        save(ours, checkpoints["llama"])
+    (tmp_path / "empty").mkdir()
+    save(ours, tmp_path / "empty")
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == second.keys()
+
+
+def test_an_export_does_not_replace_its_own_base(checkpoints, tmp_path):
+    save_merged(make(checkpoints["llama"], ("attn.q",)), tmp_path / "out")
+    with pytest.raises(ValueError, match="folder should be a new one, but .* holds the base"):
+        save_merged(make(tmp_path / "out", ("attn.q",)), tmp_path / "out")
+
+
+def test_an_export_that_breaks_off_leaves_nothing_or_the_earlier_one(
+    checkpoints, tmp_path, monkeypatch
+):
+    ours, out = make(checkpoints["llama"], ("attn.q",)), tmp_path / "out"
+
+    class Broken:
+        @staticmethod
+        def from_pretrained(*_, **__):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "AutoTokenizer", Broken)  # the last that is written
+        with pytest.raises(KeyboardInterrupt):
+            save_merged(ours, out)
+        assert list(tmp_path.iterdir()) == []
+    save_merged(ours, out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    randomize(ours)
+    monkeypatch.setattr(export, "AutoTokenizer", Broken)
+    with pytest.raises(KeyboardInterrupt):
+        save_merged(ours, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("act", [save_peft_adapter, load_peft_adapter, save_merged])
+def test_another_architecture_is_an_error_that_says_which_are_covered(act, folders, tmp_path):
+    model = make(folders["phi"], ("attn.q",))
+    message = "should be among .'gpt2', 'llama', 'mistral', 'qwen2', 'qwen3'.*but is 'phi'"
+    with pytest.raises(ValueError, match=message):
+        act(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("act", [save_peft_adapter, load_peft_adapter, save_merged])
+def test_a_base_with_processed_weights_is_an_error(act, checkpoints, tmp_path):
+    model = make(checkpoints["gpt2"], ("attn.q",))
+    model.base.enable_compatibility_mode(disable_warnings=True)
+    with pytest.raises(ValueError, match="base should have its own weights, .*compatibility_mode"):
+        act(model, tmp_path / "out")
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def write_run(trainer, folder):
+    """What a run leaves in its folder, without the training."""
+    torch.manual_seed(0)
+    randomize(trainer.model)
+    save_checkpoint(folder / "checkpoint.pt", trainer.get_state())
+    return folder
+
+
+SMALL = {"batch_size": 8, "num_minibatches": 1, "gen_len": 4, "lora_rank": 3, "device": "cpu"}
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_a_run_becomes_files_at_the_command_line(form, checkpoints, tmp_path, capsys):
+    args = GrpoArgs(base_model=checkpoints["llama"], lora_sites=SITES["llama"], **SMALL)
+    trainer = GrpoTrainer(args)
+    run = write_run(trainer, tmp_path / "run")
+    main([str(run), str(tmp_path / "out"), "--format", form])
+    said = capsys.readouterr().out
+    assert f"out holds the 7 adapters of {run}, as {form}" in said
+    assert "Left out" not in said
+    if form == "peft":
+        theirs = load_peft(checkpoints["llama"], tmp_path / "out")
+    else:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(get_theirs(theirs), get_ours(trainer.model), atol=1e-5, rtol=0)
+
+
+def test_a_ppo_run_leaves_its_value_head_behind_and_says_so(tmp_path, capsys):
+    trainer = RLHFTrainer(RLHFArgs(dtype=torch.bfloat16, **SMALL))
+    run = write_run(trainer, tmp_path / "run")
+    main([str(run), str(tmp_path / "out"), "--format", "merged"])
+    assert "Left out, as the format has no place for a head: value_head." in capsys.readouterr().out
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert theirs.dtype == torch.bfloat16
+    with trainer.model.merged():
+        ours = get_ours(trainer.model)
+    torch.testing.assert_close(get_theirs(theirs).float(), ours, atol=0.1, rtol=0.05)
+
+
+def test_a_short_run_itself_is_exported(checkpoints, tmp_path):
+    args = GrpoArgs(
+        base_model=checkpoints["qwen"],
+        total_phases=1,
+        warmup_steps=0,
+        base_lr=1e-2,
+        name="short",
+        runs_dir=tmp_path,
+        samples_every=0,
+        **SMALL | {"gen_len": 8},
+    )
+    trainer = GrpoTrainer(args)
+    trainer.train()
+    main([str(tmp_path / "short"), str(tmp_path / "out"), "--format", "peft"])
+    theirs = load_peft(checkpoints["qwen"], tmp_path / "out")
+    torch.testing.assert_close(get_theirs(theirs), get_ours(trainer.model), atol=1e-5, rtol=0)
+
+
+def spoil(change):
+    def write(trainer, folder):
+        state = trainer.get_state()
+        change(state)
+        save_checkpoint(folder / "checkpoint.pt", state)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (lambda trainer, folder: None, "path should be a checkpoint, but .* is not there"),
+        (
+            lambda trainer, folder: (folder / "checkpoint.pt").write_bytes(b"\xff" * 50),
+            "path should be a checkpoint, but .* is not",
+        ),
+        (spoil(lambda s: s["args"].pop("lora_alpha")), "should be a run with .*lora_alpha"),
+        (spoil(lambda s: s["args"].update(base_model="./none")), "should be a folder with a model"),
+        (spoil(lambda s: s["args"].update(lora_rank=4)), "should be .*4.* and the run's lora_rank"),
+        (
+            spoil(lambda s: s["args"].update(base_model="embedded")),
+            r"at blocks.0.attn.q should be \[128, 128, 3\], of 'embedded'.* \[32, 40, 3\]",
+        ),
+        (
+            spoil(lambda s: s["trainable"].pop("blocks.0.attn.q.lora_B")),
+            "blocks.0.attn.q.lora_B is missing",
+        ),
+        (spoil(lambda s: s["trainable"].clear()), "no adapters"),
+    ],
+)
+def test_a_run_that_cannot_be_exported_is_a_clear_error(
+    write, message, checkpoints, tmp_path, capsys
+):
+    (tmp_path / "run").mkdir()
+    write(GrpoTrainer(GrpoArgs(base_model=checkpoints["llama"], **SMALL)), tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "merged"])
+    assert ended.value.code == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -1,0 +1,606 @@
+"""Chapter 7 on real processes (gloo, two ranks), against the profiler, and against TRL."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from solutions.ch0_sampling import get_logprobs, sample_completions
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import ReplayMemory, RLHFArgs, RLHFTrainer, TransformerWithValueHeadLora
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
+from solutions.ch7_scale import (
+    DataParallelGrpoTrainer,
+    DataParallelRLHFTrainer,
+    RefreshArgs,
+    RefreshTrainer,
+    checkpoint_blocks,
+    estimate_memory,
+    gather_trainable_state,
+    global_masked_mean,
+    own_weights,
+    shard_model,
+    sync_gradients,
+    to_trl_config,
+    unsharded,
+)
+from tests.support import models, trl
+from utils.models.corpus import addition_rows, review_prompts
+from utils.models.loading import EMBEDDED_MODEL
+from utils.scale.memory import boot_gpt2, make_update, measure_allocated
+from utils.scale.ranks import run_ranks
+from utils.scale.trl import make_qwen, take_trl_step
+from utils.tracking import load_checkpoint
+from utils.train import load_function, load_rows
+
+ROOT = Path(__file__).parents[2]
+TRAIN, _ = review_prompts()
+
+
+# --- Memory -------------------------------------------------------------------------------------
+
+BASE = {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_vocab": 512, "batch": 16, "seq": 48}
+SHAPES = [
+    {},
+    {"batch": 64},
+    {"seq": 128},
+    {"d_vocab": 16384},
+    {"n_layers": 2, "d_vocab": 50257, "batch": 8, "seq": 32},
+    {"n_layers": 2, "d_vocab": 50257, "batch": 4, "seq": 96},
+    {"n_layers": 6, "d_model": 256, "n_heads": 8},
+    {"mlp_adapters": True},
+    {"mlp_adapters": True, "seq": 128, "n_layers": 6},
+]
+
+
+@pytest.mark.parametrize("change", SHAPES, ids=str)
+def test_the_estimate_is_what_the_profiler_measures(change):
+    shape = BASE | change
+    completion = shape["seq"] - 8
+    model = boot_gpt2(**shape)
+    measured = measure_allocated(make_update(model, shape["batch"], shape["seq"], completion))
+    n_trainable = sum(p.numel() for p in model.trainable_parameters())
+    causes = estimate_memory(0, n_trainable, completion=completion, **shape)
+    estimate = sum(causes[name] for name in causes if name != "optimizer")  # made before
+    assert estimate / measured == pytest.approx(1, abs=0.05)
+
+
+def test_checkpointed_gradients_are_bit_identical_and_take_less():
+    model = boot_gpt2(n_layers=6, d_model=64, n_heads=4, d_vocab=512)
+    update = make_update(model, 8, 64, 56)
+
+    def run():
+        with checkpoint_blocks(model):
+            update()
+
+    found, peaks = [], []
+    for way in (update, run):
+        way()
+        found.append([p.grad.clone() for p in model.trainable_parameters()])
+        model.zero_grad()
+        peaks.append(measure_allocated(way))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+# --- Ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory):
+    """What everything below that runs on two ranks found: starting them takes most of the time."""
+    folder = tmp_path_factory.mktemp("ranks")
+    results = run_ranks(run_everything, folder, make_qwen(folder / "qwen"), limit=240)
+    assert None not in results, "a rank failed; what it printed is above"
+    return results
+
+
+def run_everything(folder, qwen):
+    return {
+        "sums": average_and_sync(),
+        "GRPO": learn_beside_one("GRPO", folder),
+        "PPO": learn_beside_one("PPO", folder),
+        "embedded": shard_and_compare("embedded"),
+        "qwen": shard_and_compare(qwen),
+        "value head": shard_a_value_head(),
+    }
+
+
+def average_and_sync():
+    rank = dist.get_rank()
+    values = torch.arange(6.0).view(2, 3) + 10 * rank
+    mask = torch.tensor([[True, True, False], [rank == 0, False, False]])
+    x = values.clone().requires_grad_()
+    mean = global_masked_mean(x, mask)
+    mean.backward()
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad = torch.tensor([1.0, 3.0]) * (1 + rank)
+    if rank:
+        parameters[1].grad = torch.tensor([8.0])
+    sync_gradients(iter(parameters))
+    return mean.item(), x.grad, [p.grad for p in parameters]
+
+
+def test_means_and_gradients_of_real_ranks_are_those_by_hand(of_ranks):
+    kept = [0.0, 1.0, 3.0, 10.0, 11.0]
+    for rank, (mean, grad, synced) in enumerate(found["sums"] for found in of_ranks):
+        assert mean == pytest.approx(sum(kept) / 5)
+        assert grad.sum().item() == pytest.approx(2 / 5 * (3 - rank))
+        assert_close(synced, [torch.tensor([1.5, 4.5]), torch.tensor([4.0])])
+
+
+def join(memories):
+    left = max(m.prompt_len for m in memories)
+    right = max(m.mask.shape[1] for m in memories)
+    names = [f.name for f in dataclasses.fields(memories[0]) if f.name not in SIZES]
+    joined = {}
+    for name in names:
+        rows = [getattr(m, name) for m in memories]
+        if rows[0] is None:
+            continue
+        for i, (m, x) in enumerate(zip(memories, rows, strict=True)):
+            pads = (
+                left - m.prompt_len if name in ("input_ids", "attention_mask") else 0,
+                right - m.mask.shape[1],
+            )
+            rows[i] = x if x.ndim == 1 else nn.functional.pad(x, pads)
+        joined[name] = torch.cat(rows)
+    return ReplayMemory(group_size=memories[0].group_size, **joined)
+
+
+SIZES = ("num_minibatches", "batches_per_learning_phase", "group_size")
+CASES = {
+    "GRPO": (DataParallelGrpoTrainer, GrpoTrainer, GrpoArgs, {"kl_kind": "exact", "group_size": 4}),
+    "PPO": (DataParallelRLHFTrainer, RLHFTrainer, RLHFArgs, {}),
+}
+
+
+def learn_beside_one(kind, folder):
+    parallel, single, args_class, options = CASES[kind]
+    args = args_class(
+        prompts=TRAIN,
+        batch_size=16,
+        gen_len=16,
+        num_minibatches=1,
+        batches_per_learning_phase=1,
+        warmup_steps=0,
+        total_phases=3,
+        runs_dir=folder,
+        device="cpu",
+        **options,
+    )
+    trainer, alone = parallel(args), single(args)
+    off = []
+    for _ in range(3):
+        memory = trainer.rollout_phase()
+        memories = [None, None]
+        dist.all_gather_object(memories, memory)
+        trainer.learning_phase(memory)
+        alone.learning_phase(join(memories))
+        pairs = zip(
+            trainer.model.trainable_parameters(), alone.model.trainable_parameters(), strict=True
+        )
+        off.append(max((a - b).abs().max().item() for a, b in pairs))
+    ids = [m.input_ids[:, m.prompt_len :].tolist() for m in memories]
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.trainable_parameters()])
+    return off, ids, weights
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_two_ranks_learn_what_one_process_learns_from_their_union(kind, of_ranks):
+    (off, ids, weights), (_, _, others) = (found[kind] for found in of_ranks)
+    assert max(off) < 2e-5
+    assert ids[0] != ids[1]  # seeds of their own
+    assert torch.equal(weights, others)
+
+
+# --- A sharded model ----------------------------------------------------------------------------
+
+
+def make_model(folder, model_class=TransformerWithLora):
+    torch.manual_seed(0)
+    model = model_class.from_pretrained(folder, device="cpu")
+    for layer in model.adapters.values():
+        nn.init.normal_(layer.lora_B, std=0.02)
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_and_compare(folder):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    single = make_model(folder)
+    model = shard_model(make_model(folder), dist.init_device_mesh("cpu", (n,)))
+    ids = torch.randint(3, 500, (4, 12), generator=torch.Generator().manual_seed(1))
+    found = {"held": sum(p.to_local().numel() for p in model.parameters())}
+    found["of"] = sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        found["logits"] = (model(ids) - single(ids)).abs().max().item()
+        with model.reference(), single.reference():
+            found["reference"] = (model(ids) - single(ids)).abs().max().item()
+    optimizers = []
+    for m, rows in ((single, ids), (model, ids.chunk(n)[rank])):
+        optimizer = torch.optim.AdamW(m.trainable_parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = -get_logprobs(m(rows), rows, 1).sum() / ids[:, 1:].numel()
+            (loss * (1 if m is single else n)).backward()
+            optimizer.step()
+        optimizers.append(optimizer)
+    pairs = zip(single.trainable_parameters(), model.trainable_parameters(), strict=True)
+    pairs = [(a, whole(b), a.grad, whole(b.grad)) for a, b in pairs]
+    found["weights"] = max((a - b).abs().max().item() for a, b, _, _ in pairs)
+    found["gradients"] = max((c - d).abs().max().item() for _, _, c, d in pairs)
+    prompts = TRAIN[rank : rank + 2]  # other prompts on each rank
+    generator = torch.Generator().manual_seed(3)
+    with unsharded(model), model.merged():
+        texts = sample_completions(model, prompts, 8, generator=generator).texts
+    generator.manual_seed(3)
+    alone = sample_completions(single, prompts, 8, generator=generator)
+    found["same texts"] = texts == alone.texts
+    with torch.no_grad():
+        found["afterwards"] = (model(ids) - single(ids)).abs().max().item()
+    state = gather_trainable_state(model)
+    single.load_trainable_state(state)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["embedded", "qwen"])
+def test_a_sharded_model_computes_learns_and_samples_as_one(kind, of_ranks):
+    for found in (found[kind] for found in of_ranks):
+        assert found["held"] <= 0.51 * found["of"]
+        assert found["same texts"]
+        for name in ("logits", "reference", "afterwards"):
+            assert found[name] < 2e-4, name
+        assert found["gradients"] < 1e-5
+        assert found["weights"] < 1e-4
+
+
+def shard_a_value_head():
+    single = make_model("embedded", TransformerWithValueHeadLora)
+    model = make_model("embedded", TransformerWithValueHeadLora)
+    for m in (single, model):
+        nn.init.ones_(m.value_head.weight)
+    shard_model(model, dist.init_device_mesh("cpu", (2,)))
+    ids = torch.ones(2, 5, dtype=torch.long)
+    logits, values = model.forward_with_value_head(ids)
+    (logits.sum() + values.sum()).backward()
+    expected = single.forward_with_value_head(ids)
+    off = [(a - b).abs().max().item() for a, b in zip((logits, values), expected, strict=True)]
+    return max(off), all(p.grad is not None for p in model.trainable_parameters())
+
+
+def test_a_sharded_value_head_is_registered(of_ranks):
+    for off, has_gradients in (found["value head"] for found in of_ranks):
+        assert off < 1e-4
+        assert has_gradients
+
+
+def test_a_rank_that_waits_in_vain_gives_up_and_says_where(capsys):
+    def wait_for_nobody():
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+
+    assert run_ranks(wait_for_nobody, timeout=4, limit=60)[0] is None
+    assert re.search(r"\[rank 0\] \w+Error in wait_for_nobody", capsys.readouterr().out)
+
+
+# --- The command --------------------------------------------------------------------------------
+
+OPTIONS = (
+    "--data utils.models.corpus:addition_rows --reward utils.rewards:reward_fn_addition "
+    "--gen-len 16 --batch-size 16 --group-size 4 --num-minibatches 1 "
+    "--batches-per-learning-phase 1 --device cpu --samples-every 0 --warmup-steps 0"
+).split()
+
+
+def start(folder, *options, n_ranks=1, **given):
+    command = [sys.executable, "-m"]
+    if n_ranks > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={n_ranks}", "-m"]
+    command += ["utils.train", "grpo", *OPTIONS, "--runs-dir", str(folder), *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process, timeout=150):
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def test_the_plain_command_is_the_plain_trainer(tmp_path):
+    status, output = finish(start(tmp_path, "--name", "run", "--total-phases", "2"))
+    assert status == 0, output
+    rows = addition_rows()
+    args = GrpoArgs(
+        prompts=[row["prompt"] for row in rows],
+        columns={"answers": [row["answers"] for row in rows]},
+        reward_fn=load_function("utils.rewards:reward_fn_addition"),
+        gen_len=16,
+        batch_size=16,
+        group_size=4,
+        num_minibatches=1,
+        batches_per_learning_phase=1,
+        warmup_steps=0,
+        total_phases=2,
+        samples_every=0,
+        runs_dir=tmp_path,
+        device="cpu",
+    )
+    torch.set_num_threads(1)
+    history = GrpoTrainer(args).train()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for row, line in zip(history, lines, strict=True):
+        found = json.loads(line)
+        row.pop("seconds"), found.pop("seconds")
+        assert found == pytest.approx(row, rel=1e-4, abs=1e-5)
+
+
+def find_ranks(parent):
+    """The processes of the ranks below torchrun's."""
+    import psutil
+
+    return [
+        p for p in psutil.Process(parent).children(recursive=True) if "utils.train" in p.cmdline()
+    ]
+
+
+def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
+    given = ["--total-phases", "6", "--checkpoint-every", "1"]
+    status, output = finish(start(tmp_path, "--name", "whole", *given, n_ranks=2))
+    assert status == 0, output
+    process = start(tmp_path, "--name", "killed", *given, n_ranks=2)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            break
+        time.sleep(0.1)
+    ranks = find_ranks(process.pid)
+    victim = next(p for p in ranks if p.environ()["RANK"] == "1")
+    victim.send_signal(signal.SIGKILL)
+    status, output = finish(process)
+    assert status != 0
+    assert "rank 0 stopped" in output
+    assert f"--resume {tmp_path / 'killed'}" in output
+    assert not any(p.is_running() and p.status() != "zombie" for p in ranks)
+    resumed = start(tmp_path, "--resume", str(tmp_path / "killed"), *given, n_ranks=2)
+    status, output = finish(resumed)
+    assert status == 0, output
+    histories = []
+    for name in ("whole", "killed"):
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        histories.append([{k: v for k, v in row.items() if k != "seconds"} for row in rows])
+    assert histories[0] == histories[1]
+    state = load_checkpoint(tmp_path / "whole" / "checkpoint.pt")
+    alone = DataParallelGrpoTrainer(GrpoArgs(lora_rank=4, device="cpu", runs_dir=tmp_path))
+    with pytest.raises(ValueError, match="2 ranks"):
+        alone.set_state(state)
+
+
+def test_data_and_functions_by_name(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a", "answers": 1}\n\n{"prompt": "b", "answers": 2}\n')
+    assert load_rows(str(path)) == [{"prompt": "a", "answers": 1}, {"prompt": "b", "answers": 2}]
+    (tmp_path / "data.txt").write_text("one\ntwo\n")
+    assert load_rows(str(tmp_path / "data.txt")) == [{"prompt": "one"}, {"prompt": "two"}]
+    assert load_rows("utils.models.corpus:addition_rows") == addition_rows()
+    path.write_text('{"prompt": "a"}\n{"prompt": "b", "answers": 2}\n')
+    for data, match in [
+        (str(path), "row 2"),
+        (str(tmp_path / "none.jsonl"), "no .*none.jsonl"),
+        ("data.csv", "module:function"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            load_rows(data)
+    path.write_text("{oops\n")
+    with pytest.raises(ValueError, match="line 1 should be JSON"):
+        load_rows(str(path))
+    for name, match in [
+        ("utils.rewards", "module:function"),
+        ("utils.nothing:f", "no module"),
+        ("utils.rewards:oops", "check_rewards"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            load_function(name)
+
+
+# --- TRL ----------------------------------------------------------------------------------------
+
+
+def test_the_defaults_of_trl_are_what_the_checks_take_them_for(tmp_path):
+    from trl import GRPOConfig
+
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", bf16=False)
+    for name, value in trl.DEFAULTS.items():
+        if name == "bf16":  # on unless it is switched off, where the machine has it
+            continue
+        found = getattr(config, name)
+        assert getattr(found, "value", found) == value, name
+
+
+def compare_step(folder, sites, prompts, rate=1e-3, **options):
+    """Our loss, gradients and one step against TRL's, on the same completions."""
+    torch.manual_seed(0)
+    args = RlvrArgs(
+        base_model=folder,
+        prompts=prompts,
+        batch_size=16,
+        group_size=4,
+        gen_len=12,
+        num_minibatches=1,
+        batches_per_learning_phase=1,
+        lora_sites=sites,
+        base_lr=rate,
+        warmup_steps=0,
+        final_scale=1.0,
+        ent_coef=0.0,
+        total_phases=1,
+        device="cpu",
+        **options,
+    )
+    trainer = RlvrTrainer(args)
+    for layer in trainer.model.adapters.values():
+        nn.init.normal_(layer.lora_B, std=0.05)
+    other = TransformerWithLora.from_pretrained(folder, sites=sites, device="cpu")
+    other.load_trainable_state(trainer.model.trainable_state())
+    rows = [prompt for prompt in prompts for _ in range(4)]
+    samples = sample_completions(
+        trainer.model, rows, 12, generator=torch.Generator().manual_seed(3)
+    )
+    scores = torch.tensor([float(len(t) % 7 + t.count("e")) for t in samples.texts])
+    trainer.sample_and_score = lambda *_: (samples, scores)
+    (minibatch,) = trainer.rollout_phase().get_minibatches()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    objective.backward()
+    names, parameters = trainer.model.trainable_state(), trainer.model.trainable_parameters()
+    ours = {name: p.grad.clone() for name, p in zip(names, parameters, strict=True)}
+    nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    trainer.optimizer.step()
+    loss, theirs = take_trl_step(other, folder, to_trl_config(args), samples, scores)
+    assert theirs.keys() == ours.keys()
+    scale = min(1.0, 1.0 / nn.utils.get_total_norm(list(ours.values())).item())
+    largest = max(g.abs().max().item() for g in ours.values())
+    # TRL's gradients are seen after clipping, and it minimises.
+    off = max((ours[k] * scale + theirs[k]).abs().max().item() for k in ours) / (largest * scale)
+    pairs = zip(trainer.model.trainable_parameters(), other.trainable_parameters(), strict=True)
+    weights = max((a - b).abs().max().item() for a, b in pairs)
+    return abs(loss + objective.item()), off, weights
+
+
+@pytest.mark.parametrize("loss_mode", ["sequence", "token", "constant"])
+def test_one_step_is_that_of_trl(loss_mode, tmp_path):
+    folder = make_qwen(tmp_path / "qwen")
+    lengths = sorted(TRAIN, key=len)
+    prompts = [lengths[i] for i in (0, 10, 20, -1)]
+    found = compare_step(
+        folder, ("attn.q", "attn.k", "attn.v", "attn.o"), prompts, loss_mode=loss_mode
+    )
+    loss, gradients, weights = found
+    assert loss < 1e-6
+    assert gradients < 1e-5
+    assert weights < 1e-6
+
+
+def test_trl_gives_gpt2_wrong_positions_under_padding(tmp_path):
+    sites = ("attn.o", "mlp.in", "mlp.out")
+    tokenizer = models.load_tokenizer()
+    length = len(tokenizer(TRAIN[0])["input_ids"])
+    alike = [p for p in TRAIN if len(tokenizer(p)["input_ids"]) == length][:4]
+    loss, gradients, _ = compare_step(EMBEDDED_MODEL, sites, alike)
+    assert loss < 1e-6
+    assert gradients < 1e-4
+    lengths = sorted(TRAIN, key=len)
+    _, gradients, _ = compare_step(EMBEDDED_MODEL, sites, [lengths[i] for i in (0, 10, 20, -1)])
+    assert gradients > 0.01
+
+
+# --- A refreshed reference ----------------------------------------------------------------------
+
+
+def make_refreshed(tmp_path, name, **options):
+    args = RefreshArgs(
+        name=name,
+        prompts=TRAIN,
+        total_phases=4,
+        batch_size=16,
+        gen_len=8,
+        num_minibatches=1,
+        refresh_every=1,
+        samples_every=0,
+        checkpoint_every=1,
+        runs_dir=tmp_path,
+        device="cpu",
+        **options,
+    )
+    return RefreshTrainer(args)
+
+
+def test_a_refreshed_run_goes_on_with_its_base(tmp_path):
+    unbroken = make_refreshed(tmp_path, "unbroken")
+    unbroken.train()
+    broken = make_refreshed(tmp_path, "broken")
+    stop = broken.rollout_phase
+    broken.rollout_phase = lambda: stop() if broken.phase < 2 else 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        broken.train()
+    resumed = make_refreshed(tmp_path, None)
+    resumed.load_checkpoint(tmp_path / "broken" / "checkpoint.pt")
+    resumed.train()
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        assert_close(resumed.model(ids), unbroken.model(ids), rtol=0, atol=1e-5)
+        with resumed.model.reference(), unbroken.model.reference():
+            assert_close(resumed.model(ids), unbroken.model(ids), rtol=0, atol=1e-5)
+
+
+def test_own_weights_change_nothing():
+    model, other = make_model("embedded"), make_model("embedded")
+    own_weights(model)
+    ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids), other(ids))
+    assert all("qkv" not in block.attn._modules for block in model.base.blocks)
+
+
+# --- What the chapter says of its recorded runs -------------------------------------------------
+
+RUNS = json.loads((ROOT / "chapters" / "results" / "ch7_scale_runs.json").read_text())
+TEXT = (ROOT / "chapters" / "source" / "ch7_scale.md").read_text()
+
+
+def get_values(name, key):
+    values = [run[key] for run in RUNS if run["run"] == name]
+    assert len(values) >= 3
+    return values
+
+
+def test_two_processes_reach_the_accuracy_of_one():
+    one, two = (get_values(name, "accuracy") for name in ("1 process", "2 processes"))
+    assert min(one) - 0.02 <= min(two)
+    assert max(two) <= max(one) + 0.02
+    assert {
+        len(r) for name in ("1 process", "2 processes") for r in get_values(name, "rewards")
+    } == {40}
+
+
+def test_a_refreshed_reference_lies_on_the_curve_of_fixed_ones():
+    def say(name, key, digits):
+        values = get_values(name, key)
+        numbers = (sum(values) / len(values), min(values), max(values))
+        return "{} [{}, {}]".format(*(f"{x:.{digits}f}" for x in numbers))
+
+    for name in ("refreshed, beta 0.5", "fixed, beta 0.2"):
+        assert say(name, "true", 2) in TEXT
+        assert sum(get_values(name, "kl")) / 3 == pytest.approx(2.8, abs=0.05)
+    means = {
+        name: sum(get_values(name, "true")) / 3
+        for name in (
+            "refreshed, beta 1.0",
+            "fixed, beta 1.0",
+            "refreshed, beta 2.0",
+            "fixed, beta 2.0",
+        )
+    }
+    assert [f"{mean:.1f}" for mean in means.values()] == ["3.3", "1.7", "2.2", "0.7"]
+    assert "(3.3 against 1.7)" in TEXT
+    assert "(2.2 against 0.7)" in TEXT

@@ -1,0 +1,404 @@
+"""Exporting what was trained: as an adapter of PEFT, or as a plain Hugging Face checkpoint.
+
+    python -m utils.models.export runs/my-run out --format peft
+
+A PEFT adapter is small and goes on the base again, in PEFT, TRL or a server. A merged checkpoint
+has W + A B alpha / rank in place of each W, and is loaded like any other model.
+
+Covered are GPT-2, Llama, Mistral, Qwen2 and Qwen3. On Hugging Face's GPT-2 one module, `c_attn`,
+computes q, k and v. Adapters of rank r on the three become one of rank 3r: A side by side, B block
+diagonal. An adapter that PEFT itself made for `c_attn` is of another kind: its q, k and v share A.
+
+Format: PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformer_lens  # noqa: F401  before transformers
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
+
+from utils.models.blocks import GATED
+from utils.models.loading import load_base_model
+from utils.tracking import load_checkpoint
+from utils.validation import require
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."  # of PEFT's names: it wraps the model twice
+CONTENTS = "EXPORTED.txt"  # lists the files of a folder that was written here
+NAMES = {  # of the linear layers in a block: GPT-2's, and those of the other models
+    "attn.q": ("attn.c_attn", "self_attn.q_proj"),
+    "attn.k": ("attn.c_attn", "self_attn.k_proj"),
+    "attn.v": ("attn.c_attn", "self_attn.v_proj"),
+    "attn.o": ("attn.c_proj", "self_attn.o_proj"),
+    "mlp.in": ("mlp.c_fc", "mlp.up_proj"),
+    "mlp.gate": (None, "mlp.gate_proj"),
+    "mlp.out": ("mlp.c_proj", "mlp.down_proj"),
+}
+# Options of PEFT under which an adapter is more than x A B alpha / rank on some linear layers.
+REFUSED = """use_dora use_rslora use_qalora use_bdlora lora_bias modules_to_save target_parameters
+trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config
+monteclora_config""".split()
+FUSED = (
+    ": an adapter that was trained on c_attn as a whole has one A for q, k and v, and cannot be "
+    "taken apart into adapters of this rank"
+)
+STARTS = (True, False, "gaussian", "eva", "orthogonal")  # of A and B; others change the base too
+
+
+# --- The adapters by module -----------------------------------------------------------------------
+
+
+def _is_gpt2(model: Any) -> bool:
+    """Return whether a model is a GPT-2 or not; any that is not covered is a ValueError."""
+    kind, covered = model.base.original_model.config.model_type, ["gpt2", *GATED]
+    require(kind in covered, f"the model's type should be among {covered}, but is {kind!r}")
+    return kind == "gpt2"
+
+
+def group_sites(model: Any) -> dict[str, list[str]]:
+    """Return the sites whose adapters each module of the Hugging Face model holds, by its name.
+
+    Of `c_attn` these are those of q, k and v, in this order, the bridge's; of others it is one.
+    """
+    is_gpt2 = _is_gpt2(model)
+    require(
+        not model.base.compatibility_mode,
+        "the base should have its own weights, but its compatibility_mode has changed them",
+    )
+    groups: dict[str, list[str]] = {}
+    for site in model.adapters:
+        _, index, name = site.split(".", 2)
+        blocks = "transformer.h" if is_gpt2 else "model.layers"
+        groups.setdefault(f"{blocks}.{index}.{NAMES[name][0 if is_gpt2 else 1]}", []).append(site)
+    return groups
+
+
+def _get_margins(module: str, site: str, width: int) -> tuple[int, int]:
+    """Return how many columns of a module's output stand before and after those of a site."""
+    if not module.endswith(".c_attn"):
+        return 0, 0
+    place = "qkv".index(site[-1])
+    return place * width, (2 - place) * width
+
+
+def _gather(
+    model: Any, module: str, sites: list[str]
+) -> tuple[Float[Tensor, "d_in ranks"], Float[Tensor, "ranks d_out"]]:
+    """Return A and B of a module, on the CPU."""
+    layers = [(site, model.adapters[site]) for site in sites]
+    lora_A = torch.cat([layer.lora_A.detach() for _, layer in layers], dim=1)
+    lora_B = [
+        F.pad(layer.lora_B.detach(), _get_margins(module, site, layer.lora_B.shape[1]))
+        for site, layer in layers
+    ]
+    return lora_A.cpu(), torch.cat(lora_B).cpu()
+
+
+# --- PEFT -----------------------------------------------------------------------------------------
+
+
+def save_peft_adapter(model: Any, folder: str | Path) -> None:
+    """Write the adapters of a `TransformerWithLora` to a folder that PEFT loads.
+
+    It gets `adapter_config.json`, which names the base, and `adapter_model.safetensors`. A value
+    head is left out.
+
+    Raises ValueError for another architecture, and for a folder that holds something else.
+    """
+    tensors, ranks = {}, {}
+    for module, sites in group_sites(model).items():
+        lora_A, lora_B = _gather(model, module, sites)
+        tensors[f"{PREFIX}{module}.lora_A.weight"] = lora_A.T.contiguous()
+        tensors[f"{PREFIX}{module}.lora_B.weight"] = lora_B.T.contiguous()
+        ranks[".".join(module.split(".")[-2:])] = lora_A.shape[1]
+    layer = next(iter(model.adapters.values()))
+    rank, scaling = layer.lora_A.shape[1], float(layer.scaling)
+    other_ranks = {name: found for name, found in ranks.items() if found != rank}
+    source = model.base.cfg.model_name
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(Path(source).resolve()) if Path(source).is_dir() else source,
+        "r": rank,
+        "lora_alpha": _get_alpha(scaling, rank),
+        "rank_pattern": other_ranks,
+        "alpha_pattern": {name: _get_alpha(scaling, found) for name, found in other_ranks.items()},
+        "target_modules": sorted(ranks),
+        "fan_in_fan_out": _is_gpt2(model),  # its Conv1D keeps W [d_in d_out]
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    with _write_folder(folder) as new:
+        (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+
+
+def _get_alpha(scaling: float, rank: int) -> int | float:
+    """Return the alpha of a rank, without the rounding error of dividing and multiplying."""
+    alpha = float(f"{scaling * rank:.12g}")
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+def load_peft_adapter(model: Any, folder: str | Path) -> None:
+    """Read into a `TransformerWithLora` what `save_peft_adapter`, PEFT or TRL wrote.
+
+    Nothing but the adapters is changed, and nothing at all unless everything fits.
+
+    Raises ValueError for a missing or damaged file, for options that the course does not have
+    (DoRA, rsLoRA, trained biases, ...), for other sites, ranks or alpha / rank, and for an adapter
+    on GPT-2's `c_attn` that is not three adapters of this rank.
+    """
+    groups, folder = group_sites(model), Path(folder)
+    config, tensors = _read_config(folder / CONFIG), _read_tensors(folder / WEIGHTS)
+    names = {f"{PREFIX}{module}.lora_{which}.weight" for module in groups for which in "AB"}
+    missing, unknown = sorted(names - tensors.keys()), sorted(tensors.keys() - names)
+    require(
+        not missing and not unknown,
+        f"the adapter should have this model's sites, but {len(missing)} tensors are missing "
+        f"{missing[:4]} and {len(unknown)} are unknown {unknown[:4]}",
+    )
+    state: dict[str, Tensor] = {}
+    for module, sites in groups.items():
+        lora_A, lora_B = (tensors[f"{PREFIX}{module}.lora_{which}.weight"].T for which in "AB")
+        expected = [list(own.shape) for own in _gather(model, module, sites)]
+        found = [list(lora_A.shape), list(lora_B.shape)]
+        require(
+            found == expected,
+            f"A and B of {module} should be {expected}, of {len(sites)} times this model's rank, "
+            f"but are {found}" + FUSED * module.endswith(".c_attn"),
+        )
+        _check_scaling(config, module, found[0][1], float(model.adapters[sites[0]].scaling))
+        parts = zip(sites, lora_A.chunk(len(sites), 1), lora_B.chunk(len(sites)), strict=True)
+        for site, part_A, part_B in parts:
+            before, after = _get_margins(module, site, model.adapters[site].lora_B.shape[1])
+            block = F.pad(part_B, (-before, -after))  # negative margins are cut off
+            require(
+                torch.equal(F.pad(block, (before, after)), part_B),
+                f"lora_B of {module} should be block diagonal, but is not{FUSED}",
+            )
+            state |= {f"{site}.lora_A": part_A, f"{site}.lora_B": block}
+    model.load_trainable_state(model.trainable_state() | state)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    require(path.is_file(), f"folder should hold a PEFT adapter, but {path} is not there")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} should be JSON, but is not: {error}") from error
+    require(isinstance(config, dict), f"{path} should hold an object, but holds {config!r}")
+    kind = config.get("peft_type")
+    require(kind == "LORA", f"peft_type in {path} should be 'LORA', but is {kind!r}")
+    for name in REFUSED:
+        value = config.get(name)
+        require(not value, f"{name} in {path} should be off, as the course has none: {value!r}")
+    bias = config.get("bias", "none")
+    require(bias == "none", f"bias in {path} should be 'none', but is {bias!r}")
+    start = config.get("init_lora_weights", True)
+    require(
+        start in STARTS,
+        f"init_lora_weights in {path} should be among {list(STARTS)}, as others change the base's "
+        f"weights, but is {start!r}",
+    )
+    return config
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    require(path.is_file(), f"folder should hold a PEFT adapter, but {path} is not there")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} should be a safetensors file, but is not: {error}") from error
+
+
+def _check_scaling(config: dict[str, Any], module: str, rank: int, scaling: float) -> None:
+    """Raise ValueError unless PEFT would scale a module's adapter of this rank as the course."""
+    found_rank = _look_up(config, "rank_pattern", module, "r")
+    alpha = _look_up(config, "alpha_pattern", module, "lora_alpha")
+    require(
+        found_rank == rank,
+        f"the rank of {module} should be {rank}, as its tensors are, but is {found_rank!r}",
+    )
+    require(
+        isinstance(alpha, int | float) and math.isclose(alpha / rank, scaling),
+        f"alpha / rank of {module} should be {scaling}, but alpha is {alpha!r} and rank {rank}",
+    )
+
+
+def _look_up(config: dict[str, Any], pattern: str, module: str, default: str) -> Any:
+    """Return a module's value: of the first pattern that its name ends in, or the default."""
+    for ending, value in (config.get(pattern) or {}).items():
+        if re.match(rf"(.*\.)?({ending})$", module):
+            return value
+    return config.get(default)
+
+
+# --- A checkpoint of its own ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def save_merged(model: Any, folder: str | Path) -> None:
+    """Write a plain Hugging Face checkpoint with W + A B alpha / rank in place of W.
+
+    The sum is rounded to the base's dtype once. Config, tokenizer and generation config are the
+    base's own, which are read again where it came from; its weights are those in memory, which
+    stay as they are. A value head is left out.
+
+    Raises ValueError for another architecture, and for a folder that holds something else.
+    """
+    groups, base = group_sites(model), model.base
+    source = base.cfg.model_name
+    require(
+        Path(folder).resolve() != Path(source).resolve(),
+        f"folder should be a new one, but {folder} holds the base",
+    )
+    with _write_folder(folder) as new:
+        dtype = next(base.parameters()).dtype
+        plain: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        held = base.original_model.state_dict()
+        weights = {name.replace("._original_component", ""): held[name] for name in held}
+        plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+        for module, sites in groups.items():
+            lora_A, lora_B = _gather(model, module, sites)
+            delta = lora_A @ lora_B * float(model.adapters[sites[0]].scaling)  # [d_in d_out]
+            linear = plain.get_submodule(module)
+            delta = delta if isinstance(linear, Conv1D) else delta.T
+            linear.weight.copy_(linear.weight + delta)  # added in the adapters' dtype
+        plain.save_pretrained(new)
+        AutoTokenizer.from_pretrained(source).save_pretrained(new)
+
+
+@contextmanager
+def _write_folder(folder: str | Path) -> Iterator[Path]:
+    """Yield an empty folder, which takes the place of `folder` if all goes well.
+
+    Raises ValueError where that holds anything but an earlier export.
+    """
+    folder = Path(folder).expanduser().resolve()
+    _require_own(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as beside:
+        new = Path(beside, "new")
+        new.mkdir()
+        yield new
+        (new / CONTENTS).write_text("".join(f"{path.name}\n" for path in sorted(new.iterdir())))
+        if folder.exists():
+            os.replace(folder, Path(beside, "old"))
+        os.replace(new, folder)
+
+
+def _require_own(folder: Path) -> None:
+    if not folder.exists():
+        return
+    require(folder.is_dir(), f"folder should be a folder to write, but {folder} is a file")
+    contents = folder / CONTENTS
+    own = {CONTENTS, *contents.read_text().splitlines()} if contents.is_file() else set()
+    others = sorted(path.name for path in folder.iterdir() if path.name not in own)
+    require(
+        not others,
+        f"folder should be new, or an earlier export, but {folder} holds {others[:4]}",
+    )
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainedAdapter:
+    """Hold an adapter of a run, with the names that a `LoraLayer` has."""
+
+    lora_A: Float[Tensor, "d_in rank"]
+    lora_B: Float[Tensor, "rank d_out"]
+    scaling: float
+
+
+@dataclass
+class TrainedModel:
+    """Hold what a run trained, with the names that a `TransformerWithLora` has."""
+
+    base: Any
+    adapters: dict[str, TrainedAdapter]
+    left_out: list[str]  # tensors that belong to no adapter: of a value head
+
+
+def read_run(folder: str | Path) -> TrainedModel:
+    """Load the base of a run, and the adapters of its checkpoint.
+
+    The base is the one that the run's arguments name: a model that the trainer was handed beside
+    them is not recorded.
+
+    Raises ValueError if the checkpoint is missing or damaged, or does not fit the base.
+    """
+    state = load_checkpoint(Path(folder) / "checkpoint.pt")
+    args, trained = state["args"], state["trainable"]
+    wanted = {"base_model", "lora_rank", "lora_alpha"}
+    require(wanted <= args.keys(), f"{folder} should be a run with {sorted(wanted)}: {args}")
+    rank, scaling = args["lora_rank"], args["lora_alpha"] / args["lora_rank"]
+    names = [name for name in trained if name.endswith((".lora_A", ".lora_B"))]
+    require(names, f"{folder} should hold trained adapters, but has no adapters: {list(trained)}")
+    base = load_base_model(args["base_model"], "cpu", args.get("dtype"))
+    adapters = {}
+    for site in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        for name in (f"{site}.lora_A", f"{site}.lora_B"):
+            require(name in trained, f"{name} is missing from the checkpoint in {folder}")
+        lora_A, lora_B = trained[f"{site}.lora_A"], trained[f"{site}.lora_B"]
+        expected = [*_get_sizes(base, site), rank]
+        found = [lora_A.shape[0], lora_B.shape[1], lora_A.shape[1]]
+        require(
+            found == expected,
+            f"d_in, d_out and rank at {site} should be {expected}, of {args['base_model']!r} and "
+            f"the run's lora_rank, but are {found}",
+        )
+        adapters[site] = TrainedAdapter(lora_A, lora_B, scaling)
+    return TrainedModel(base, adapters, [name for name in trained if name not in names])
+
+
+def _get_sizes(base: Any, site: str) -> tuple[int, ...]:
+    """Return d_in and d_out of the linear layer at a site; nothing where there is none."""
+    try:
+        linear = base.get_submodule(site).original_component
+    except AttributeError:
+        return ()
+    sizes = tuple(linear.weight.shape)
+    return sizes[::-1] if isinstance(linear, nn.Linear) else sizes
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.models.export", description=str(__doc__).splitlines()[0]
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a folder with checkpoint.pt")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or an earlier export")
+    parser.add_argument("--format", choices=("peft", "merged"), required=True)
+    args = parser.parse_args(arguments)
+    try:
+        model = read_run(args.run)
+        save = {"peft": save_peft_adapter, "merged": save_merged}[args.format]
+        save(model, args.out)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
+    if model.left_out:
+        print(f"Left out, as the format has no place for a head: {', '.join(model.left_out)}.")
+    print(f"{args.out} holds the {len(model.adapters)} adapters of {args.run}, as {args.format}.")
+
+
+if __name__ == "__main__":
+    main()
