@@ -1,9 +1,11 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+BOOK := .venv-book
+SLIDES := .venv-slides
 PYTEST := $(PY) -m pytest -n auto --dist loadscope
 
-.PHONY: help start demo real lint quick test test-all chapters release bench
+.PHONY: help start demo real lint quick test test-all chapters book slides release bench
 help:  ## list these commands
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1|/p' Makefile | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
@@ -34,6 +36,12 @@ test-all: lint  ## every mistake through every check and in processes apart, eve
 chapters: $(VENV)/.installed  ## rebuild the notebooks, and run those with solutions
 	$(PY) -m utils.authoring
 
+book: $(BOOK)/.installed  ## the course as a site, dist/book/index.html, read without a network
+	$(BOOK)/bin/python -m utils.authoring.book --repository "$(REPOSITORY)"
+
+slides: $(SLIDES)/.installed  ## the slides of the teaching kit, dist/slides/index.html
+	$(SLIDES)/bin/python -m utils.authoring.slides
+
 release: $(VENV)/.installed  ## course bundles and the autograder, into dist/
 	$(PY) -m utils.authoring.release
 
@@ -45,4 +53,14 @@ $(VENV)/.installed: requirements.txt
 		(echo "Python 3.11 to 3.13 is needed, for example: make PYTHON=python3.12" && exit 1)
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(BOOK)/.installed: utils/authoring/book/requirements.txt
+	$(PYTHON) -m venv $(BOOK)
+	$(BOOK)/bin/python -m pip install --disable-pip-version-check -r $<
+	@touch $@
+
+$(SLIDES)/.installed: utils/authoring/slides/requirements.txt
+	$(PYTHON) -m venv $(SLIDES)
+	$(SLIDES)/bin/python -m pip install --disable-pip-version-check -r $<
 	@touch $@

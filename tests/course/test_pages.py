@@ -8,7 +8,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 NEAR = ("", ".github", "chapters", "solutions", "tests", "utils")
-FOLDERS = (*NEAR, "utils/autograder", "utils/bench")
+FOLDERS = (*NEAR, "chapters/teaching", "utils/autograder", "utils/bench")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LONGEST_FIRST_PAGE = 8192  # bytes
 CODE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)

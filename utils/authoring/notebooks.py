@@ -22,6 +22,7 @@ import io
 import os
 import re
 import tempfile
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from utils.authoring import stubs
+from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
@@ -182,11 +184,18 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
             end = match.end()
         builder.markdown(cell.source[end:])
     _require_every_exercise(chapter, builder.placed)
+    builder.cells[0].source = name_page(builder.cells[0].source, chapter, get_book_address())
     for index, cell in enumerate(builder.cells):
         cell.id = f"{chapter.replace('_', '-')}-{index}"
     notebook = new_notebook(cells=builder.cells, metadata=METADATA)
     notebook.metadata["course"] = {"built": _digest(notebook), "solved": edition.solved}
     return notebook
+
+
+def get_book_address() -> str:
+    """Return where the book is published, from pyproject.toml; empty if it is not."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return settings["tool"]["course"]["book"]
 
 
 def _digest(notebook: NotebookNode) -> str:

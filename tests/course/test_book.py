@@ -1,0 +1,385 @@
+"""The book: how notebooks become pages, where links lead, and the built site in a browser."""
+
+import json
+import os
+import re
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote, urldefrag, urljoin
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from tests.course.test_browser import CHROMIUM, DRIVER
+from tests.course.test_grade import needs_time
+from utils.authoring.book.pages import (
+    CODE,
+    LINK,
+    SOLUTION,
+    Site,
+    describe_pictures,
+    make_chapter,
+    merge_editions,
+    name_page,
+    nest_headings,
+)
+from utils.authoring.book.sources import ROOT, lay_out, list_chapters, list_pages
+from utils.authoring.notebooks import get_book_address
+
+BUILT = ROOT / "dist" / "book"
+SITE = Site(frozenset({"chapters/ch3_grpo.ipynb", "chapters/README.md", "README.md"}))
+SOMEWHERE = Site(SITE.pages, "https://example.org/course/blob/main")
+
+
+# --- Links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "page", "expected"),
+    [
+        ("ch3_grpo.ipynb", "chapters/README.md", "ch3_grpo.ipynb"),
+        ("../README.md#run-it", "chapters/README.md", "../README.md#run-it"),
+        ("solutions/ch3_grpo.ipynb", "README.md", "chapters/ch3_grpo.ipynb"),
+        ("ch3_grpo.ipynb", "solutions/README.md", "../chapters/ch3_grpo.ipynb"),
+        ("chapters/figures/a.png", "README.md", "chapters/figures/a.png"),
+        ("#run-it", "README.md", "#run-it"),
+        ("https://arxiv.org/abs/1", "README.md", "https://arxiv.org/abs/1"),
+        ("LICENSE", "README.md", "file-here:../../LICENSE"),
+        ("../tests/points.toml", "utils/README.md", "file-here:../../../tests/points.toml"),
+    ],
+)
+def test_where_a_link_leads(target, page, expected):
+    assert SITE.link(target, page) == expected
+
+
+def test_files_are_shown_at_the_address_of_the_repository():
+    link = SOMEWHERE.link("../tests/points.toml#L3", "utils/README.md")
+    assert link == "https://example.org/course/blob/main/tests/points.toml#L3"
+
+
+def test_links_in_code_stay():
+    text = "[`a`](LICENSE) `[b](LICENSE)`\n\n```md\n[c](LICENSE)\n```\n\n[d](LICENSE)"
+    assert SITE.link_all(text, "README.md") == (
+        "[`a`](file-here:../../LICENSE) `[b](LICENSE)`\n\n```md\n[c](LICENSE)\n```\n\n"
+        "[d](file-here:../../LICENSE)"
+    )
+
+
+# --- Pages --------------------------------------------------------------------------------------
+
+
+def write_editions():
+    """Return a student's notebook of one exercise, and the same notebook solved."""
+    fold = f"{SOLUTION}\n\n```python\ndef f(): return 1\n```\n\nBecause.\n\n</details>"
+    drawn = {"image/png": "", "text/plain": "<Figure size 600x280 with 1 Axes>"}
+    cells = [
+        (new_markdown_cell("# 3 · Title\n\nProse."), None, []),
+        (new_code_cell("start()", metadata={"tags": ["setup"]}), None, ["ready"]),
+        (new_code_cell("import torch", metadata={"tags": ["imports"]}), None, []),
+        (new_code_cell("show()", metadata={"tags": ["result-loop"]}), None, []),
+        (new_markdown_cell("## Part\n\n```python\n# no heading\n```"), None, []),
+        (new_code_cell("def f(): ...", metadata={"tags": ["exercise"]}), "def f(): return 1", []),
+        (new_code_cell("check(f)", metadata={"tags": ["check"]}), None, ["\x1b[32m✓\x1b[0m one"]),
+        (new_markdown_cell(fold), "Because.", []),
+        (new_code_cell("plot()"), None, []),
+    ]
+    for index, (cell, _, _) in enumerate(cells):
+        cell.id = f"ch3-{index}"
+    student = new_notebook(cells=[cell for cell, _, _ in cells])
+    solved = nbformat.from_dict(json.loads(json.dumps(student)))
+    for cell, (_, source, printed) in zip(solved.cells, cells, strict=True):
+        cell.source = source or cell.source
+        if cell.cell_type == "code":
+            cell.outputs = [new_output("stream", text=text) for text in printed]
+    solved.cells[-1].outputs = [new_output("display_data", drawn)]
+    return student, solved
+
+
+def test_a_page_shows_the_stub_and_folds_the_solution_with_what_its_check_prints():
+    student, solved = write_editions()
+    page = make_chapter(student, solved, "ch3_grpo", SITE)
+    title, setup, result, _, stub, check, fold, plot = page.cells
+    assert "```python\nstart()\n\n\nimport torch\n```" in setup.source
+    assert title.source.startswith("# 3 · Title\n\n{.notebooks}\n")
+    assert "(file-here:../../../chapters/ch3_grpo.ipynb)" in title.source
+    assert "(file-here:../../../solutions/ch3_grpo.ipynb)" in title.source
+    assert (stub.source, stub.outputs, check.outputs) == ("def f(): ...", [], [])
+    assert "remove-input" in result.metadata.tags
+    assert "`check(f)` then prints\n\n```text\n✓ one\n```\n\n</details>" in fold.source
+    assert "def f(): return 1" in fold.source
+    assert plot.outputs == solved.cells[-1].outputs
+    assert plot.metadata.mystnb.image.alt == "A plot, in “Part”"
+
+
+def test_editions_of_two_builds_are_refused():
+    student, solved = write_editions()
+    del solved.cells[4]
+    with pytest.raises(ValueError, match="ch3-4"):
+        merge_editions(student, solved)
+
+
+def test_the_parts_of_a_chapter_stand_below_its_title():
+    texts = ["# Title", "## Before", "# Part\n\n```python\n# code\n```", "## Section"]
+    notebook = new_notebook(cells=[new_markdown_cell(text) for text in texts])
+    nest_headings(notebook)
+    assert [cell.source for cell in notebook.cells] == [
+        "# Title", "### Before", "## Part\n\n```python\n# code\n```", "### Section",
+    ]  # fmt: skip
+    once = new_notebook(cells=[new_markdown_cell(text) for text in texts[:2]])
+    nest_headings(once)
+    assert [cell.source for cell in once.cells] == texts[:2]
+
+
+def test_a_drawing_has_its_own_description():
+    cell = new_code_cell("show()")
+    data = {"image/svg+xml": "<svg/>", "text/plain": "Prompts go to the policy."}
+    cell.outputs = [new_output("display_data", data)]
+    describe_pictures(new_notebook(cells=[cell]))
+    assert cell.metadata.mystnb.image.alt == "Prompts go to the policy."
+
+
+# --- The published address ----------------------------------------------------------------------
+
+
+def test_a_notebook_names_its_page_where_the_book_is_published():
+    student, solved = write_editions()
+    first = student.cells[0]
+    assert name_page(first.source, "ch3_grpo", "") == first.source
+    link = "[This chapter as a page](https://example.org/book/chapters/ch3_grpo.html)"
+    first.source = name_page(first.source, "ch3_grpo", "https://example.org/book/")
+    assert first.source == f"# 3 · Title\n\n{link}\n\nProse."
+    assert link not in make_chapter(student, solved, "ch3_grpo", SITE).cells[0].source
+
+
+def test_the_first_page_links_the_page_of_each_chapter_where_the_book_is_published():
+    first_page, address = (ROOT / "README.md").read_text(encoding="utf-8"), get_book_address()
+    for chapter in list_chapters():
+        assert f"(chapters/{chapter}.ipynb)" in first_page
+        assert not address or f"({address}/chapters/{chapter}.html)" in first_page
+
+
+# --- The course's own pages ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("book") / "source"
+    lay_out(folder)
+    return folder
+
+
+def read_prose(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = nbformat.reads(text, as_version=4).cells
+        text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    return CODE.sub("", text)
+
+
+def test_the_answers_to_exams_are_in_the_repository_alone(sources):
+    pages = list((sources / "chapters" / "teaching").glob("ch*.md"))
+    assert pages
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        original = (ROOT / "chapters" / "teaching" / page.name).read_text(encoding="utf-8")
+        n = original.count('<details class="graded">')
+        assert 'class="graded"' not in text
+        assert text.count("The model answer stands in the repository") == n > 0
+
+
+def read_row(label: str) -> list[float]:
+    """Return the means before and after of a row in the tables of solutions/README.md."""
+    table = (ROOT / "solutions" / "README.md").read_text(encoding="utf-8")
+    row = re.search(rf"\| {re.escape(label)} +\|(.*)\|$", table, re.MULTILINE)
+    return [float(cell.split()[0]) for cell in row[1].split("|")]
+
+
+def test_the_figures_of_both_front_pages_are_those_of_the_tables():
+    pages = [ROOT / "README.md", ROOT / "utils" / "authoring" / "book" / "index.md"]
+    for text in (re.sub(r"\s+", " ", path.read_text(encoding="utf-8")) for path in pages):
+        before, after = read_row("share of right sums, sampled")
+        assert f"from {before:.2f} to {after:.2f}, in two minutes" in text
+        worked = [100 * share for share in read_row("share of worked answers")]
+        assert f"{worked[0]:.0f}%" in text
+        assert f"{worked[1]:.1f}%" in text
+    right = [100 * share for share in read_row("accuracy, sampled")]
+    assert f"from {right[0]:.0f}% right answers to {right[1]:.0f}%" in text
+
+
+def test_every_chapter_is_a_page_and_every_exercise_has_its_folds(sources):
+    assert list_chapters() == sorted(path.stem for path in (ROOT / "chapters").glob("ch*.ipynb"))
+    for chapter in list_chapters():
+        page = nbformat.read(sources / f"chapters/{chapter}.ipynb", as_version=4)
+        tags = [cell.metadata.get("tags", []) for cell in page.cells]
+        stubs = sum("exercise" in cell_tags for cell_tags in tags)
+        folds = [cell.source for cell in page.cells if cell.source.startswith(SOLUTION)]
+        assert len(folds) == stubs > 0
+        assert all("✓" in fold for fold in folds)
+        assert sum("<summary>Hint" in cell.source for cell in page.cells) >= 2 * stubs
+        assert sum(bool(cell.get("outputs")) for cell in page.cells) > 5
+
+
+def test_every_link_of_a_page_leads_to_a_page_or_to_a_file(sources):
+    chapters = [f"chapters/{chapter}.ipynb" for chapter in list_chapters()]
+    lost = []
+    for page in ("index.md", *list_pages(), *chapters):
+        for target in LINK.findall(read_prose(sources / page)):
+            path = urldefrag(target)[0]
+            is_file = path.startswith("file-here:")
+            start = BUILT if is_file else sources
+            there = os.path.normpath(start / Path(page).parent / path.removeprefix("file-here:"))
+            if path and not path.startswith(("https://", "http://")) and not os.path.exists(there):
+                lost.append((page, target))
+    assert lost == []
+
+
+def test_every_page_has_a_place_in_the_table_of_contents(sources):
+    front = (sources / "index.md").read_text(encoding="utf-8")
+    trees = re.findall(r"```\{toctree\}(.*?)```", front, re.DOTALL)
+    entries = re.findall(r"^([\w/*]+)$", "\n".join(trees), re.MULTILINE)
+    listed = {path for entry in entries for path in sources.glob(f"{entry}.*")}
+    found = {*sources.rglob("*.md"), *sources.rglob("*.ipynb")}
+    assert found - listed == {sources / "index.md"}
+
+
+# --- The built site -----------------------------------------------------------------------------
+
+is_built = pytest.mark.skipif(not (BUILT / "index.html").exists(), reason="needs `make book`")
+needs_browser = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER), reason="needs Debian's packages chromium and chromium-driver"
+)
+SETTINGS = [(width, theme) for width in (390, 1280) for theme in ("light", "dark")]
+ELSEWHERE = re.compile(r"^(https?|mailto|data):")
+
+
+def read_built() -> dict[str, str]:
+    """Return the built pages, by their paths."""
+    found = sorted(BUILT.rglob("*.html"))
+    return {path.relative_to(BUILT).as_posix(): path.read_text(encoding="utf-8") for path in found}
+
+
+@is_built
+def test_every_link_of_the_built_site_leads_to_a_file_and_a_place_in_it():
+    pages, lost = read_built(), []
+    ids = {name: {*re.findall(r'\bid="([^"]+)"', html)} for name, html in pages.items()}
+    for name, html in pages.items():
+        for link in re.findall(r'(?:href|src)="([^"]+)"', html):
+            if ELSEWHERE.match(link):
+                continue
+            path, anchor = (unquote(part) for part in urldefrag(link.partition("?")[0]))
+            there = os.path.normpath(BUILT / Path(name).parent / path) if path else BUILT / name
+            places = ids.get(os.path.relpath(there, BUILT), {anchor})
+            if not os.path.exists(there) or (anchor and anchor not in places):
+                lost.append((name, link))
+    assert lost == []
+
+
+@is_built
+def test_the_built_site_fetches_nothing_from_elsewhere():
+    fetched = r"<(?:script|img|iframe|source)[^>]*\bsrc=\"([^\"]+)\"|<link[^>]*\bhref=\"([^\"]+)\""
+    for name, html in read_built().items():
+        found = [one or two for one, two in re.findall(fetched, html)]
+        assert [link for link in found if re.match(r"(https?:)?//", link)] == [], name
+
+
+@pytest.fixture(scope="module")
+def address():
+    """The folder of the course on a free port, so that links to its files lead somewhere."""
+
+    class Silent(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(ROOT)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/dist/book/"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def driver():
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+def open_page(driver, url: str, width: int, theme: str) -> None:
+    """Open a page at a width and in a theme, and wait until its mathematics is set."""
+    screen = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 500}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    driver.get(url)
+    driver.execute_script("localStorage.setItem('theme', arguments[0])", theme)
+    driver.get_log("browser")  # those of the first visit are no others
+    driver.refresh()
+    driver.execute_async_script(
+        "const done = arguments[0]; (window.MathJax?.startup?.promise ?? Promise.resolve())"
+        ".then(() => done())"
+    )
+
+
+FAULTS = """
+const faults = [], here = location.origin;
+const content = document.querySelector(".content");  // Furo cuts off or scrolls what is wider
+const spill = () => content.scrollWidth - content.clientWidth;
+if (content.getBoundingClientRect().right > arguments[0]) faults.push("wider than the screen");
+if (spill() > 0) faults.push(`${spill()} pixels too wide`);
+for (const image of document.images)
+    if (!image.complete || !image.naturalWidth) faults.push(`no image ${image.src}`);
+for (const image of document.querySelectorAll("article img"))
+    if (!image.alt) faults.push(`no words for ${image.src}`);
+for (const math of document.querySelectorAll(".math"))
+    if (!math.querySelector("mjx-container")) faults.push(`not set: ${math.textContent}`);
+for (const wrong of document.querySelectorAll("mjx-merror")) faults.push(wrong.textContent);
+for (const fetched of performance.getEntriesByType("resource"))
+    if (!fetched.name.startsWith(here)) faults.push(`fetched ${fetched.name}`);
+const folds = [...document.querySelectorAll("article details")];
+if (folds.some(fold => fold.open)) faults.push("a fold is open");
+for (const fold of folds) { fold.querySelector("summary").click(); }
+if (folds.some(fold => !fold.open)) faults.push("a fold stays shut");
+if (spill() > 0) faults.push(`${spill()} pixels too wide with its folds open`);
+return faults;
+"""
+
+
+@needs_time
+@is_built
+@needs_browser
+@pytest.mark.parametrize(("width", "theme"), SETTINGS)
+def test_every_page_in_a_browser(driver, address, width, theme):
+    faults = {}
+    for name in read_built():
+        open_page(driver, urljoin(address, name), width, theme)
+        found = driver.execute_script(FAULTS, width)
+        found += [entry["message"] for entry in driver.get_log("browser")]
+        assert driver.execute_script("return document.body.dataset.theme") == theme
+        if found:
+            faults[name] = found
+    assert faults == {}
+
+
+@needs_time
+@is_built
+@needs_browser
+@pytest.mark.parametrize("start", ["http", "file"])
+def test_the_search_finds_the_value_head(driver, address, start):
+    base = address if start == "http" else f"{BUILT.as_uri()}/"
+    open_page(driver, urljoin(base, "search.html?q=value+head"), 1280, "light")
+    count = "return document.querySelectorAll('#search-results li').length"
+    end = time.monotonic() + 20
+    while not driver.execute_script(count) and time.monotonic() < end:
+        time.sleep(0.2)
+    found = driver.find_element("css selector", "#search-results").text
+    assert "PPO" in found
+    assert driver.get_log("browser") == []

@@ -1,0 +1,1 @@
+"""Builds the slides of the teaching kit, `dist/slides/index.html`, from their Markdown."""
