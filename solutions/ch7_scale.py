@@ -55,23 +55,23 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Estimate the bytes at the peak of one update of a GPT-2 with adapters, by cause.
 
-    "weights": n_params in `dtype`. "gradients" and "optimizer": of the n_trainable, in float32, the
-    latter Adam's two moments. "activations": per layer 11 tensors [batch seq d_model] that the
-    backward pass needs, 5 more with adapters on the MLP, and one for the last layer norm.
-    "attention": per layer the pattern [batch heads seq seq]. "logits": [batch seq vocab], and three
-    times [batch completion vocab] for their log-softmax and its gradient. All of these in `dtype`,
-    logits at least in float32.
+    "weights": the n_params in `dtype`. "gradients" and "optimizer": of the n_trainable, the latter
+    Adam's two moments, at least in float32, as adapters are. "activations": what the blocks keep
+    for the backward pass, and the last layer norm's input. "attention": the patterns. "logits":
+    those of the model, and three times the completion's, at least in float32.
     """
-    size = dtype.itemsize
+    size, exact = dtype.itemsize, max(dtype.itemsize, 4)
     tokens = batch * seq
-    per_layer = (16 if mlp_adapters else 11) * tokens * d_model
+    # The inputs of q, k, v (one, unless a cast makes three of it) and of o, and of the MLP.
+    adapter_inputs = (2 if size == exact else 4) + (5 if mlp_adapters else 0)
+    per_layer = (9 * size + adapter_inputs * exact) * tokens * d_model
     return {
         "weights": n_params * size,
-        "gradients": n_trainable * 4,
-        "optimizer": n_trainable * 8,
-        "activations": (n_layers * per_layer + tokens * d_model) * size,
+        "gradients": n_trainable * exact,
+        "optimizer": n_trainable * 2 * exact,
+        "activations": n_layers * per_layer + tokens * d_model * size,
         "attention": n_layers * batch * n_heads * seq**2 * size,
-        "logits": (tokens + 3 * batch * completion) * d_vocab * max(size, 4),
+        "logits": (tokens + 3 * batch * completion) * d_vocab * exact,
     }
 
 
@@ -86,7 +86,8 @@ def accumulate_gradients(
 
     `calc_per_token(model, microbatch)` gives the objective of each token; `aggregate_tokens` makes
     one number of them, in the same `mode`, as if all microbatches were one batch. They may have
-    different numbers of rows and of tokens. Each is freed before the next one runs.
+    different numbers of rows and of tokens. Each is freed before the next one runs. Without any
+    token the objective is 0, and so are its gradients.
     """
     counts = [int(m.mask.sum()) if mode == "token" else len(m.mask) for m in microbatches]
     total = 0.0
@@ -119,7 +120,7 @@ def checkpoint_blocks(model: TransformerWithLora) -> Iterator[TransformerWithLor
     the block anew.
 
     Gradients are the same bit for bit. Both passes have to be inside: the adapters' hooks are on
-    until it is left. It cannot be entered inside `reference()` or `merged()`, nor they inside it.
+    until it is left. It does not nest with `reference()` and `merged()`.
     """
     adapters = model.adapters.items()
     hooks = [hook for site, layer in adapters for hook in make_lora_hooks(site, layer)]
@@ -187,7 +188,8 @@ class DataParallel(RLHFTrainer):
     `args` describe the whole run: each rank samples its share of `batch_size`, whole groups, from
     its own seed. Gradients are averaged, metrics too, and rank 0 alone writes. Rewards, and
     advantages that are normalised over a batch, are normalised over a rank's share of it. In one
-    process it is the trainer itself.
+    process it is the trainer itself. It is made for the objectives of PPO and GRPO, whose means the
+    classes below take over all ranks; another objective needs the same care.
 
     Raises ValueError if a rank's share does not divide into minibatches, or into whole groups.
     """
@@ -230,7 +232,8 @@ class DataParallel(RLHFTrainer):
         self.scheduler.step()
 
     def train(self) -> list[dict[str, float]]:
-        """Run the phases that are left, and return the history: the same on every rank."""
+        """Run the phases that are left, and return the history, the same on every rank but for
+        "seconds"."""
         with Run(self) if self.rank == 0 else SilentRun(self) as run:
             while self.phase < self.args.total_phases:
                 self.metrics.clear()
@@ -331,22 +334,22 @@ def own_weights(model: TransformerWithLora) -> None:
     In the bridge they are views of one weight, which FSDP cannot cut, and whose module never runs.
     Models with separate weights stay as they are.
     """
+
+    def copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        copied = parameter.detach().clone(memory_format=torch.contiguous_format)
+        return nn.Parameter(copied, requires_grad=False)
+
     for block in model.base.blocks:
         attention = block.attn
         if "qkv" not in attention._modules:
             continue
         for part in (attention.q, attention.k, attention.v):
             linear = part.original_component
-            linear.weight = _copy_parameter(linear.weight)
-            linear.bias = _copy_parameter(linear.bias)
+            linear.weight = copy_parameter(linear.weight)
+            linear.bias = copy_parameter(linear.bias)
         del attention._modules["qkv"]
         attention.original_component._modules.pop("c_attn", None)
-    vars(model.base)["plain"] = [None]  # it decoded with the fused weights
-
-
-def _copy_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    copied = parameter.detach().clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(copied, requires_grad=False)
+    vars(model.base)["plain"] = [None]  # Hugging Face's own model, which shares the fused weight
 
 
 def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWithLora:
@@ -370,8 +373,9 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
 def unsharded(model: TransformerWithLora) -> Iterator[TransformerWithLora]:
     """Gather all weights inside, on every rank, and shard them again on leaving.
 
-    For sampling: `get_decoder(model)` then decodes without FSDP, so the ranks may have different
-    prompts. The model itself must not be called inside: its hooks gather and free by themselves.
+    For sampling: `sample_completions` then decodes with the weights themselves, so the ranks may
+    have different prompts. The model must not be called inside: FSDP's hooks would gather and free
+    what is gathered already.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     try:
@@ -393,19 +397,23 @@ def gather_trainable_state(model: TransformerWithLora) -> dict[str, Tensor]:
 
 
 def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
-    """Return arguments of `trl.GRPOConfig` (TRL 1.16) that take the same steps as `GrpoTrainer`.
+    """Return arguments of `trl.GRPOConfig` (TRL 1.16) that take the same step as `GrpoTrainer`.
 
-    Of `RlvrArgs`, what TRL has as well: loss_mode, ratio_level, truncation "mask". The learning
-    rate is constant: ours follows a schedule by phases, TRL's by updates. TRL prepends no bos.
+    With several minibatches in a rollout TRL deals completions to them otherwise. Of `RlvrArgs`,
+    what TRL has as well is translated: loss_mode, ratio_level, truncation "mask". The learning rate
+    is constant, as ours follows a schedule by phases and TRL's by updates. TRL prepends no bos, so
+    hand it prompts that have one.
 
-    Raises ValueError for an argument that TRL's trainer has nothing for: an exact KL, leave-one-out
-    advantages, dynamic sampling, a penalty for truncation.
+    Raises ValueError, with the argument's name, where TRL's trainer has nothing for its value:
+    kl_kind "exact" (unless kl_coef is 0), advantage_kind "leave_one_out", dynamic_sampling,
+    truncation "penalty", refresh_every.
     """
     other = {
         "kl_kind": ("exact", args.kl_kind == "exact" and args.kl_coef > 0),
         "advantage_kind": ("leave_one_out", getattr(args, "advantage_kind", "") == "leave_one_out"),
         "dynamic_sampling": (True, getattr(args, "dynamic_sampling", False)),
         "truncation": ("penalty", getattr(args, "truncation", "") == "penalty"),
+        "refresh_every": (getattr(args, "refresh_every", 0), getattr(args, "refresh_every", 0) > 0),
     }
     for name, (value, is_set) in other.items():
         require(not is_set, f"{name} should be one that TRL's trainer has, but is {value!r}")
@@ -456,7 +464,8 @@ def refresh_reference(trainer: GrpoTrainer) -> None:
     0. New adapters are drawn from `trainer.generator`, as `LoraLayer` draws them. Adam's state of
     the old ones is dropped; a value head and its state stay.
 
-    From then on the adapters alone are not the policy: what is saved has to hold the base.
+    From then on the adapters alone are not the policy: what is saved has to hold the base. In
+    bfloat16 the fold is rounded, and small changes are lost.
     """
     model = trainer.model
     with model.merged():

@@ -72,7 +72,7 @@ def bytes_of_random_shapes(student, rng):
 
 @check("estimate_memory", expected=bytes_of_shapes, rtol=0.0, tier="hardening")
 def bytes_in_other_dtypes(student, rng):
-    """Weights in bfloat16 and float64: adapters stay in float32, logits are never smaller"""
+    """Weights in bfloat16 and float64: adapters, what they read, and logits, at least in float32"""
     shape = _draw_shape(rng)
     return {
         str(dtype): student.estimate_memory(**shape, dtype=dtype)
@@ -706,7 +706,7 @@ def _make_args(rng, args_class=GrpoArgs, **options):
         "advantage_scale": ("batch", "none")[rng.integer(0, 2)],
         "base_lr": rng.integer(1, 9) * 1e-5,
         "max_grad_norm": rng.integer(2, 9) / 10,
-        "seed": rng.integer(1, 99),
+        "dtype": (torch.bfloat16, None)[rng.integer(0, 2)],
     }
     return args_class(**given | options)
 
@@ -740,15 +740,19 @@ def arguments_of_descendants(student, rng):
 
 @check("to_trl_config", tier="hardening")
 def arguments_that_trl_lacks(student, rng):
-    """An exact KL, leave-one-out, dynamic sampling, a penalty: a ValueError names the argument"""
+    """An exact KL, leave-one-out, dynamic sampling, a penalty: an error with the argument's name"""
     cases = {
         "kl_kind": _make_args(rng, kl_kind="exact"),
         "advantage_kind": _make_args(rng, RlvrArgs, advantage_kind="leave_one_out"),
         "dynamic_sampling": _make_args(rng, RlvrArgs, dynamic_sampling=True),
         "truncation": _make_args(rng, RlvrArgs, truncation="penalty"),
     }
+    cases["refresh_every"] = _make_args(rng)
+    cases["refresh_every"].refresh_every = 1  # as RefreshArgs has it
     found = {name: error_of(name, student.to_trl_config, args) for name, args in cases.items()}
-    unused = student.to_trl_config(_make_args(rng, kl_kind="exact", kl_coef=0.0))
+    unset = _make_args(rng, kl_kind="exact", kl_coef=0.0)
+    unset.refresh_every = 0
+    unused = student.to_trl_config(unset)
     return found | {"an exact KL of weight 0": float(trl.read(unused)["beta"])}
 
 

@@ -6,7 +6,8 @@
 
 Every field of the trainer's arguments is an option (`python -m utils.train grpo --help`). Under
 torchrun each process samples its share of `--batch-size`, and all learn as one; the first writes
-the run's folder. A run that stopped, for whatever reason, goes on with `--resume FOLDER` added.
+the run's folder. A run that stopped, for whatever reason, goes on with `--resume FOLDER` added; a
+`kill -9` of the first process loses what came after the last checkpoint (`--checkpoint-every`).
 """
 
 import importlib
@@ -15,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -141,13 +143,16 @@ TRAINERS: dict[type, tuple[type, type]] = {
 
 
 @contextmanager
-def joined():
-    """Join the process group that torchrun has prepared; without torchrun nothing happens."""
+def joined(name: str | None):
+    """Join the process group that torchrun has prepared; without torchrun nothing happens.
+
+    A rank has a GPU of its own where there are GPUs, unless `name` is that of the CPU.
+    """
     if "LOCAL_RANK" not in os.environ:
         yield 0
         return
     device = None
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not str(name).startswith("cpu"):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device else "gloo", timeout=TIMEOUT, device_id=device)
@@ -161,7 +166,7 @@ def train(args: PpoCommand | GrpoCommand) -> list[dict[str, float]]:
     """Train, or go on, on the processes that there are, and return the history."""
     trainer_class, args_class = TRAINERS[type(args)]
     plain = args_class(**{f.name: getattr(args, f.name) for f in fields(args_class)})
-    with joined() as rank:
+    with joined(args.device) as rank:
         trainer = trainer_class(plain)
         if args.resume is not None:
             trainer.load_checkpoint(args.resume / "checkpoint.pt")
@@ -169,8 +174,12 @@ def train(args: PpoCommand | GrpoCommand) -> list[dict[str, float]]:
             history = trainer.train()
         except BaseException as error:
             if trainer.n_ranks > 1:
-                say(f"rank {rank} stopped: {str(error).splitlines()[0]}")
-            if rank == 0 and trainer.folder is not None and trainer.phase > 0:
+                if isinstance(error, Exception):
+                    traceback.print_exc()
+                say(
+                    f"rank {rank} stopped: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                )
+            if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
                 say(f"to go on: the same command with --resume {trainer.folder}")
             if trainer.n_ranks > 1:
                 os._exit(1)  # leaving the group would wait for the ranks that are gone
@@ -185,6 +194,7 @@ def say(line: str) -> None:
 
 
 def stop(signum: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is being saved
     raise SystemExit("asked to stop, as another rank ended or torchrun did")
 
 

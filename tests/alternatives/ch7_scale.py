@@ -34,14 +34,18 @@ def kind_by_kind(
     dtype=torch.float32,
 ):
     n_bytes, found = dtype.itemsize, {}
+    wide = n_bytes if n_bytes > 4 else 4
     hidden = batch * seq * d_model
-    found["logits"] = batch * d_vocab * (seq + completion * 3) * (8 if n_bytes == 8 else 4)
+    found["logits"] = batch * d_vocab * (seq + completion * 3) * wide
     found["attention"] = math.prod((n_layers, n_heads, batch, seq, seq, n_bytes))
     found["activations"] = hidden * n_bytes
     for _ in range(n_layers):
-        found["activations"] += n_bytes * hidden * (2 + 1 + 3 + 1 + 4 + (5 if mlp_adapters else 0))
+        found["activations"] += n_bytes * hidden * (2 + 3 + 4)
+        found["activations"] += wide * hidden * ((3 if n_bytes < 4 else 1) + 1)
+        if mlp_adapters:
+            found["activations"] += wide * hidden * 5
     found["weights"] = n_bytes * n_params
-    found["gradients"], found["optimizer"] = 4 * n_trainable, 2 * 4 * n_trainable
+    found["gradients"], found["optimizer"] = wide * n_trainable, 2 * wide * n_trainable
     return found
 
 
@@ -166,6 +170,8 @@ def what_differs_from_the_defaults(args):
         raise ValueError("advantage_kind: GRPO in TRL has no leave-one-out")
     if rlvr["dynamic_sampling"]:
         raise ValueError("dynamic_sampling is not there")
+    if getattr(args, "refresh_every", 0):
+        raise ValueError("refresh_every: TRL refreshes whole models only")
     if rlvr["truncation"] == "penalty":
         raise ValueError("truncation: no penalty")
     config = dict(

@@ -41,7 +41,7 @@ from utils.models.corpus import addition_rows, review_prompts
 from utils.models.loading import EMBEDDED_MODEL
 from utils.scale.memory import boot_gpt2, make_update, measure_allocated
 from utils.scale.ranks import run_ranks
-from utils.scale.trl import make_qwen, take_trl_step
+from utils.scale.trl import cut, make_qwen, take_trl_step
 from utils.tracking import load_checkpoint
 from utils.train import load_function, load_rows
 
@@ -62,6 +62,8 @@ SHAPES = [
     {"n_layers": 6, "d_model": 256, "n_heads": 8},
     {"mlp_adapters": True},
     {"mlp_adapters": True, "seq": 128, "n_layers": 6},
+    {"dtype": torch.bfloat16, "seq": 128},
+    {"dtype": torch.bfloat16, "mlp_adapters": True},
 ]
 
 
@@ -453,10 +455,9 @@ def compare_step(folder, sites, prompts, rate=1e-3, **options):
         base_lr=rate,
         warmup_steps=0,
         final_scale=1.0,
-        ent_coef=0.0,
         total_phases=1,
         device="cpu",
-        **options,
+        **{"ent_coef": 0.0} | options,
     )
     trainer = RlvrTrainer(args)
     for layer in trainer.model.adapters.values():
@@ -464,9 +465,9 @@ def compare_step(folder, sites, prompts, rate=1e-3, **options):
     other = TransformerWithLora.from_pretrained(folder, sites=sites, device="cpu")
     other.load_trainable_state(trainer.model.trainable_state())
     rows = [prompt for prompt in prompts for _ in range(4)]
-    samples = sample_completions(
-        trainer.model, rows, 12, generator=torch.Generator().manual_seed(3)
-    )
+    generator = torch.Generator().manual_seed(3)
+    samples = sample_completions(trainer.model, rows, 12, args.temperature, generator=generator)
+    samples = cut(samples, torch.randint(2, 13, (16,), generator=generator))
     scores = torch.tensor([float(len(t) % 7 + t.count("e")) for t in samples.texts])
     trainer.sample_and_score = lambda *_: (samples, scores)
     (minibatch,) = trainer.rollout_phase().get_minibatches()
@@ -487,14 +488,22 @@ def compare_step(folder, sites, prompts, rate=1e-3, **options):
     return abs(loss + objective.item()), off, weights
 
 
-@pytest.mark.parametrize("loss_mode", ["sequence", "token", "constant"])
-def test_one_step_is_that_of_trl(loss_mode, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_mode": "sequence"},
+        {"loss_mode": "token"},
+        {"loss_mode": "constant"},
+        {"temperature": 0.7, "advantage_scale": "batch", "ratio_level": "sequence"},
+        {"ent_coef": 0.01, "kl_coef": 0.0, "advantage_scale": "none"},
+    ],
+    ids=str,
+)
+def test_one_step_is_that_of_trl(options, tmp_path):
     folder = make_qwen(tmp_path / "qwen")
     lengths = sorted(TRAIN, key=len)
     prompts = [lengths[i] for i in (0, 10, 20, -1)]
-    found = compare_step(
-        folder, ("attn.q", "attn.k", "attn.v", "attn.o"), prompts, loss_mode=loss_mode
-    )
+    found = compare_step(folder, ("attn.q", "attn.k", "attn.v", "attn.o"), prompts, **options)
     loss, gradients, weights = found
     assert loss < 1e-6
     assert gradients < 1e-5

@@ -26,16 +26,17 @@ def bytes_of_shapes(
         tensors = [torch.empty(shape, dtype=of, device="meta") for shape in shapes]
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    hidden, wide = (batch, seq, d_model), (batch, seq, 4 * d_model)
-    block = [hidden, hidden, hidden, hidden, hidden, hidden, hidden, wide]
-    block += [hidden, wide] if mlp_adapters else []
-    scored = (batch, completion, d_vocab)
     exact = torch.promote_types(dtype, torch.float32)
+    hidden, wide = (batch, seq, d_model), (batch, seq, 4 * d_model)
+    block = [hidden, hidden, hidden, hidden, hidden, wide]  # norms, q, k, v, GELU
+    read = [hidden, hidden] if exact == dtype else [hidden] * 4  # by adapters, in their dtype
+    read += [hidden, wide] if mlp_adapters else []
+    scored = (batch, completion, d_vocab)
     return {
         "weights": measure((n_params,)),
-        "gradients": measure((n_trainable,), of=torch.float32),
-        "optimizer": measure((n_trainable,), (n_trainable,), of=torch.float32),
-        "activations": measure(hidden, *(block * n_layers)),
+        "gradients": measure((n_trainable,), of=exact),
+        "optimizer": measure((n_trainable,), (n_trainable,), of=exact),
+        "activations": measure(hidden, *(block * n_layers)) + measure(*(read * n_layers), of=exact),
         "attention": measure(*[(batch, n_heads, seq, seq)] * n_layers),
         "logits": measure((batch, seq, d_vocab), scored, scored, scored, of=exact),
     }
@@ -168,7 +169,5 @@ def config_by_table(args):
         "lr_scheduler_type": "constant",
         "max_grad_norm": args.max_grad_norm,
         "adam_epsilon": 1e-5,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "seed": args.seed,
+        "bf16": args.dtype is torch.bfloat16,
     }

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-SECONDS = 10  # until a rank that waits in vain is given up
+SECONDS = 30  # until a rank that waits in vain is given up
 
 
 def run_on_ranks(function: Callable[[int], Any], n_ranks: int = 2) -> list[Any]:

@@ -25,8 +25,6 @@ DEFAULTS = {
     "adam_epsilon": 1e-8,
     "weight_decay": 0.0,
     "bf16": True,
-    "gradient_checkpointing": True,
-    "seed": 42,
 }
 
 

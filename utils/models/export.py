@@ -348,6 +348,11 @@ def read_run(folder: str | Path) -> TrainedModel:
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the base.
     """
     state = load_checkpoint(Path(folder) / "checkpoint.pt")
+    require(
+        "base" not in state,
+        f"the run in {folder} changed its base, as a refreshed reference does: load it into its "
+        f"trainer, and call save_merged(trainer.model, ...)",
+    )
     args, trained = state["args"], state["trainable"]
     wanted = {"base_model", "lora_rank", "lora_alpha"}
     require(wanted <= args.keys(), f"{folder} should be a run with {sorted(wanted)}: {args}")

@@ -1,6 +1,7 @@
 """One step of TRL's trainer on completions that are given: to hold a step of one's own against."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ def make_qwen(folder: str | Path) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(EMBEDDED_MODEL).save_pretrained(folder)
     return folder
+
+
+def cut(samples: Any, lengths: Tensor) -> Any:
+    """Return samples whose completions have at most these many tokens; their texts stay."""
+    mask = samples.completion_mask & (
+        torch.arange(samples.completion_mask.shape[1]) < lengths[:, None]
+    )
+    attention = samples.attention_mask.clone()
+    attention[:, samples.prompt_len :] = mask
+    return replace(samples, completion_mask=mask, attention_mask=attention, logprobs=None)
 
 
 class _Gradients(TrainerCallback):
