@@ -148,6 +148,16 @@ LOOPS = {
         new=("prompts", "policy", "completions", "reference", "objective"),
         absent=("value head",),
     ),
+    "ch8_inside": Loop(
+        "Chapter 8: what the loop has changed inside the policy",
+        {
+            "policy": "opened up",
+            "completions": "read by position",
+            "reference": "adapters off",
+        },
+        new=("policy", "reference"),
+        absent=("value head",),
+    ),
 }
 
 

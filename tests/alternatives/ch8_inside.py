@@ -1,0 +1,256 @@
+"""Right answers to chapter 8, written differently."""
+
+import contextlib
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from solutions.ch0_sampling import at_least_float32, calc_entropy
+from utils.grading.known_answers import right
+
+# --- Where --------------------------------------------------------------------------------------
+
+
+@right("measure_kl_by_position")
+def position_by_position(model, samples):
+    ids, attention_mask = samples.input_ids, samples.attention_mask
+    with torch.no_grad():
+        policy = model(ids, attention_mask).log_softmax(-1)
+        with model.reference():
+            reference = model(ids, attention_mask=attention_mask).log_softmax(-1)
+        found = []
+        for t in range(samples.completion_mask.shape[1]):
+            rows = samples.completion_mask[:, t]
+            p, q = (x[rows, samples.prompt_len + t - 1] for x in (policy, reference))
+            kl = nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+            found.append(kl.mean() if len(kl) else policy.new_zeros(()))
+    return torch.stack(found)
+
+
+@right("measure_kl_by_position")
+def cross_entropy_less_entropy(model, samples):
+    mask = samples.completion_mask.double()
+    with torch.no_grad():
+        logits = model(samples.input_ids, samples.attention_mask)[:, samples.prompt_len - 1 : -1]
+        with model.reference():
+            ref = model(samples.input_ids, samples.attention_mask)
+        ref = ref[:, samples.prompt_len - 1 : -1].log_softmax(-1)
+        kl = -(logits.softmax(-1) * ref).sum(-1).double() - calc_entropy(logits.double())
+        return ((kl * mask).sum(0) / mask.sum(0).clamp(min=1)).to(logits.dtype)
+
+
+# --- Which adapters, and how much of each -------------------------------------------------------
+
+
+@right("only_adapters")
+@contextmanager
+def saved_by_hand(model, keep):
+    others = [layer for site, layer in model.adapters.items() if not keep(site)]
+    saved = [layer.lora_B.detach().clone() for layer in others]
+    try:
+        with torch.no_grad():
+            for layer in others:
+                layer.lora_B.zero_()
+        yield model
+    finally:
+        with torch.no_grad():
+            for layer, lora_B in zip(others, saved, strict=True):
+                layer.lora_B.copy_(lora_B)
+
+
+@right("only_adapters")
+class OnlyAdapters:
+    """A context that is a class, and zeroes the other matrix."""
+
+    def __init__(self, model, keep):
+        self.model, self.keep = model, keep
+
+    def __enter__(self):
+        self.saved = {}
+        for site in self.model.adapters:
+            if not self.keep(site):
+                lora_A = self.model.adapters[site].lora_A
+                self.saved[site] = lora_A.data
+                lora_A.data = torch.zeros_like(lora_A.data)
+        return self.model
+
+    def __exit__(self, *error):
+        for site, data in self.saved.items():
+            self.model.adapters[site].lora_A.data = data
+
+
+@right("only_adapters")
+@contextmanager
+def scaled_to_nothing(model, keep):
+    """The factor alpha / rank of the others is 0."""
+    with ExitStack() as stack:
+        for site, layer in model.adapters.items():
+            if not keep(site):
+                stack.callback(setattr, layer, "scaling", layer.scaling)
+                layer.scaling = 0.0
+        yield model
+
+
+@right("truncate_rank")
+@contextmanager
+def projected_onto_its_directions(model, rank):
+    """A times the projection of B onto the kept directions of the output."""
+    if rank < 1:
+        raise ValueError(f"rank is {rank}")
+    state = {name: tensor.clone() for name, tensor in model.trainable_state().items()}
+    try:
+        for layer in model.adapters.values():
+            if rank < layer.lora_A.shape[1]:
+                product = (layer.lora_A @ layer.lora_B).detach().double()
+                v = torch.linalg.svd(product, full_matrices=False).Vh[:rank]
+                layer.lora_B.data = (layer.lora_B.data.double() @ v.T @ v).to(layer.lora_B.dtype)
+        yield model
+    finally:
+        model.load_trainable_state(state)
+
+
+@right("truncate_rank")
+@contextmanager
+def by_the_eigenvectors(model, rank):
+    """The largest directions of the output are eigenvectors of the product's square."""
+    if rank <= 0:
+        raise ValueError("rank should be above 0")
+    kept = {layer: layer.lora_B.data for layer in model.adapters.values()}
+    try:
+        with torch.no_grad():
+            for layer in kept:
+                if rank < layer.rank:
+                    delta = layer.compute_delta().double()
+                    v = torch.linalg.eigh(delta.T @ delta).eigenvectors[:, -rank:]
+                    layer.lora_B.data = (layer.lora_B.double() @ v @ v.T).to(layer.lora_B.dtype)
+        yield model
+    finally:
+        for layer, lora_B in kept.items():
+            layer.lora_B.data = lora_B
+
+
+# --- What the layers know -----------------------------------------------------------------------
+
+
+@right("get_logit_lens")
+def hooks_on_the_base(model, input_ids, attention_mask=None):
+    caught = {}
+    hooks = [
+        (f"blocks.{i}.hook_resid_post", lambda x, hook, i=i: caught.update({i: x}))
+        for i in range(model.cfg.n_layers)
+    ]
+    with torch.no_grad(), model.base.hooks(fwd_hooks=hooks):
+        model(input_ids, attention_mask)
+    streams = torch.stack([caught[i] for i in range(model.cfg.n_layers)])
+    return at_least_float32(model.base.unembed(model.base.ln_final(streams)))
+
+
+@right("get_logit_lens")
+@torch.no_grad()
+def inputs_of_the_next_block(model, input_ids, attention_mask=None):
+    """A block's output is the next one's input, and the last one's is that of the final norm."""
+    names = [f"blocks.{i}.hook_in" for i in range(1, model.cfg.n_layers)] + ["ln_final.hook_in"]
+    streams = []
+    for name in names:
+        model._run([(name, lambda x, hook: streams.append(x))], input_ids, attention_mask)
+    w = model.base.unembed.W_U
+    logits = torch.stack([model.base.ln_final(x) @ w for x in streams])
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+# --- Causes -------------------------------------------------------------------------------------
+
+
+@right("patch")
+def with_a_mask_of_columns(model, input_ids, hook_name, source, position=None, attention_mask=None):
+    def put(x, hook):
+        if x.shape != source.shape:
+            raise ValueError(f"source has shape {tuple(source.shape)}")
+        columns = torch.zeros(x.shape[1], dtype=torch.bool)
+        columns[slice(None) if position is None else position] = True
+        shape = [1, len(columns)] + [1] * (x.ndim - 2)
+        return torch.where(columns.view(shape), source, x)
+
+    with model.reference(), model.base.hooks(fwd_hooks=[(hook_name, put)]):
+        return model(input_ids, attention_mask)
+
+
+@right("patch")
+def in_place(model, input_ids, hook_name, source, position=None, attention_mask=None):
+    where = slice(None) if position is None else [position]
+
+    def put(x, hook):
+        if list(x.shape) != list(source.shape):
+            raise ValueError("source should have the activation's shape")
+        x[:, where] = source[:, where]
+        return x
+
+    with torch.no_grad(), model.reference():
+        return model._run([(hook_name, put)], input_ids, attention_mask)
+
+
+@right("find_direction")
+def two_means(model, input_ids, hook_name, attention_mask=None):
+    means = []
+
+    def add_up(x, hook):
+        means.append(x[:, -1].double().mean(0).to(x.dtype))
+
+    with torch.no_grad(), model.base.hooks(fwd_hooks=[(hook_name, add_up)]):
+        model(input_ids, attention_mask)
+        with model.reference():
+            model(input_ids, attention_mask)
+    return means[0] - means[1]
+
+
+@right("find_direction")
+@torch.no_grad()
+def prompt_by_prompt(model, input_ids, hook_name, attention_mask=None):
+    total, caught = 0.0, {}
+    for row in range(len(input_ids)):
+        mask = None if attention_mask is None else attention_mask[row : row + 1]
+        for name in ("policy", "reference"):
+            run = model.reference() if name == "reference" else contextlib.nullcontext()
+            hook = (hook_name, lambda x, hook, name=name: caught.update({name: x[0, -1]}))
+            with run:
+                model._run([hook], input_ids[row : row + 1], mask)
+        total = total + (caught["policy"] - caught["reference"]) / len(input_ids)
+    return total
+
+
+@right("steer")
+@contextmanager
+def by_torch_cat(model, hook_name, direction, scale=1.0):
+    def hook(x, hook):
+        if x.size(1) <= 1:
+            return None
+        return torch.cat([x[:, :-1], x[:, -1:] + scale * direction], dim=1)
+
+    with ExitStack() as stack:
+        stack.enter_context(model.reference())
+        stack.enter_context(model.base.hooks(fwd_hooks=[(hook_name, hook)]))
+        yield model
+
+
+@right("steer")
+@contextmanager
+def where_no_cache_is_given(model, hook_name, direction, scale=1.0):
+    """The steps of sampling are told by their cache."""
+    run, change = model._run, scale * direction.detach()
+
+    def steered(hooks, input_ids, attention_mask, **kwargs):
+        def add(x, hook):
+            x = x.clone()
+            x[:, -1] = x[:, -1] + change
+            return x
+
+        is_prompt = kwargs.get("past_key_values") is None
+        return run(hooks + [(hook_name, add)] * is_prompt, input_ids, attention_mask, **kwargs)
+
+    with model.reference():
+        model._run = steered
+        try:
+            yield model
+        finally:
+            del model._run

@@ -1,0 +1,234 @@
+"""Chapter 8 by plain Hugging Face: adapters folded into the weights, torch's own hooks on blocks.
+
+What a context of the chapter promises of `model(ids, attention_mask)` is computed without the
+bridge; inside an oracle's context the model's forward pass is that of plain Hugging Face.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributions import Categorical, kl_divergence
+from torch.func import functional_call
+
+from tests.support import models
+
+
+def get_deltas(model):
+    """What each adapter adds to its weight, [d_in d_out], by site."""
+    return {
+        site: (layer.lora_A @ layer.lora_B * layer.alpha / layer.rank).detach()
+        for site, layer in model.adapters.items()
+    }
+
+
+def fold(weights, site, delta, kind):
+    """Add to the weight of a plain Hugging Face model what an adapter adds."""
+    _, layer, part, name = site.split(".")
+    if kind in models.D_HEAD:
+        names = {"in": "up", "gate": "gate", "out": "down"}
+        module = f"self_attn.{name}" if part == "attn" else f"mlp.{names[name]}"
+        key, change = f"model.layers.{layer}.{module}_proj.weight", delta.T
+    elif name in ("q", "k", "v"):
+        key = f"transformer.h.{layer}.attn.c_attn.weight"
+        change = torch.zeros_like(weights[key])
+        width, place = len(change), "qkv".index(name)
+        change[:, place * width : (place + 1) * width] = delta
+    else:
+        module = {"o": "attn.c_proj", "in": "mlp.c_fc", "out": "mlp.c_proj"}[name]
+        key, change = f"transformer.h.{layer}.{module}.weight", delta
+    weights[key] = (weights[key] + change).to(weights[key].dtype)
+
+
+@torch.no_grad()
+def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
+    """Logits, and each block's output. `edit` is (layer, function of that block's output)."""
+    hf = models.load_hf(kind, dtype)
+    blocks = hf.model.layers if kind in models.D_HEAD else hf.transformer.h
+    weights = dict(hf.named_parameters())
+    for site, delta in deltas.items():
+        fold(weights, site, delta, kind)
+    outputs, handles = {}, []
+
+    def watch(layer):
+        def hook(module, args, output):
+            x = output[0] if isinstance(output, tuple) else output
+            if edit is not None and edit[0] == layer:
+                x = edit[1](x)
+            outputs[layer] = x
+            return (x, *output[1:]) if isinstance(output, tuple) else x
+
+        return hook
+
+    attention = torch.ones_like(ids) if attention is None else attention
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    try:
+        handles = [block.register_forward_hook(watch(i)) for i, block in enumerate(blocks)]
+        given = {"attention_mask": attention, "position_ids": positions}
+        logits = functional_call(hf, weights, (ids,), given).logits
+    finally:
+        for handle in handles:
+            handle.remove()
+    return logits, [outputs[layer] for layer in range(len(blocks))]
+
+
+def get_dtype(model):
+    return next(model.base.original_model.parameters()).dtype
+
+
+@contextlib.contextmanager
+def computing(model, forward):
+    """Inside, the model's forward pass is this function."""
+    model.forward = forward
+    try:
+        yield model
+    finally:
+        del model.forward
+
+
+def get_layer(hook_name):
+    """Of the name of a block's output."""
+    start, layer, end = hook_name.split(".")
+    assert (start, end) == ("blocks", "hook_out")
+    return int(layer)
+
+
+# --- Oracles ------------------------------------------------------------------------------------
+
+
+def kl_by_rows(kind):
+    """One row at a time, without its padding; torch.distributions."""
+
+    def measure(model, samples):
+        sums = torch.zeros(samples.completion_mask.shape[1], dtype=get_dtype(model))
+        counts = torch.zeros_like(sums)
+        deltas, dtype, start = get_deltas(model), get_dtype(model), samples.prompt_len
+        rows = zip(samples.input_ids, samples.attention_mask, samples.completion_mask, strict=True)
+        for ids, attention, mask in rows:
+            n_pads = int((attention[:start] == 0).sum())
+            real = ids[None, n_pads:]
+            both = [run_plain(kind, dtype, d, real)[0][0] for d in (deltas, {})]
+            for t in range(len(mask)):
+                if mask[t]:
+                    place = start - n_pads + t - 1
+                    policy, reference = (Categorical(logits=x[place]) for x in both)
+                    sums[t] += kl_divergence(policy, reference)
+                    counts[t] += 1
+        return torch.where(counts > 0, sums / counts.clamp(min=1), torch.zeros_like(sums))
+
+    return measure
+
+
+def only_by_folding(kind):
+    """Fold in the products that are kept, and no others."""
+
+    def context(model, keep):
+        kept = {site: delta for site, delta in get_deltas(model).items() if keep(site)}
+
+        def forward(ids, attention=None):
+            return run_plain(kind, get_dtype(model), kept, ids, attention)[0]
+
+        return computing(model, forward)
+
+    return context
+
+
+def truncated_by_numpy(kind):
+    """Sum up outer products of numpy's singular vectors."""
+
+    def context(model, rank):
+        if rank < 1:
+            raise ValueError("the rank is too small")
+        cut = {}
+        for site, delta in get_deltas(model).items():
+            u, s, v = np.linalg.svd(delta.double().numpy())
+            terms = [s[i] * np.outer(u[:, i], v[i]) for i in range(min(rank, len(s)))]
+            cut[site] = torch.as_tensor(sum(terms)).to(delta.dtype)
+
+        def forward(ids, attention=None):
+            return run_plain(kind, get_dtype(model), cut, ids, attention)[0]
+
+        return computing(model, forward)
+
+    return context
+
+
+def lens_by_hugging_face(kind):
+    """Each block's output through the modules that end the model."""
+
+    def lens(model, input_ids, attention_mask=None):
+        dtype = get_dtype(model)
+        deltas = get_deltas(model) if model._mode == "hooked" else {}
+        _, outputs = run_plain(kind, dtype, deltas, input_ids, attention_mask)
+        hf = models.load_hf(kind, dtype)
+        norm = hf.model.norm if kind in models.D_HEAD else hf.transformer.ln_f
+        with torch.no_grad():
+            logits = [nn.functional.linear(norm(x), hf.lm_head.weight) for x in outputs]
+            return torch.stack(logits).to(torch.promote_types(dtype, torch.float32))
+
+    return lens
+
+
+def patch_by_hugging_face(kind):
+    """A hook of torch's on a block."""
+
+    def patched(model, input_ids, hook_name, source, position=None, attention_mask=None):
+        def put(x):
+            if position is None:
+                return source
+            columns = [x[:, i] for i in range(x.shape[1])]
+            columns[position] = source[:, position]
+            return torch.stack(columns, dim=1)
+
+        edit = (get_layer(hook_name), put)
+        return run_plain(kind, get_dtype(model), {}, input_ids, attention_mask, edit)[0]
+
+    return patched
+
+
+def direction_by_rows(kind):
+    """One prompt at a time, without its padding."""
+
+    def find(model, input_ids, hook_name, attention_mask=None):
+        layer, dtype, deltas = get_layer(hook_name), get_dtype(model), get_deltas(model)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        differences = []
+        for ids, attention in zip(input_ids, attention_mask, strict=True):
+            real = ids[attention.bool()][None]
+            policy, reference = (
+                run_plain(kind, dtype, d, real)[1][layer][0, -1] for d in (deltas, {})
+            )
+            differences.append(policy - reference)
+        return torch.stack(differences).mean(0)
+
+    return find
+
+
+def steer_by_hugging_face(kind):
+    """Without a cache: every step reads the whole text anew, and adds at the prompt's end."""
+
+    def context(model, hook_name, direction, scale=1.0):
+        layer, dtype = get_layer(hook_name), get_dtype(model)
+
+        def forward(ids, attention_mask=None, past_key_values=None, return_type="logits", **_):
+            seen = past_key_values
+            if seen is None:
+                seen = SimpleNamespace(ids=ids, end=ids.shape[1] - 1)
+            else:
+                seen = SimpleNamespace(ids=torch.cat([seen.ids, ids], dim=1), end=seen.end)
+
+            def add(x):
+                change = torch.zeros_like(x)
+                change[:, seen.end] = scale * direction
+                return x + change
+
+            logits, _ = run_plain(kind, dtype, {}, seen.ids, attention_mask, (layer, add))
+            new = logits[:, -ids.shape[1] :]
+            return new if return_type == "logits" else (new, seen)
+
+        return computing(model, forward)
+
+    return context
