@@ -67,7 +67,7 @@ def only_adapters(
 ) -> Iterator[TransformerWithLora]:
     """Leave on, inside, the adapters whose site passes `keep`; the others add nothing.
 
-    `keep` gets the full name of a site, such as "blocks.3.mlp.out". It holds for all that the model
+    `keep` gets the full name of a site, such as "blocks.0.attn.q". It holds for all that the model
     does inside, `merged()` and sampling included. On leaving, also after an error, the adapters are
     as before, bit for bit.
     """
@@ -194,6 +194,7 @@ def patch(
         return model._run([(hook_name, put_in)], input_ids, attention_mask)
 
 
+@torch.no_grad()
 def find_direction(
     model: TransformerWithLora,
     input_ids: Int[Tensor, "batch seq"],

@@ -276,6 +276,12 @@ def _is_recomputed(observed, reference):
         )
     if observed["kept inside"] > 0.5 * observed["kept outside"]:
         return "inside, the forward pass keeps nearly as much as outside"
+    return _find_other_logits(observed["logits"], reference["logits"])
+
+
+def _find_other_logits(observed, reference):
+    if not torch.allclose(observed, reference, atol=1e-3, rtol=1e-3):
+        return "the logits should be those of the adapted model"
     return None
 
 
@@ -289,10 +295,11 @@ def blocks_keep_their_inputs_alone(student, rng):
     _, outside = _count_saved(lambda: model(ids).sum())
     runs.clear()
     with student.checkpoint_blocks(model):
-        output, inside = _count_saved(lambda: model(ids).sum())
-        output.backward()
+        output, inside = _count_saved(lambda: model(ids))
+        output.sum().backward()
     original.remove()
-    return {"kept inside": inside, "kept outside": outside, "runs of a block": len(runs)}
+    found = {"kept inside": inside, "kept outside": outside, "runs of a block": len(runs)}
+    return found | {"logits": output.detach()}
 
 
 def _is_left(observed, reference):
@@ -307,7 +314,7 @@ def _is_left(observed, reference):
         return "an error inside should come out"
     if not torch.allclose(observed["logits inside"], observed["logits before"], atol=1e-4):
         return "inside, the logits should be those of the adapted model"
-    return None
+    return _find_other_logits(observed["logits before"], reference["logits before"])
 
 
 @check("checkpoint_blocks", holds=_is_left, float64=False, tier="hardening")
@@ -596,7 +603,7 @@ def _is_sharded(observed, reference):
         return (
             "after a forward pass weights stay gathered: the root needs reshard_after_forward=True"
         )
-    return None
+    return _find_other_logits(observed["logits"], reference["logits"])
 
 
 @check("shard_model", points=2, holds=_is_sharded, float64=False)
@@ -615,8 +622,8 @@ def each_rank_holds_half(student, rng):
         found = {"the model itself": model is ranks[rank], "share": measure(model)}
         found["blocks"] = sum(isinstance(block, FSDPModule) for block in model.base.blocks)
         with torch.no_grad():
-            model(ids)
-        return found | {"share after a forward": measure(model)}
+            logits = model(ids).clone()
+        return found | {"share after a forward": measure(model), "logits": logits}
 
     return run_on_ranks(be)[0]
 
@@ -670,6 +677,7 @@ def ranks_sample_apart(student, rng):
 def sharded_again_after_an_error(student, rng):
     """An error inside comes out, and the model is sharded again"""
     ranks = [make_model(TransformerWithLora, rng, "shallow") for _ in range(2)]
+    ids = rng.integers(3, 512, 1, 5)
 
     def be(rank):
         model = shard(ranks[rank], dist.init_device_mesh("cpu", (2,)))
@@ -679,7 +687,10 @@ def sharded_again_after_an_error(student, rng):
                 raise ArithmeticError("inside")
         except ArithmeticError:
             again = [hasattr(p, "to_local") for p in model.parameters()]
-            return {"gathered inside": all(whole), "sharded again": all(again)}
+            with torch.no_grad():
+                logits = model(ids).clone()
+            found = {"gathered inside": all(whole), "sharded again": all(again)}
+            return found | {"logits afterwards": logits}
 
     return run_on_ranks(be)[0]
 
@@ -753,7 +764,10 @@ def arguments_that_trl_lacks(student, rng):
     unset = _make_args(rng, kl_kind="exact", kl_coef=0.0)
     unset.refresh_every = 0
     unused = student.to_trl_config(unset)
-    return found | {"an exact KL of weight 0": float(trl.read(unused)["beta"])}
+    return found | {
+        "an exact KL of weight 0": float(trl.read(unused)["beta"]),
+        "another argument": float(trl.read(unused)["epsilon"]),
+    }
 
 
 # --- refresh_reference --------------------------------------------------------------------------
@@ -813,6 +827,8 @@ def _is_refreshed(observed, reference):
     for kind, found in observed.items():
         before = found["logits before"]
         scale = 2e-5 * max(1.0, float(before.abs().max()))
+        if wrong := _find_other_logits(before, reference[kind]["logits before"]):
+            return f"{kind}: {wrong}"
         if (found["logits after"] - before).abs().max() > scale:
             return f"{kind}: the logits should stay as they were"
         if (found["logits of the reference"] - found["logits after"]).abs().max() > 0:
@@ -845,6 +861,8 @@ def _goes_on(observed, reference):
         return "hooks are left on the model"
     if not torch.equal(observed["q, k, v"], observed["fused"]):
         return "q, k and v should still be views of GPT-2's one weight, which is what is exported"
+    if not torch.allclose(observed["fused"], reference["fused"], atol=1e-3):
+        return "the weights should be W + A B alpha / rank"
     if observed["learning rate"] != reference["learning rate"]:
         return "learning rates and schedule should stay"
     return None

@@ -257,8 +257,11 @@ def truncated_merged_and_yielded(student, rng):
 
 
 def _is_left_alone(observed, reference):
-    for name, changed in observed.items():
-        if changed:
+    if not torch.equal(observed["the adapters"], reference["the adapters"]):
+        return "the adapters should be those of the policy"
+    for rank in (RANK, RANK + 1, 50):
+        name = f"rank {rank}"
+        if observed[name]:
             return f"{name}: adapters of rank {RANK} should be left alone, to the bit"
     return None
 
@@ -274,7 +277,8 @@ def ranks_that_cut_nothing(student, rng):
             inside = copy_weights(model)
         changed = [name for name in before if not torch.equal(before[name], inside[name])]
         found[f"rank {rank}"] = ", ".join(changed)
-    return found
+    flat = [inside[name].flatten() for name in sorted(inside)]
+    return found | {"the adapters": torch.cat(flat)}
 
 
 @check("truncate_rank", tier="hardening")

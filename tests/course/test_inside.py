@@ -293,7 +293,7 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("grpo", ("lens", "policy", 2), 2, "the third at {}, at"),
     ("grpo", ("lens", "policy", 3), 3, "the end at {}. So"),
     ("grpo", ("curve", 0, "accuracy_direct"), 2, "`A`, rises from {} to"),
-    ("grpo", ("curve", 40, "accuracy_direct"), 2, " to {}: while"),
+    ("grpo", ("curve", 40, "accuracy_direct"), 2, " to {}: probably"),
     ("grpo", ("curve", 0, "accuracy_worked"), 2, "of worked answers, {} before"),
     ("grpo", ("curve", 40, "accuracy_worked"), 2, " before and {} after,"),
     ("grpo", ("curve", 8, "accuracy_worked"), 2, "a little lower, {}."),
@@ -315,10 +315,10 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("ppo", ("kl", "by_position", 2), 2, "the third token, {}, where"),
     ("ppo", ("ablations", "layer 3", "alone", "sentiment"), 2, "of the way, {}, and"),
     ("ppo", ("ablations", "layer 2", "alone", "sentiment"), 2, "on the seed, {}. So"),
-    ("ppo", ("directions", 1, "doses", 1, "sentiment"), 2, "all by itself: {}, where"),
+    ("ppo", ("directions", 1, "doses", 1, "sentiment"), 2, "cheerful by itself: {}, where"),
     ("ppo", ("directions", 1, "random", 0), 2, "random one gives {}. After"),
-    ("control", ("directions", 3, "doses", 5, "first"), 2, "from them, to {} in"),
-    ("control", ("kl", "by_position", 0), 2, "1, and only {} nats"),
+    ("control", ("directions", 3, "doses", 5, "first"), 2, "away* from them, to {}, and"),
+    ("control", ("kl", "by_position", 0), 2, ", and only {} nats stand"),
     ("control", ("none", "accuracy"), 2, "has risen from {} to"),
     ("control", ("all", "accuracy"), 2, " to {}. It"),
     ("control", ("ablations", "layer 3", "alone", "accuracy"), 2, "is right in {} of"),
@@ -433,5 +433,5 @@ def test_the_mood_of_reviews_is_on_many_tokens_and_held_redundantly():
     for run in get_runs("ppo"):
         assert 0.05 < run["kl"]["tokens_of_nine_tenths"] < 0.3
         assert max(run["kl"]["by_position"]) == run["kl"]["by_position"][2]
-        assert all(p["without"]["sentiment"] > 0.7 for p in run["ablations"].values())
+        assert all(p["without"]["sentiment"] > 0.75 for p in run["ablations"].values())
         assert run["ranks"]["1"]["sentiment"] > 0.9
