@@ -282,7 +282,7 @@ def find_native(model: Any) -> tuple[NativeModel, bool] | None:
 def has_own_forward(model: Any) -> bool:
     """Return whether a model and its adapters compute what their classes say: nobody made a
     subclass or an object with another forward pass."""
-    if any("forward" in vars(module) for module in model.modules()):
+    if any("forward" in vars(module) for module in model.modules()) or "_run" in vars(model):
         return False
     if not hasattr(model, "merged"):  # a bridge alone
         return True
