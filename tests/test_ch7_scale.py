@@ -45,7 +45,7 @@ from utils.grading.checks import check
 )
 def worked_bytes(student, rng):
     """2 layers of width 8 with 2 heads, 32 words, 3 rows of 10 tokens, the last 4 of them scored"""
-    return student.estimate_memory(1000, 100, 2, 8, 2, 32, batch=3, seq=10, completion=4)
+    return dict(student.estimate_memory(1000, 100, 2, 8, 2, 32, batch=3, seq=10, completion=4))
 
 
 def _draw_shape(rng):
@@ -66,8 +66,8 @@ def _draw_shape(rng):
 def bytes_of_random_shapes(student, rng):
     """Random shapes, with adapters on attention and on the MLP too"""
     shapes = [_draw_shape(rng) for _ in range(3)]
-    found = {f"shape {i}": student.estimate_memory(**shape) for i, shape in enumerate(shapes)}
-    return found | {"MLP": student.estimate_memory(**shapes[0], mlp_adapters=True)}
+    found = {f"shape {i}": dict(student.estimate_memory(**shape)) for i, shape in enumerate(shapes)}
+    return found | {"MLP": dict(student.estimate_memory(**shapes[0], mlp_adapters=True))}
 
 
 @check("estimate_memory", expected=bytes_of_shapes, rtol=0.0, tier="hardening")
@@ -75,8 +75,9 @@ def bytes_in_other_dtypes(student, rng):
     """Weights in bfloat16 and float64: adapters, what they read, and logits, at least in float32"""
     shape = _draw_shape(rng)
     return {
-        str(dtype): student.estimate_memory(**shape, dtype=dtype)
-        for dtype in (torch.bfloat16, torch.float64)
+        f"{dtype}, MLP {mlp}": dict(student.estimate_memory(**shape, mlp_adapters=mlp, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float16, torch.float64)
+        for mlp in (False, True)
     }
 
 
@@ -188,7 +189,7 @@ def one_microbatch_at_a_time(student, rng):
     return {
         "gradients before the second": before,
         "afterwards": model.weight.grad.clone(),
-        "type": type(value).__name__ if type(value) is type(again) else "mixture",
+        "type": "float" if isinstance(value, float) and isinstance(again, float) else "other",
     }
 
 
@@ -202,7 +203,9 @@ def microbatches_without_tokens(student, rng):
             microbatches[i].mask.zero_()
         microbatches[0].mask[0, 0] = name == "one token"
         value = student.accumulate_gradients(model, microbatches, _per_token, "token")
-        found[name] = {"the value": float(value), "weight": model.weight.grad}
+        grad = model.weight.grad  # None is no gradient, as zeros are
+        grad = torch.zeros_like(model.weight) if grad is None else grad
+        found[name] = {"the value": float(value), "weight": grad}
     return found
 
 
@@ -312,6 +315,8 @@ def _is_left(observed, reference):
             return f"{name}, blocks should no longer be recomputed"
     if not observed["the error"]:
         return "an error inside should come out"
+    if not observed["the model"]:
+        return "the context should give the model"
     if not torch.allclose(observed["logits inside"], observed["logits before"], atol=1e-4):
         return "inside, the logits should be those of the adapted model"
     return _find_other_logits(observed["logits before"], reference["logits before"])
@@ -335,8 +340,9 @@ def the_model_is_as_before(student, rng):
 
     found = {}
     look("before")
-    with student.checkpoint_blocks(model):
+    with student.checkpoint_blocks(model) as inside:
         found["logits inside"] = model(ids).detach()
+        found["the model"] = inside is model
     look("after")
     found["the error"] = False
     try:
@@ -603,6 +609,12 @@ def _is_sharded(observed, reference):
         return (
             "after a forward pass weights stay gathered: the root needs reshard_after_forward=True"
         )
+    if observed["base trained"]:
+        return "the base should stay frozen"
+    for name in ("gradients", "gradients elsewhere"):
+        for shape, expected in reference["gradients"].items():
+            if not torch.allclose(observed[name][shape], expected, atol=1e-3, rtol=1e-3):
+                return "the gradients should be averaged over the ranks"
     return _find_other_logits(observed["logits"], reference["logits"])
 
 
@@ -623,9 +635,16 @@ def each_rank_holds_half(student, rng):
         found["blocks"] = sum(isinstance(block, FSDPModule) for block in model.base.blocks)
         with torch.no_grad():
             logits = model(ids).clone()
-        return found | {"share after a forward": measure(model), "logits": logits}
+        found["share after a forward"] = measure(model)
+        found["base trained"] = any(p.requires_grad for p in model.base.parameters())
+        rows = ids + rank  # other data on each rank: gradients are averaged
+        model(rows).log_softmax(-1)[..., 3].sum().backward()
+        gradients = [_whole(p.grad) for p in model.trainable_parameters()]
+        found["gradients"] = trainers.canonical(gradients)
+        return found | {"logits": logits}
 
-    return run_on_ranks(be)[0]
+    first, second = run_on_ranks(be)
+    return first | {"gradients elsewhere": second["gradients"]}
 
 
 def _sample_unsharded(student, rng, kind):
@@ -692,7 +711,8 @@ def sharded_again_after_an_error(student, rng):
             found = {"gathered inside": all(whole), "sharded again": all(again)}
             return found | {"logits afterwards": logits}
 
-    return run_on_ranks(be)[0]
+    first, second = run_on_ranks(be)
+    return {"rank 0": first, "rank 1": second}
 
 
 # --- to_trl_config ------------------------------------------------------------------------------
@@ -722,7 +742,9 @@ def _make_args(rng, args_class=GrpoArgs, **options):
     return args_class(**given | options)
 
 
-@check("to_trl_config", public=True, points=3, seeds=2, expected=config_by_table, rtol=1e-6)
+@check(
+    "to_trl_config", public=True, points=3, seeds=2, expected=config_by_table, rtol=1e-6, atol=0.0
+)
 def arguments_of_grpo(student, rng):
     """None of the arguments is TRL's default: what TRL's trainer would read"""
     return {"config": trl.read(student.to_trl_config(_make_args(rng)))}
@@ -814,10 +836,14 @@ def _refresh(student, rng, kind):
     changed = [not torch.equal(a, layer.lora_A) for a, layer in zip(old, layers, strict=True)]
     found["A is new"] = all(changed)
     found["moments left"] = sum(
-        bool(state.get("exp_avg", torch.zeros(1)).abs().sum() > 0)
+        any(bool((torch.as_tensor(x) != 0).any()) for x in state.values())
         for state in map(trainer.optimizer.state.get, model.trainable_parameters())
         if state
     )
+    (group,) = trainer.optimizer.param_groups
+    same = {id(p) for p in group["params"]} == {id(p) for p in model.trainable_parameters()}
+    found["the optimizer has them"] = same
+    found["maximises"] = bool(group["maximize"])
     found["trained"] = [bool(p.requires_grad) for p in model.trainable_parameters()]
     found["base trained"] = any(w.requires_grad for w in weights)
     return found
@@ -843,6 +869,10 @@ def _is_refreshed(observed, reference):
             return f"{kind}: A should be uniform in ±1/sqrt(d_in)"
         if found["moments left"]:
             return f"{kind}: Adam's moments of the old adapters should be dropped"
+        if not found["the optimizer has them"]:
+            return f"{kind}: the optimizer should hold the new adapters: fill the old tensors"
+        if not found["maximises"]:
+            return f"{kind}: the optimizer should maximise, as before"
         if not all(found["trained"]) or found["base trained"]:
             return f"{kind}: adapters should be trained and the base frozen, as before"
     return None

@@ -28,8 +28,27 @@ DEFAULTS = {
 }
 
 
+# What does not change the step of one process, at the values that TRL has where nothing is given.
+HARMLESS = {
+    "top_p": 1.0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "fp16": False,
+    "warmup_steps": 0,
+    "delta": None,
+    "sync_ref_model": False,
+}
+FREE = {"seed", "gradient_checkpointing", "output_dir", "report_to", "use_cpu", "shuffle_dataset"}
+FREE |= {"logging_steps", "save_strategy", "remove_unused_columns", "num_train_epochs", "use_vllm"}
+
+
 def read(config: dict) -> dict:
     """The arguments that matter, as TRL reads them: defaults, and what one says by another."""
+    sizes = {"steps_per_generation", "generation_batch_size"}
+    others = config.keys() - DEFAULTS.keys() - FREE - sizes
+    strange = {name for name in others if HARMLESS.get(name, config) != config[name]}
     found = DEFAULTS | config
     per_device = found.pop("per_device_train_batch_size")
     accumulation = found.pop("gradient_accumulation_steps")
@@ -44,5 +63,7 @@ def read(config: dict) -> dict:
         found["lr_scheduler_type"]
     )
     known = {name: found[name] for name in DEFAULTS if name in found}
-    sizes = {"completions an update": per_device * accumulation, "completions a rollout": rollout}
-    return known | sizes
+    known["arguments that TRL lacks or that change the step"] = sorted(strange)
+    known["both batch sizes of a rollout"] = sizes <= config.keys()
+    known["completions an update"] = per_device * accumulation
+    return known | {"completions a rollout": rollout}
