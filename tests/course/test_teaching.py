@@ -8,6 +8,7 @@ import json
 import re
 import statistics
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ NOTES = re.compile(r"^:::\{revealjs-notes\}\n(.*?)\n:::$", re.MULTILINE | re.DOT
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 SMALL = 20  # integers up to here are counts and section numbers
 MOST_WORDS = 45  # on a slide, besides its notes
+MOST_SLIDES = 21  # per class, besides the spare ones
 
 every_chapter = pytest.mark.parametrize("chapter", CHAPTERS)
 
@@ -128,6 +130,22 @@ def test_the_first_page_and_the_index_name_every_chapter():
         assert f"]({chapter}.md)" in index
 
 
+def test_the_first_page_has_the_points_of_every_chapter():
+    points = tomllib.loads((ROOT / "tests" / "points.toml").read_text(encoding="utf-8"))
+    first = (KIT / "README.md").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^\| .*\]\((\w+)\.md\) .*\| (\d+) \|$", first, re.MULTILINE))
+    sums = {name: sum(one["points"] for one in points[name].values()) for name in CHAPTERS}
+    assert {name: int(number) for name, number in found.items()} == sums
+
+
+def test_the_mark_counts_the_pairs_of_sentences_that_the_weeks_ask_for():
+    first = (KIT / "README.md").read_text(encoding="utf-8")
+    weeks = re.findall(r"^\| \d \|.*, (one|two|three) pairs? of sentences \|$", first, re.MULTILINE)
+    pairs = sum(("one", "two", "three").index(word) + 1 for word in weeks)
+    assert len(weeks) == 4
+    assert f"sentence points / {4 * pairs} " in first
+
+
 @every_chapter
 def test_numbers_stand_in_the_executed_notebook(chapter):
     page = get_sections(read(KIT, chapter))
@@ -148,7 +166,11 @@ def test_no_line_of_a_solution_is_given_away(chapter):
 @every_chapter
 def test_a_deck_has_big_pictures_and_few_words(chapter):
     slides = get_slides(read(DECKS, chapter))
-    assert 12 <= len(slides) <= 20
+    titles = [slide.splitlines()[0].lstrip("# ") for slide in slides]
+    n_shown = titles.index("Spare slides") if "Spare slides" in titles else len(slides)
+    n_classes = read(KIT, chapter).count("\n## In class")
+    assert 12 <= n_shown <= MOST_SLIDES * n_classes
+    assert titles[n_shown - 1] == "Take home"
     for slide in slides:
         (notes,) = NOTES.findall(slide)
         assert len(notes.split()) >= 5
