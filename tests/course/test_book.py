@@ -19,9 +19,11 @@ from tests.course.test_grade import needs_time
 from utils.authoring.book.pages import (
     CODE,
     LINK,
+    NOTEBOOKS,
     SOLUTION,
     Site,
     describe_pictures,
+    fold_results,
     make_chapter,
     merge_editions,
     name_page,
@@ -105,14 +107,40 @@ def test_a_page_shows_the_stub_and_folds_the_solution_with_what_its_check_prints
     title, setup, result, _, stub, check, fold, plot = page.cells
     assert "```python\nstart()\n\n\nimport torch\n```" in setup.source
     assert title.source.startswith("# 3 · Title\n\n{.notebooks}\n")
-    assert "(file-here:../../../chapters/ch3_grpo.ipynb)" in title.source
-    assert "(file-here:../../../solutions/ch3_grpo.ipynb)" in title.source
+    assert "(file-here:../notebooks/chapters/ch3_grpo.ipynb)" in title.source
+    assert "(file-here:../notebooks/solutions/ch3_grpo.ipynb)" in title.source
+    published = make_chapter(student, solved, "ch3_grpo", SOMEWHERE).cells[0].source
+    assert "(https://example.org/course/blob/main/chapters/ch3_grpo.ipynb)" in published
     assert (stub.source, stub.outputs, check.outputs) == ("def f(): ...", [], [])
     assert "remove-input" in result.metadata.tags
     assert "`check(f)` then prints\n\n```text\n✓ one\n```\n\n</details>" in fold.source
     assert "def f(): return 1" in fold.source
     assert plot.outputs == solved.cells[-1].outputs
     assert plot.metadata.mystnb.image.alt == "A plot, in “Part”"
+
+
+def test_results_are_folded_between_a_question_to_predict_and_its_answer():
+    def run(text):
+        return new_code_cell("run()", outputs=[new_output("stream", text=text)])
+
+    answer = "<details>\n<summary>Answer</summary>\n\nThis.\n\n</details>"
+    cells = [
+        new_markdown_cell("## Part\n\nProse."), run("shown"),
+        new_markdown_cell("**Predict.** Which?"), run("folded"), new_code_cell("prints = nothing"),
+        new_markdown_cell("Look at both."), run("folded, too"),
+        new_markdown_cell(answer), run("shown"),
+        new_markdown_cell("**Predict.** And now?"), run("folded"),
+        new_markdown_cell(f"{answer}\n\n**Predict.** And then?"), run("folded"),
+        new_markdown_cell("## Next part"), run("shown"),
+    ]  # fmt: skip
+    notebook = new_notebook(cells=cells)
+    fold_results(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code" and cell.outputs:
+            is_folded = "hide-output" in cell.metadata.get("tags", [])
+            assert is_folded == cell.outputs[0].text.startswith("folded")
+        else:
+            assert "hide-output" not in cell.metadata.get("tags", [])
 
 
 def test_editions_of_two_builds_are_refused():
@@ -207,7 +235,7 @@ def test_the_figures_of_both_front_pages_are_those_of_the_tables():
         assert f"{worked[0]:.0f}%" in text
         assert f"{worked[1]:.1f}%" in text
     right = [100 * share for share in read_row("accuracy, sampled")]
-    assert f"from {right[0]:.0f}% right answers to {right[1]:.0f}%" in text
+    assert f"is right in {right[0]:.0f}% before and {right[1]:.0f}% after" in text
 
 
 def test_every_chapter_is_a_page_and_every_exercise_has_its_folds(sources):
@@ -232,6 +260,7 @@ def test_every_link_of_a_page_leads_to_a_page_or_to_a_file(sources):
             is_file = path.startswith("file-here:")
             start = BUILT if is_file else sources
             there = os.path.normpath(start / Path(page).parent / path.removeprefix("file-here:"))
+            there = there.replace(f"{BUILT}/{NOTEBOOKS}", str(ROOT))  # copied when it is built
             if path and not path.startswith(("https://", "http://")) and not os.path.exists(there):
                 lost.append((page, target))
     assert lost == []

@@ -41,7 +41,9 @@ def build_student(chapter: str, folder: Path, folded_solutions: bool = True) -> 
         )
         return
     notebook = build(chapter, Edition(folded_solutions=folded_solutions))
-    embed_results(chapter, notebook)
+    solved = SOLUTIONS / f"{chapter}.ipynb"
+    executed = nbformat.read(solved, as_version=4) if solved.exists() else notebook
+    embed_results(chapter, notebook, executed)
     write(notebook, path)
 
 
@@ -49,7 +51,7 @@ def build_solved(chapter: str) -> None:
     start = time.perf_counter()
     notebook = execute(build(chapter, Edition(solved=True)), SOLUTIONS)
     save_figures(chapter, notebook)
-    embed_results(chapter, notebook)
+    embed_results(chapter, notebook, notebook)
     write(notebook, SOLUTIONS / f"{chapter}.ipynb")
     tqdm.write(f"{chapter}: executed in {time.perf_counter() - start:.0f} s")
 
@@ -58,7 +60,7 @@ def renew_checks(chapter: str) -> None:
     path = SOLUTIONS / f"{chapter}.ipynb"
     notebook = nbformat.read(path, as_version=4)
     check_anew(chapter, notebook)
-    embed_results(chapter, notebook)
+    embed_results(chapter, notebook, notebook)
     write(notebook, path)
 
 

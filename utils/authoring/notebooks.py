@@ -295,8 +295,9 @@ def save_loop(chapter: str) -> None:
     (FIGURES / f"{chapter}-loop.svg").write_text(draw_loop(chapter), encoding="utf-8")
 
 
-def embed_results(chapter: str, notebook: NotebookNode) -> None:
-    """Put the pictures below the cells that show them, so that they are seen before any run."""
+def embed_results(chapter: str, notebook: NotebookNode, executed: NotebookNode) -> None:
+    """Put the pictures below the cells that show them, so that they are seen before any run, and
+    with them the words that stand beside them in the executed notebook."""
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
             if not tag.startswith("result-"):
@@ -308,9 +309,19 @@ def embed_results(chapter: str, notebook: NotebookNode) -> None:
                 data["text/plain"] = describe_loop(chapter)
             elif path.exists():
                 data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
+                data["text/plain"] = find_description(executed, path.stem.partition("-")[2])
             else:
                 continue
             cell.outputs = [nbformat.v4.new_output("display_data", data)]
+
+
+def find_description(executed: NotebookNode, name: str) -> str:
+    """Return the words that stand beside a plot in an executed notebook."""
+    for cell in executed.cells:
+        if f"figure-{name}" in cell.metadata.get("tags", []):
+            data = [output.get("data", {}) for output in cell.outputs]
+            return next((d["text/plain"] for d in data if "image/png" in d), "")
+    return ""
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

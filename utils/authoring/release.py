@@ -27,7 +27,7 @@ DATE = (2026, 1, 1, 0, 0, 0)  # two builds are byte-equal
 SHARED = (
     "LICENSE", "requirements.txt", "solutions/__init__.py", "tests/__init__.py",
     "tests/support/__init__.py", "tests/oracles/__init__.py", "utils/__init__.py",
-    "utils/course.py", "utils/evaluation.py",
+    "utils/course.py", "utils/describing.py", "utils/evaluation.py",
     "utils/plotting.py", "utils/preferences.py", "utils/prompts.py", "utils/rewards.py",
     "utils/tracking.py", "utils/validation.py",
     "utils/models/**/*", "utils/scale/*.py", "utils/course/__init__.py", "utils/course/checking.py",

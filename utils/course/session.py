@@ -11,10 +11,12 @@ import torch
 import transformer_lens  # noqa: F401  before transformers
 from IPython import get_ipython
 from IPython.display import SVG, Image, display
+from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from utils.course import attached, stale_cells
 from utils.course.checking import YELLOW, is_solution, is_solved, paint, run_and_print
+from utils.describing import describe_figure
 from utils.grading.checks import boot_models, get_chapters, get_checks, get_reference
 from utils.grading.judging import Verdict, count_points
 from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
@@ -37,6 +39,7 @@ def start(chapter: str) -> None:
     choose_threads()
     stale_cells.watch()
     _watch_classes(chapter)
+    _describe_figures()
     done = _load_progress()
     exercises = [name for name in get_checks(chapter)]
     boot_models()
@@ -65,6 +68,13 @@ def _watch_classes(chapter: str) -> None:
             if getattr(old, "__module__", "") == __name__:  # of a set-up cell that ran before
                 shell.events.unregister(event, old)
         shell.events.register(event, callback)
+
+
+def _describe_figures() -> None:
+    """Put a plot's description beside its picture, where a reader of the screen finds it."""
+    if (shell := get_ipython()) is not None:
+        plain = shell.display_formatter.formatters["text/plain"]
+        plain.for_type(Figure, lambda figure, printer, _: printer.text(describe_figure(figure)))
 
 
 def choose_threads() -> None:

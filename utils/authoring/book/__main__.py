@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sphinx.cmd.build import main as run_sphinx
 
-from utils.authoring.book.sources import ROOT, lay_out
+from utils.authoring.book.sources import ROOT, copy_notebooks, lay_out
 
 OUT = ROOT / "dist" / "book"
 
@@ -37,6 +37,7 @@ def main() -> None:
         status = run_sphinx([*options, "-j", "auto", "-q", "-W", source, built])
         if status:
             sys.exit(status)
+        copy_notebooks(Path(built))
         shutil.rmtree(OUT, ignore_errors=True)
         shutil.copytree(built, OUT)
     print(f"{OUT.relative_to(ROOT)}/index.html: built in {time.perf_counter() - start:.0f} s")

@@ -46,6 +46,8 @@ mathjax3_config = {"options": {"enableMenu": False}}  # what the menu offers is 
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_code_prompt_show = "Show the result"  # of a question to predict
+nb_code_prompt_hide = "Hide the result"
 
 suppress_warnings = ["misc.highlighting_failure"]  # csv, which pygments does not know
 

@@ -24,6 +24,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NAMED = re.compile(r"^\[This chapter as a page\]\(.*\)$\n*", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
+NOTEBOOKS = "notebooks"  # the folder of their copies in the site
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def make_chapter(
     page = merge_editions(student, solved)
     nest_headings(page)
     describe_pictures(page)
+    fold_results(page)
     path = f"chapters/{chapter}.ipynb"
     for cell in page.cells:
         if cell.cell_type == "markdown":
@@ -111,13 +113,18 @@ def put_below_title(text: str, paragraph: str) -> str:
 
 
 def link_notebooks(chapter: str, site: Site) -> str:
-    """Return the paragraph of a page that leads to its two notebooks."""
+    """Return the paragraph of a page that leads to its two notebooks: in the repository where its
+    address is known, else to their copies in the site."""
     paths = [f"{folder}/{chapter}.ipynb" for folder in ("chapters", "solutions")]
-    mine, solved = (site.link_file(path, paths[0]) for path in paths)
+    mine, solved = (
+        site.link_file(path, paths[0]) if site.repository else f"file-here:../{NOTEBOOKS}/{path}"
+        for path in paths
+    )
     return (
         "{.notebooks}\n"
         f"This page as a notebook: [to fill in]({mine}) · [solved]({solved}). In the course's "
-        f"folder, `.venv/bin/python -m jupyterlab {paths[0]}` opens it."
+        f"folder ([how to install it](../README.md)), `.venv/bin/python -m jupyterlab {paths[0]}` "
+        "opens it. On this page, “your run” is the run of the solved notebook."
     )
 
 
@@ -175,7 +182,8 @@ def nest_headings(notebook: NotebookNode) -> None:
 def describe_pictures(notebook: NotebookNode) -> None:
     """Give each picture words for those who do not see it.
 
-    A drawing has a description of its own; a plot is named after the section that it stands in.
+    A drawing and a plot bring their description with them; any other picture is named after the
+    section that it stands in.
     """
     section = ""
     for cell in notebook.cells:
@@ -185,5 +193,19 @@ def describe_pictures(notebook: NotebookNode) -> None:
         for output in cell.outputs:
             data = output.get("data", {})
             if "image/svg+xml" in data or "image/png" in data:
-                own = data.get("text/plain", "") if "image/svg+xml" in data else ""
-                cell.metadata.mystnb = {"image": {"alt": own or f"A plot, in “{section}”"}}
+                own = data.get("text/plain", "<")
+                alt = f"A plot, in “{section}”" if own.startswith("<") else own
+                cell.metadata.mystnb = {"image": {"alt": alt}}
+
+
+def fold_results(notebook: NotebookNode) -> None:
+    """Fold what cells printed and drew between a question to predict and its answer."""
+    is_asked = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            text = CODE.sub("", cell.source)
+            is_asked = "**Predict" in text.rpartition("</details>")[2] or (
+                is_asked and not re.search(r"^## |<summary>(Answer|What to see)", text, re.M)
+            )
+        elif is_asked and cell.outputs:
+            cell.metadata.tags = [*cell.metadata.get("tags", []), "hide-output"]

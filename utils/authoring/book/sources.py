@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 
-from utils.authoring.book.pages import FIGURES, Site, make_chapter
+from utils.authoring.book.pages import FIGURES, NOTEBOOKS, Site, make_chapter
 
 ROOT = Path(__file__).parents[3]
 FRONT = Path(__file__).with_name("index.md")
@@ -66,3 +66,12 @@ def lay_out(folder: Path, repository: str = "") -> None:
     lines = FRONT.read_text(encoding="utf-8").splitlines()
     kept = [line for line in lines if "*" not in line or " " in line or [*folder.glob(f"{line}.*")]]
     (folder / FRONT.name).write_text("\n".join(kept), encoding="utf-8")
+
+
+def copy_notebooks(site: Path) -> None:
+    """Copy both editions of each chapter's notebook into the built site, to be downloaded."""
+    for chapter in list_chapters():
+        for edition in ("chapters", "solutions"):
+            path = f"{edition}/{chapter}.ipynb"
+            (site / NOTEBOOKS / edition).mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, site / NOTEBOOKS / path)

@@ -1,0 +1,82 @@
+"""Plots in words, for those who do not see them."""
+
+from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
+from matplotlib.figure import Figure
+
+MOST = 8  # curves, or bars, that are told one by one
+
+
+def describe_figure(figure: Figure) -> str:
+    """Describe a figure: each panel's title and axes, and where its curves begin and end."""
+    bars = [axes for axes in figure.axes if axes.get_label() == "<colorbar>"]
+    panels = [_describe_panel(axes) for axes in figure.axes if axes not in bars]
+    panels = [panel for panel in panels if panel]
+    scales = [bar.get_ylabel() or bar.get_xlabel() for bar in bars]
+    words = [f"Colours show {scale}." for scale in dict.fromkeys(filter(None, scales))]
+    if title := figure.get_suptitle():
+        words.insert(0, f"{title}.")
+    if len(panels) > 1:
+        panels = [f"({place}) {panel}" for place, panel in enumerate(panels, start=1)]
+        words.insert(0, f"{len(panels)} panels.")
+    return " ".join(["Plot.", *words, *panels])
+
+
+def _describe_panel(axes: Axes) -> str:
+    said = [*_describe_curves(axes), *_describe_bars(axes), *_describe_grids(axes)]
+    points = sum(len(drawn.get_offsets()) for drawn in axes.collections if _is_scatter(drawn))
+    said += [f"{points} points"] * (points > 0)
+    if not said:  # a picture of text
+        said = [text.get_text() for text in axes.texts if text.get_fontweight() == "bold"]
+    if not said:
+        return ""
+    across, up = axes.get_xlabel(), axes.get_ylabel()
+    named = f"{up} by {across}" if across and up else across or up
+    head = ", ".join(filter(None, (axes.get_title(), named)))
+    return f"{head}: {'; '.join(said)}." if head else f"{'; '.join(said)}."
+
+
+def _is_scatter(drawn) -> bool:
+    return type(drawn).__name__ == "PathCollection"
+
+
+def _describe_curves(axes: Axes) -> list[str]:
+    said = []
+    for line in axes.get_lines():
+        heights = [float(y) for y in line.get_ydata() if float(y) == float(y)]
+        if len(heights) < 3 or len(set(heights)) == 1:
+            continue  # a rule, not a curve
+        first, last, low, high = heights[0], heights[-1], min(heights), max(heights)
+        label = str(line.get_label())
+        curve = f"{'a curve' if label.startswith('_') else label} from {first:.3g} to {last:.3g}"
+        beyond = 0.1 * (high - low)
+        curve += f", at least {low:.3g}" * (low < min(first, last) - beyond)
+        curve += f", at most {high:.3g}" * (high > max(first, last) + beyond)
+        said.append(curve)
+    return said[:MOST] + [f"{len(said) - MOST} more curves"] * (len(said) > MOST)
+
+
+def _describe_bars(axes: Axes) -> list[str]:
+    said = []
+    for bars in axes.containers:
+        if not isinstance(bars, BarContainer):
+            continue
+        heights = [bar.get_height() for bar in bars]
+        label = str(bars.get_label())
+        name = "bars" if label.startswith("_") else label
+        if len(heights) <= MOST:
+            said.append(f"{name} {', '.join(f'{height:.3g}' for height in heights)}")
+        else:
+            highest = heights.index(max(heights)) + 1
+            said.append(f"{name}: {len(heights)} bars, {min(heights):.3g} to {max(heights):.3g}, "
+                        f"the highest is number {highest}")  # fmt: skip
+    return said
+
+
+def _describe_grids(axes: Axes) -> list[str]:
+    said = []
+    for image in axes.get_images():
+        values = image.get_array()
+        rows, columns = values.shape[:2]
+        said.append(f"{rows} by {columns} squares from {values.min():.3g} to {values.max():.3g}")
+    return said
