@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
 from solutions.ch1_lora import LoraLayer, TransformerWithLora
+from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.course.helpers import NATIVE, load
 from utils.models import blocks, forward
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
@@ -232,6 +233,32 @@ def test_what_computes_something_else_is_scored_by_the_bridge(folders, monkeypat
         assert get_kind(lambda model: None) is BridgeScorer
     monkeypatch.setattr(LoraLayer, "forward", lambda self, x: 0 * x)
     assert get_kind(lambda model: None) is BridgeScorer
+
+
+@pytest.mark.parametrize(
+    ("hook_name", "factor", "expected"),
+    [
+        ("ln_final.hook_out", 1, NativeScorer),
+        ("ln_final.hook_in", 1, BridgeScorer),
+        ("ln_final.hook_out", 2, BridgeScorer),
+        ("no.such.hook", 1, BridgeScorer),
+    ],
+)
+def test_a_method_of_a_notebook_is_tried(hook_name, factor, expected, folders):
+    """A notebook's class has its exercise in a class of its own, and a head that starts at zero."""
+
+    class Pieces(TransformerWithValueHeadLora):
+        def forward_with_value_head(self, input_ids, attention_mask=None):
+            seen = []
+            hook = (hook_name, lambda x, hook: seen.append(x))
+            logits = self._run([hook], input_ids, attention_mask)
+            return logits, factor * self.value_head(seen[0]).squeeze(-1)
+
+    model = load(folders, "gpt2")
+    model.__class__ = Pieces
+    weight = torch.nn.init.zeros_(model.value_head.weight).clone()
+    assert type(get_scorer(model)) is expected
+    assert torch.equal(model.value_head.weight, weight)
 
 
 def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):

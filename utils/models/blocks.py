@@ -286,12 +286,36 @@ def has_own_forward(model: Any) -> bool:
         return False
     if not hasattr(model, "merged"):  # a bridge alone
         return True
-    pairs = [(model, "forward", "merged"), (model, "_run", "merged")]
-    if hasattr(model, "value_head"):
-        pairs.append((model, "forward_with_value_head", "trainable_state"))
-    if not all(_find_owner(x, one) is _find_owner(x, other) for x, one, other in pairs):
+    if not all(_have_one_owner(model, name, "merged") for name in ("forward", "_run")):
+        return False
+    if hasattr(model, "value_head") and not _reads_its_head(model):
         return False
     return all(_adds_its_product(layer) for layer in model.adapters.values())
+
+
+@torch.no_grad()
+def _reads_its_head(model: Any) -> bool:
+    """Return whether values are the head's, of the final norm's output: known of a class in one
+    piece, tried of others, as of a notebook's, where the method is an exercise.
+
+    It is tried with other weights, as a head that starts at zero would say nothing.
+    """
+    if _have_one_owner(model, "forward_with_value_head", "trainable_state"):
+        return True
+    head, seen = model.value_head, []
+    ids = torch.arange(6, device=head.weight.device).view(2, 3)
+    saved = head.weight.data.clone()
+    try:
+        head.weight.data.copy_(torch.linspace(-1, 1, saved.numel()).view_as(saved))
+        logits, values = model.forward_with_value_head(ids)
+        expected = model._run([("ln_final.hook_out", lambda x, hook: seen.append(x))], ids, None)
+        right = head(seen[0].to(head.weight.dtype)).squeeze(-1)
+    except Exception:  # of a reader's code, of any kind
+        return False
+    finally:
+        head.weight.data.copy_(saved)
+    pairs = ((values, right), (logits, expected))
+    return all(x.shape == y.shape and torch.allclose(x, y, 1e-3, 1e-4) for x, y in pairs)
 
 
 @torch.no_grad()
@@ -314,9 +338,13 @@ def is_training(base: Any) -> bool:
     return any(module.training for module in base.modules())
 
 
-def _find_owner(module: Any, name: str) -> type | None:
-    """Return the class that defines a method."""
-    return next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+def _have_one_owner(module: Any, one: str, other: str) -> bool:
+    """Return whether two methods are defined in one class."""
+    owners = [
+        next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
+        for name in (one, other)
+    ]
+    return owners[0] is owners[1]
 
 
 def has_hooks(model: Any) -> bool:
