@@ -1,8 +1,9 @@
 """Plots in words, for those who do not see them."""
 
 from matplotlib.axes import Axes
-from matplotlib.container import BarContainer
+from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.patches import Polygon
 
 MOST = 8  # curves, or bars, that are told one by one
 
@@ -24,10 +25,12 @@ def describe_figure(figure: Figure) -> str:
 
 def _describe_panel(axes: Axes) -> str:
     said = [*_describe_curves(axes), *_describe_bars(axes), *_describe_grids(axes)]
+    said += [*_describe_intervals(axes), *_describe_marks(axes)]
     points = sum(len(drawn.get_offsets()) for drawn in axes.collections if _is_scatter(drawn))
     said += [f"{points} points"] * (points > 0)
     if not said:  # a picture of text
-        said = [text.get_text() for text in axes.texts if text.get_fontweight() == "bold"]
+        bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
+        said = [text.get_text() for text in bold or axes.texts][:MOST]
     if not said:
         return ""
     across, up = axes.get_xlabel(), axes.get_ylabel()
@@ -44,8 +47,8 @@ def _describe_curves(axes: Axes) -> list[str]:
     said = []
     for line in axes.get_lines():
         heights = [float(y) for y in line.get_ydata() if float(y) == float(y)]
-        if len(heights) < 3 or len(set(heights)) == 1:
-            continue  # a rule, not a curve
+        if len(heights) < 3 or len(set(heights)) == 1 or line.get_linestyle() == "None":
+            continue  # a rule, or marks, and not a curve
         first, last, low, high = heights[0], heights[-1], min(heights), max(heights)
         label = str(line.get_label())
         curve = f"{'a curve' if label.startswith('_') else label} from {first:.3g} to {last:.3g}"
@@ -71,6 +74,41 @@ def _describe_bars(axes: Axes) -> list[str]:
             said.append(f"{name}: {len(heights)} bars, {min(heights):.3g} to {max(heights):.3g}, "
                         f"the highest is number {highest}")  # fmt: skip
     return said
+
+
+def _describe_intervals(axes: Axes) -> list[str]:
+    """Of error bars, and the names that stand beside them."""
+    bars = [drawn for drawn in axes.containers if isinstance(drawn, ErrorbarContainer)]
+    lines = [bar.lines[0] for bar in bars if bar.lines[0] is not None]
+    if not lines:
+        return []
+    is_lying = bars[0].has_xerr
+    values = [
+        float(v) for line in lines for v in (line.get_xdata() if is_lying else line.get_ydata())
+    ]
+    ticks = axes.get_yticklabels() if is_lying else axes.get_xticklabels()
+    names = ", ".join(tick.get_text() for tick in ticks if tick.get_text())
+    return [f"{len(values)} intervals around {min(values):.3g} to {max(values):.3g} ({names})"]
+
+
+def _describe_marks(axes: Axes) -> list[str]:
+    """Of marks that no line joins, how many and where; of outlines, as of histograms, the names."""
+    said, unnamed = [], []
+    for line in axes.get_lines():
+        if line.get_linestyle() != "None" or len(line.get_ydata()) == 0:
+            continue
+        heights = [float(y) for y in line.get_ydata()]
+        if (label := str(line.get_label())).startswith("_"):
+            unnamed += heights
+        else:
+            said.append(f"{label}: {_tell_range(heights)}")
+    said += [_tell_range(unnamed)] if unnamed else []
+    names = [str(patch.get_label()) for patch in axes.patches if isinstance(patch, Polygon)]
+    return said + [f"a histogram of {name}" for name in names if not name.startswith("_")]
+
+
+def _tell_range(heights: list[float]) -> str:
+    return f"{len(heights)} marks from {min(heights):.3g} to {max(heights):.3g}"
 
 
 def _describe_grids(axes: Axes) -> list[str]:

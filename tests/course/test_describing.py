@@ -2,6 +2,7 @@
 
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.pylabtools import select_figure_formats
 from matplotlib.figure import Figure
 
 from utils.course import session
@@ -18,9 +19,10 @@ def test_a_curve_is_told_from_its_beginning_to_its_end():
     figure, axes = draw_panel()
     axes.plot([0, 1, 2, 3], [0.2, 0.5, 0.95, 0.9], label="P(steps)")
     axes.axhline(0.999, label="the policy")
+    axes.plot([0, 1, 2], [0.3, 0.1, 0.2], "x")
     axes.set(title="how an answer begins", xlabel="phase", ylabel="probability")
-    expected = "Plot. how an answer begins, probability by phase: P(steps) from 0.2 to 0.9."
-    assert describe_figure(figure) == expected
+    expected = "Plot. how an answer begins, probability by phase: P(steps) from 0.2 to 0.9"
+    assert describe_figure(figure) == f"{expected}; 3 marks from 0.1 to 0.3."
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,30 @@ def test_bars_squares_and_points_are_counted():
     )
 
 
+def test_intervals_are_named():
+    figure, axes = draw_panel()
+    for place, value in enumerate([0.1, -0.2]):
+        axes.errorbar(value, place, xerr=0.05, marker="o")
+    axes.set_yticks([0, 1], ["token mean", "one update"])
+    axes.set(xlabel="difference to GRPO")
+    expected = "2 intervals around -0.2 to 0.1 (token mean, one update)"
+    assert describe_figure(figure) == f"Plot. difference to GRPO: {expected}."
+
+
+def test_marks_outlines_and_text_are_told():
+    figure = Figure()
+    left, middle, right = figure.subplots(1, 3)
+    left.plot([1, 2], [0.3, 0.5], "o", label="PPO")
+    left.plot([1], [0.4], "x")
+    left.plot([1], [0.2], "x")
+    middle.hist([1, 2, 2, 3], histtype="step", label="k1")
+    right.text(0, 0, "process 0")
+    assert describe_figure(figure) == (
+        "Plot. 3 panels. (1) PPO: 2 marks from 0.3 to 0.5; 2 marks from 0.2 to 0.4. "
+        "(2) a histogram of k1. (3) process 0."
+    )
+
+
 def test_many_bars_and_curves_are_told_together():
     figure, axes = draw_panel()
     axes.bar(range(9), [1, 2, 3, 9, 5, 4, 3, 2, 1])
@@ -65,11 +91,13 @@ def test_tokens_are_named_by_their_rows():
     assert describe_figure(figure) == "Plot. Colours show k3, nats. completion 1."
 
 
-def test_a_notebook_puts_the_description_beside_the_picture(monkeypatch):
-    shell = InteractiveShell()
-    monkeypatch.setattr(session, "get_ipython", lambda: shell)
+def test_a_notebook_puts_the_description_beside_the_picture():
+    """Also when IPython chooses the formats of figures later, which drops what is registered."""
     session._describe_figures()
+    shell = InteractiveShell()
+    select_figure_formats(shell, {"png"})
     figure, axes = draw_panel()
     axes.plot([1, 2, 4], label="reward")
     data, _ = shell.display_formatter.format(figure)
     assert data["text/plain"] == "Plot. reward from 1 to 4."
+    assert "image/png" in data

@@ -71,10 +71,12 @@ def _watch_classes(chapter: str) -> None:
 
 
 def _describe_figures() -> None:
-    """Put a plot's description beside its picture, where a reader of the screen finds it."""
-    if (shell := get_ipython()) is not None:
-        plain = shell.display_formatter.formatters["text/plain"]
-        plain.for_type(Figure, lambda figure, printer, _: printer.text(describe_figure(figure)))
+    """Put a plot's description beside its picture, where a reader of the screen finds it.
+
+    As a method of the class: what is registered with IPython is lost when the first plot is made.
+    """
+    pretty = lambda figure, printer, _: printer.text(describe_figure(figure))  # noqa: E731
+    Figure._repr_pretty_ = pretty  # type: ignore[attr-defined]
 
 
 def choose_threads() -> None:
