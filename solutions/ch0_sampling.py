@@ -1,6 +1,6 @@
 """Chapter 0: tokens, log-probabilities, sampling, and the policy gradient.
 
-Builds what every later chapter stands on: scoring a completion under a model, sampling one with a
+Builds what every later chapter rests on: scoring a completion under a model, sampling one with a
 key-value cache, and the policy gradient of REINFORCE, which a small vocabulary lets us enumerate.
 
 Simplified: one sampler for all uses, no beam search, no penalties, no chat templates.

@@ -183,7 +183,7 @@ def sync_gradients(
 
 
 class DataParallel(RLHFTrainer):
-    """Learn on all ranks as one: a base to stand before the trainer's class.
+    """Learn on all ranks as one: a base class to put before the trainer's.
 
     `args` describe the whole run: each rank samples its share of `batch_size`, whole groups, from
     its own seed. Gradients are averaged, metrics too, and rank 0 alone writes. Rewards, and

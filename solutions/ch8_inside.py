@@ -1,6 +1,6 @@
 """Chapter 8: what did RL change inside?
 
-Builds the instruments that look into a policy that was trained with adapters: where its KL stands,
+Builds the instruments that look into a policy that was trained with adapters: where its KL is,
 which adapters carry it and how much of each, what the layers already know, and whether a change of
 one activation does what the training did. The frozen reference is the same model with the adapters
 off, so every comparison is between two runs of one model.
@@ -92,9 +92,10 @@ def truncate_rank(model: TransformerWithLora, rank: int) -> Iterator[Transformer
     require(rank >= 1, f"rank should be at least 1, but is {rank}")
     with restoring_adapters(model):
         for layer in model.adapters.values():
-            if rank >= layer.rank:
+            delta = layer.compute_delta().detach()  # [d_in d_out]
+            if rank >= min(layer.rank, *delta.shape):
                 continue
-            u, s, v = torch.linalg.svd(layer.compute_delta().detach(), full_matrices=False)
+            u, s, v = torch.linalg.svd(delta, full_matrices=False)
             layer.lora_B.data.zero_()  # what A keeps beyond the rank then adds nothing
             layer.lora_A.data[:, :rank] = u[:, :rank] * s[:rank]
             layer.lora_B.data[:rank] = v[:rank] / layer.scaling
@@ -136,8 +137,8 @@ def get_activation(
     hook_name: str,
     attention_mask: Int[Tensor, "batch seq"] | None = None,
 ) -> Float[Tensor, "batch seq *rest"]:
-    """Return what stands at a hook point in a run of the model: inside `reference()`, of the
-    reference.
+    """Return the activation at a hook point in a run of the model: inside `reference()`, the
+    reference's.
 
     Raises ValueError for a name at which no hook fires.
     """
@@ -203,7 +204,7 @@ def find_direction(
 ) -> Float[Tensor, "d_model"]:
     """Return the mean over prompts of policy minus reference, at the last token of each.
 
-    The prompts are left-padded, so the last token of each stands in the last column.
+    The prompts are left-padded, so the last token of each is in the last column.
     """
     policy = get_activation(model, input_ids, hook_name, attention_mask)
     with model.reference():
@@ -221,7 +222,7 @@ def steer(
     """Run the reference, inside, with scale * direction added at the last prompt token.
 
     A forward pass over several columns reads left-padded prompts: their last column is changed. One
-    over a single column is a step of sampling with a cache, which stands behind the prompt: it is
+    over a single column is a step of sampling with a cache, which comes after the prompt: it is
     left as it is. On leaving, also after an error, the hook is gone and the adapters are on again.
     """
 

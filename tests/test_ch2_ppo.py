@@ -291,7 +291,7 @@ def eps_is_visible(student, rng):
     }
 
 
-@check("normalize_reward", expected=reward_by_statistics)
+@check("normalize_reward", public=True, expected=reward_by_statistics)
 def equal_rewards(student, rng):
     """Rewards that are all equal, and a single one, give new zeros, though a mean may be rounded"""
     f, x = student.normalize_reward, rng.normal(1)
@@ -1609,7 +1609,7 @@ def rollout_at_a_high_temperature(student, rng):
     return _roll_out(student, rng, **FLAT_ROLLOUT)
 
 
-@check("RLHFTrainer.rollout_phase", holds=trainers.find_wrong_ratio, beside=True)
+@check("RLHFTrainer.rollout_phase", public=True, holds=trainers.find_wrong_ratio, beside=True)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; what args.seed decides"""
     make_args = functools.partial(_make_args, student, batch_size=8, gen_len=3)
@@ -2077,7 +2077,7 @@ def a_short_run_that_learns(student, rng):
     return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}
 
 
-@check("RLHFTrainer.train", slow=True, tier="hardening")
+@check("RLHFTrainer.train", public=True, slow=True, tier="hardening")
 def every_phase_is_run(student, rng):
     """Thirteen phases of equal rewards: all are run, once; the last one's weights are kept"""
     ends = []

@@ -221,6 +221,13 @@ def describe_patches(task: Additions) -> list[list[float]]:
     return found
 
 
+def get_readout(task: Additions) -> Tensor:
+    """What raises the steps' first token over the direct answer's in the logits."""
+    w_steps, w_direct = task.model.base.unembed.W_U.T[[task.steps, task.direct]]
+    readout = task.model.base.ln_final.weight * (w_steps - w_direct)
+    return readout - readout.mean()  # the final layer norm takes the mean off
+
+
 def draw_like(direction: Tensor, n: int, seed: int) -> Tensor:
     """Draw random directions of the size of this one."""
     draws = torch.randn(n, len(direction), generator=torch.Generator().manual_seed(seed))
@@ -229,7 +236,8 @@ def draw_like(direction: Tensor, n: int, seed: int) -> Tensor:
 
 def describe_directions(task, each: bool) -> list[dict]:
     """For each block: the direction's size, its dose curve on the base, random ones beside it; and
-    of the last two, if they are looked at each, what is sampled and what becomes of reviews."""
+    of the last two, if they are looked at each, random ones and the unembedding's own in smaller
+    doses, what is sampled, and what becomes of reviews."""
     model, found = task.model, []
     for layer in range(model.cfg.n_layers):
         name = f"blocks.{layer}.hook_out"
@@ -250,6 +258,15 @@ def describe_directions(task, each: bool) -> list[dict]:
             with steer(model, name, other, scale):
                 row["random"].append(task.measure_quickly()[key])
         if each and layer >= 2:
+            row["random_once"] = []
+            for other in draw_like(direction, n, task.seed):
+                with steer(model, name, other):
+                    row["random_once"].append(task.get_first())
+            readout = get_readout(task)
+            row["readout"] = []
+            for dose in (1.0, 2.0):
+                with steer(model, name, readout / readout.norm() * direction.norm(), dose):
+                    row["readout"].append(task.get_first())
             with steer(model, name, direction, scale=4 - layer):  # twice its size, or once
                 row["sampled"] = task.measure()
             row["on_reviews"] = describe_on_reviews(task, name, direction, 4 - layer)
@@ -286,12 +303,8 @@ def describe_on_reviews(task: Additions, name: str, direction: Tensor, scale: fl
 
 def describe_cosines(task: Additions) -> list[dict]:
     """Of each block's direction: its cosine with what that block's adapters mostly write, and with
-    what raises the steps' first token over the direct answer's in the logits."""
-    model, found = task.model, []
-    gamma = model.base.ln_final.weight
-    w_steps, w_direct = model.base.unembed.W_U.T[[task.steps, task.direct]]
-    readout = gamma * (w_steps - w_direct)
-    readout = readout - readout.mean()  # the final layer norm takes the mean off
+    what the unembedding reads."""
+    model, readout, found = task.model, get_readout(task), []
     for layer in range(model.cfg.n_layers):
         direction = find_direction(model, task.train_ids, f"blocks.{layer}.hook_out")
         row = {"unembedding": torch.cosine_similarity(direction, readout, dim=0).item()}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -283,23 +284,23 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("grpo", ("ablations", "blocks.3.mlp.out", "alone", "first"), 2, "from 0.19 to {}, and"),
     ("grpo", ("ablations", "layer 3", "alone", "worked"), 2, "alone, it makes {} of"),
     ("grpo", ("ablations", "mlp.out", "alone", "worked"), 2, "only `mlp.out` does: {}. The"),
-    ("grpo", ("ablations", "blocks.3.mlp.out", "without", "first"), 2, "is still {}, and"),
-    ("grpo", ("ablations", "layer 3", "without", "first"), 2, "whole last layer {}. The"),
+    ("grpo", ("ablations", "blocks.3.mlp.out", "without", "first"), 2, "is still {}. Without"),
+    ("grpo", ("ablations", "layer 3", "without", "first"), 2, "of the last block it is {}, about"),
     ("grpo", ("ranks", "1", "worked"), 2, "worked answers is {}, and"),
     ("grpo", ("ranks", "1", "accuracy"), 2, ", and {} are"),
     ("grpo", ("all", "accuracy"), 2, "with all eight: {}. But"),
     ("grpo", ("singular", "blocks.3.mlp.out"), 2, "the first has {} of"),
     ("grpo", ("lens", "policy", 1), 2, "lens is at {}, after"),
-    ("grpo", ("lens", "policy", 2), 2, "the third at {}, at"),
-    ("grpo", ("lens", "policy", 3), 3, "the end at {}. So"),
-    ("grpo", ("curve", 0, "accuracy_direct"), 2, "`A`, rises from {} to"),
-    ("grpo", ("curve", 40, "accuracy_direct"), 2, " to {}: probably"),
+    ("grpo", ("lens", "policy", 2), 2, "after block 2 at {}, and"),
+    ("grpo", ("lens", "policy", 3), 3, "at the end, at {}. So"),
+    ("grpo", ("curve", 0, "accuracy_direct"), 2, "`A`, rises from {} ("),
+    ("grpo", ("curve", 40, "accuracy_direct"), 2, ") to {}: probably"),
     ("grpo", ("curve", 0, "accuracy_worked"), 2, "of worked answers, {} before"),
     ("grpo", ("curve", 40, "accuracy_worked"), 2, " before and {} after,"),
     ("grpo", ("curve", 8, "accuracy_worked"), 2, "a little lower, {}."),
     ("grpo", ("patches", 1, 9), 2, "in its output: {} after"),
-    ("grpo", ("patches", 2, 9), 2, "after the second, {} after"),
-    ("grpo", ("patches", 3, 9), 3, "after the third, {} after"),
+    ("grpo", ("patches", 2, 9), 2, "after block 1, {} after"),
+    ("grpo", ("patches", 3, 9), 3, "after block 2, {} after"),
     ("grpo", ("directions", 3, "doses", 5, "first"), 3, "from 0.19 to {}. What"),
     ("grpo", ("directions", 3, "sampled", "worked"), 2, "is worked in {} and"),
     ("grpo", ("directions", 3, "sampled", "accuracy"), 2, "and right in {} of"),
@@ -309,16 +310,19 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("grpo", ("cosines", 3, "unembedding"), 2, "a cosine of {} with"),
     ("grpo", ("cosines", 3, "mlp.out"), 2, ", and of {} with"),
     ("grpo", ("cosines", 1, "unembedding"), 2, "the way there, {} after"),
-    ("grpo", ("cosines", 2, "unembedding"), 2, "the second and {} after"),
+    ("grpo", ("cosines", 2, "unembedding"), 2, "block 1 and {} after"),
+    ("grpo", ("directions", 3, "readout", 0), 3, "block 3 it gives {}: there"),
+    ("grpo", ("directions", 2, "readout", 0), 2, "$g$ gives {} in"),
+    ("grpo", ("directions", 2, "readout", 1), 2, "dose of 1 and {} in"),
     ("ppo", ("kl", "per_completion"), 2, "The KL, {} nats"),
-    ("ppo", ("kl", "tokens_of_nine_tenths"), 2, "it stand on {} of"),
+    ("ppo", ("kl", "tokens_of_nine_tenths"), 2, "of it are on {} of"),
     ("ppo", ("kl", "by_position", 2), 2, "the third token, {}, where"),
     ("ppo", ("ablations", "layer 3", "alone", "sentiment"), 2, "of the way, {}, and"),
     ("ppo", ("ablations", "layer 2", "alone", "sentiment"), 2, "on the seed, {}. So"),
     ("ppo", ("directions", 1, "doses", 1, "sentiment"), 2, "cheerful by itself: {}, where"),
     ("ppo", ("directions", 1, "random", 0), 2, "random one gives {}. After"),
     ("control", ("directions", 3, "doses", 5, "first"), 2, "away* from them, to {}, and"),
-    ("control", ("kl", "by_position", 0), 2, ", and only {} nats stand"),
+    ("control", ("kl", "by_position", 0), 2, "first token has only {} nats"),
     ("control", ("none", "accuracy"), 2, "has risen from {} to"),
     ("control", ("all", "accuracy"), 2, " to {}. It"),
     ("control", ("ablations", "layer 3", "alone", "accuracy"), 2, "is right in {} of"),
@@ -354,6 +358,21 @@ def test_every_run_of_the_script_is_recorded_with_three_seeds():
 def test_a_number_of_the_prose_is_that_of_the_runs(name, path, digits, phrase):
     values = [get(run, path) for run in get_runs(name)]
     assert phrase.format(format_spread(values, digits)) in SOURCE
+
+
+@pytest.mark.parametrize(
+    ("layer", "key", "pick", "phrase"),
+    [
+        (2, "random", max, "gets to {} at block 2"),
+        (3, "random_once", max, "block 2 and to {} at block 3"),
+        (2, "random", statistics.mean, "at {} and"),
+        (3, "random_once", statistics.mean, "and {}. At block 3"),
+        (3, "random", max, "the best gets to {} ("),
+    ],
+)
+def test_the_random_directions_are_those_of_the_runs(layer, key, pick, phrase):
+    values = [pick(run["directions"][layer][key]) for run in get_runs("grpo")]
+    assert phrase.format(format_spread(values, 2)) in SOURCE
 
 
 def test_the_kl_stands_on_one_token_and_is_what_the_base_predicts():
@@ -393,6 +412,7 @@ def test_the_direction_does_what_the_policy_does():
         assert doses[-1.0] < 0.01
         doses = {point["scale"]: point["first"] for point in third["doses"]}
         assert max(third["random"]) < 0.5 < 0.8 < doses[2.0]
+        assert max(last["random_once"]) < 0.8
         assert abs(last["sampled"]["accuracy"] - run["all"]["accuracy"]) < 0.08
         assert max(p["first"] for p in run["directions"][0]["doses"]) < 0.5
         assert last["on_reviews"]["first"] < 0.02

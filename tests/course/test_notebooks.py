@@ -88,6 +88,18 @@ def test_the_executed_notebook_has_its_outputs_and_no_path_of_a_machine(chapter)
         assert [line.partition("✓ ")[2] for line in lines if "✓" in line] == told
 
 
+@pytest.mark.parametrize("folder", [CHAPTERS, SOLUTIONS])
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_pictures_are_described(chapter, folder):
+    outputs = [o for c in read(folder / f"{chapter}.ipynb").cells for o in c.get("outputs", [])]
+    drawn = [o.data for o in outputs if {"image/png", "image/svg+xml"} & {*o.get("data", {})}]
+    assert drawn
+    for data in drawn:
+        text = data.get("text/plain", "")
+        assert "<" not in text[:1]
+        assert len(text) > 20
+
+
 @pytest.mark.parametrize("chapter", WRITTEN)
 def test_pictures_are_embedded_in_the_students_notebook(chapter):
     for cell in read(CHAPTERS / f"{chapter}.ipynb").cells:
