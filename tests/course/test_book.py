@@ -173,14 +173,21 @@ def test_a_drawing_has_its_own_description():
 # --- The published address ----------------------------------------------------------------------
 
 
-def test_a_notebook_names_its_page_where_the_book_is_published():
+@pytest.mark.parametrize(
+    ("address", "named"),
+    [
+        ("https://example.org/book/", "](https://example.org/book/chapters/ch3_grpo.html)"),
+        ("", ": `make book` writes `dist/book/chapters/ch3_grpo.html`."),
+    ],
+)
+def test_a_notebook_names_its_page(address, named):
     student, solved = write_editions()
     first = student.cells[0]
-    assert name_page(first.source, "ch3_grpo", "") == first.source
-    link = "[This chapter as a page](https://example.org/book/chapters/ch3_grpo.html)"
-    first.source = name_page(first.source, "ch3_grpo", "https://example.org/book/")
-    assert first.source == f"# 3 · Title\n\n{link}\n\nProse."
-    assert link not in make_chapter(student, solved, "ch3_grpo", SITE).cells[0].source
+    first.source = name_page(first.source, "ch3_grpo", address)
+    assert named in first.source
+    title, line, prose = first.source.split("\n\n")
+    assert (title, prose) == ("# 3 · Title", "Prose.")
+    assert line not in make_chapter(student, solved, "ch3_grpo", SITE).cells[0].source
 
 
 def test_the_first_page_links_the_page_of_each_chapter_where_the_book_is_published():

@@ -263,7 +263,7 @@ def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_a_sample_of_the_mutants_is_killed(chapter):
-    survivors = [m.name for m in mutants.sample(chapter, 25) if mutants.kill(m) is None]
+    survivors = [m.name for m in mutants.sample(chapter, 10) if mutants.kill(m) is None]
     assert survivors == []
 
 

@@ -184,7 +184,9 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
             end = match.end()
         builder.markdown(cell.source[end:])
     _require_every_exercise(chapter, builder.placed)
-    builder.cells[0].source = name_page(builder.cells[0].source, chapter, get_book_address())
+    address = get_book_address()
+    if address or edition.folded_solutions:  # a bundle cannot make the book
+        builder.cells[0].source = name_page(builder.cells[0].source, chapter, address)
     for index, cell in enumerate(builder.cells):
         cell.id = f"{chapter.replace('_', '-')}-{index}"
     notebook = new_notebook(cells=builder.cells, metadata=METADATA)

@@ -21,7 +21,7 @@ CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1[`~]*[ \t]*$|(`+)(?!`).*?(?<!`)\2(?!
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
-NAMED = re.compile(r"^\[This chapter as a page\]\(.*\)$\n*", re.MULTILINE)
+NAMED = re.compile(r"^\[?This chapter as a page.*$\n*", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
 NOTEBOOKS = "notebooks"  # the folder of their copies in the site
@@ -101,9 +101,11 @@ def make_chapter(
 
 
 def name_page(text: str, chapter: str, address: str) -> str:
-    """Return a notebook's first cell with a link to its page, where the book is published."""
+    """Return a notebook's first cell with a link to its page, or, unless the book is published,
+    with where `make book` puts the page."""
     link = f"[This chapter as a page]({address.rstrip('/')}/chapters/{chapter}.html)"
-    return put_below_title(text, link) if address else text
+    made = f"This chapter as a page: `make book` writes `dist/book/chapters/{chapter}.html`."
+    return put_below_title(text, link if address else made)
 
 
 def put_below_title(text: str, paragraph: str) -> str:
