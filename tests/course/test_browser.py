@@ -1,6 +1,5 @@
 """A student's first minutes, in JupyterLab in a real browser (headless Chromium)."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -9,9 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from utils.authoring import stubs
 from utils.authoring.notebooks import CHAPTERS, ROOT
@@ -51,15 +48,14 @@ def address(folder, monkeypatch):
         for line in server.stderr:
             if found := re.search(r"http://(?:localhost|127\.0\.0\.1):\d+", line):
                 break
-        yield f"{found[0]}/lab/tree/{{}}.ipynb?token=student".format
+        yield f"{found[0]}/lab/tree/{CHAPTER}.ipynb?token=student"
     finally:
         server.terminate()
         server.communicate(timeout=30)
 
 
 @pytest.fixture
-def open_notebook(address):
-    """A function that opens a notebook of the folder by its name."""
+def page(address):
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -68,13 +64,9 @@ def open_notebook(address):
         options.add_argument(f"--{flag}")
     driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
     driver.set_script_timeout(PATIENCE_S)
-
-    def open_it(name):
-        driver.get(address(name))
-        return Page(driver)
-
     try:
-        yield open_it
+        driver.get(address)
+        yield Page(driver)
     finally:
         driver.quit()
 
@@ -130,8 +122,7 @@ class Page:
         return found
 
 
-def test_a_failing_check_a_filled_in_cell_and_a_hint(open_notebook):
-    page = open_notebook(CHAPTER)
+def test_a_failing_check_a_filled_in_cell_and_a_hint(page):
     first = page.find("# Set-up")
     assert "exercises solved" in page.run_cell(first)
     page.run_cell(first + 1)  # the imports
@@ -156,40 +147,3 @@ def test_a_failing_check_a_filled_in_cell_and_a_hint(open_notebook):
     assert hint.get_attribute("open") is None
     hint.find_element("tag name", "summary").click()
     assert hint.get_attribute("open") is not None
-
-
-PAIRS = """\
-import sys
-sys.path.insert(0, {root!r})
-from utils.course.choosing import ask_for_preferences
-from utils.preferences import Preferences
-pairs = Preferences(("The plot was",) * 3, (" good.",) * 3, (" <b>bad</b>.",) * 3)
-ask_for_preferences(pairs, "mine.jsonl")
-"""
-
-
-@pytest.mark.takes_long
-def test_preferences_are_clicked(folder, open_notebook):
-    """Two of three pairs; the third after the cell was run again, as by somebody who comes back."""
-    cell = new_code_cell(PAIRS.format(root=str(ROOT)))
-    nbformat.write(new_notebook(cells=[cell]), folder / "pairs.ipynb")
-    page, chosen = open_notebook("pairs"), []
-
-    def click(text):
-        """Click the button below the text."""
-        (area,) = page.cell(0).find_elements("css selector", ".widget-vbox > .widget-hbox")
-        sides = area.find_elements("css selector", ".widget-vbox")
-        (side,) = (side for side in sides if text in side.text)
-        side.find_element("tag name", "button").click()
-        chosen.append(text)
-        page.wait(lambda: f"{len(chosen)} choices are in mine.jsonl" in page.cell(0).text)
-
-    for texts in ((" good.", "<b>bad</b>."), (" good.",)):
-        page.run_cell(0)
-        page.wait(lambda: f"{len(chosen) + 1} of 3." in page.cell(0).text)
-        for text in texts:
-            click(text.strip())
-    page.wait(lambda: "Done. Run the next cell." in page.cell(0).text)
-    lines = [json.loads(line) for line in (folder / "mine.jsonl").read_text().splitlines()]
-    assert [line["chosen"] for line in lines] == [" good.", " <b>bad</b>.", " good."]
-    assert {line["prompt"] for line in lines} == {"The plot was"}
