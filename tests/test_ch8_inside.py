@@ -100,6 +100,17 @@ def enter_and_leave(model, make_context):
     return found | {"whether the error is passed on": passed_on, "inside": inside}
 
 
+def look_inside(model, ids, context):
+    """The logits of what a context yields, and of the model in its other modes."""
+    with torch.no_grad(), context as yielded:
+        found = {"inside, of what is yielded": yielded(ids)}
+        with model.merged():
+            found["inside, merged"] = model(ids)
+        with model.reference():
+            found["inside, the reference"] = model(ids)
+    return found
+
+
 # --- measure_kl_by_position ---------------------------------------------------------------------
 
 
@@ -204,13 +215,7 @@ def some_adapters_merged_and_yielded(student, rng):
     model = make_policy(rng, "shallow")
     ids, _ = draw_prompts(rng)
     found = enter_and_leave(model, lambda: student.only_adapters(model, lambda s: "mlp" in s))
-    with torch.no_grad(), student.only_adapters(model, lambda s: "mlp" in s) as yielded:
-        found["inside, of what is yielded"] = yielded(ids)
-        with model.merged():
-            found["inside, merged"] = model(ids)
-        with model.reference():
-            found["inside, the reference"] = model(ids)
-    return found
+    return found | look_inside(model, ids, student.only_adapters(model, lambda s: "mlp" in s))
 
 
 # --- truncate_rank ------------------------------------------------------------------------------
@@ -252,13 +257,7 @@ def truncated_merged_and_yielded(student, rng):
     model = make_policy(rng, "shallow", alpha=7)
     ids, _ = draw_prompts(rng)
     found = enter_and_leave(model, lambda: student.truncate_rank(model, 2))
-    with torch.no_grad(), student.truncate_rank(model, 2) as yielded:
-        found["inside, of what is yielded"] = yielded(ids)
-        with model.merged():
-            found["inside, merged"] = model(ids)
-        with model.reference():
-            found["inside, the reference"] = model(ids)
-    return found
+    return found | look_inside(model, ids, student.truncate_rank(model, 2))
 
 
 def _is_left_alone(observed, reference):

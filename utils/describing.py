@@ -1,8 +1,10 @@
 """Plots in words, for those who do not see them."""
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Polygon
 
 MOST = 8  # curves, or bars, that are told one by one
@@ -26,8 +28,10 @@ def describe_figure(figure: Figure) -> str:
 def _describe_panel(axes: Axes) -> str:
     said = [*_describe_curves(axes), *_describe_bars(axes), *_describe_grids(axes)]
     said += [*_describe_intervals(axes), *_describe_marks(axes)]
-    points = sum(len(drawn.get_offsets()) for drawn in axes.collections if _is_scatter(drawn))
-    said += [f"{points} points"] * (points > 0)
+    points = sum(
+        len(np.asarray(drawn.get_offsets())) for drawn in axes.collections if _is_scatter(drawn)
+    )
+    said += [f"{points} points"] if points else []
     if not said:  # a picture of text
         bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
         said = [text.get_text() for text in bold or axes.texts][:MOST]
@@ -46,7 +50,7 @@ def _is_scatter(drawn) -> bool:
 def _describe_curves(axes: Axes) -> list[str]:
     said = []
     for line in axes.get_lines():
-        heights = [float(y) for y in line.get_ydata() if float(y) == float(y)]
+        heights = [y for y in _get_heights(line) if y == y]
         if len(heights) < 3 or len(set(heights)) == 1 or line.get_linestyle() == "None":
             continue  # a rule, or marks, and not a curve
         first, last, low, high = heights[0], heights[-1], min(heights), max(heights)
@@ -83,9 +87,8 @@ def _describe_intervals(axes: Axes) -> list[str]:
     if not lines:
         return []
     is_lying = bars[0].has_xerr
-    values = [
-        float(v) for line in lines for v in (line.get_xdata() if is_lying else line.get_ydata())
-    ]
+    places = [line.get_xdata() if is_lying else line.get_ydata() for line in lines]
+    values = np.concatenate([np.asarray(x, dtype=float).ravel() for x in places])
     ticks = axes.get_yticklabels() if is_lying else axes.get_xticklabels()
     names = ", ".join(tick.get_text() for tick in ticks if tick.get_text())
     return [f"{len(values)} intervals around {min(values):.3g} to {max(values):.3g} ({names})"]
@@ -95,9 +98,9 @@ def _describe_marks(axes: Axes) -> list[str]:
     """Of marks that no line joins, how many and where; of outlines, as of histograms, the names."""
     said, unnamed = [], []
     for line in axes.get_lines():
-        if line.get_linestyle() != "None" or len(line.get_ydata()) == 0:
+        heights = _get_heights(line)
+        if line.get_linestyle() != "None" or not heights:
             continue
-        heights = [float(y) for y in line.get_ydata()]
         if (label := str(line.get_label())).startswith("_"):
             unnamed += heights
         else:
@@ -107,6 +110,10 @@ def _describe_marks(axes: Axes) -> list[str]:
     return said + [f"a histogram of {name}" for name in names if not name.startswith("_")]
 
 
+def _get_heights(line: Line2D) -> list[float]:
+    return np.asarray(line.get_ydata(), dtype=float).tolist()
+
+
 def _tell_range(heights: list[float]) -> str:
     return f"{len(heights)} marks from {min(heights):.3g} to {max(heights):.3g}"
 
@@ -114,7 +121,7 @@ def _tell_range(heights: list[float]) -> str:
 def _describe_grids(axes: Axes) -> list[str]:
     said = []
     for image in axes.get_images():
-        values = image.get_array()
+        values = np.asarray(image.get_array())
         rows, columns = values.shape[:2]
         said.append(f"{rows} by {columns} squares from {values.min():.3g} to {values.max():.3g}")
     return said

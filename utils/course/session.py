@@ -75,8 +75,11 @@ def _describe_figures() -> None:
 
     As a method of the class: what is registered with IPython is lost when the first plot is made.
     """
-    pretty = lambda figure, printer, _: printer.text(describe_figure(figure))  # noqa: E731
-    Figure._repr_pretty_ = pretty  # type: ignore[attr-defined]
+
+    def print_description(figure: Figure, printer: Any, cycle: bool) -> None:
+        printer.text(describe_figure(figure))
+
+    Figure._repr_pretty_ = print_description  # type: ignore[attr-defined]
 
 
 def choose_threads() -> None:

