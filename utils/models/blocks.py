@@ -24,27 +24,27 @@ SITES = {"attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.gate", "mlp.out"
 
 
 class LoraProduct(torch.autograd.Function):
-    """x W + b + x A B. It keeps x for the backward pass and recomputes the thin x A.
+    """x W + b + x A B. It keeps x and the thin x A for the backward pass.
 
     A is passed transposed, and the thin products are ordered the way MKL runs fastest.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, lora_A_T, lora_B):
-        ctx.save_for_backward(x, weight, lora_A_T, lora_B)
-        return multiply(x, weight, bias, lora_A_T, lora_B)
+        low = F.linear(x.to(lora_B.dtype), lora_A_T)
+        ctx.save_for_backward(x, low, weight, lora_A_T, lora_B)
+        return _add_product(multiply(x, weight, bias), low, lora_B)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, weight, lora_A_T, lora_B = ctx.saved_tensors
+        x, low, weight, lora_A_T, lora_B = ctx.saved_tensors
         exact_x, exact_grad = x.to(lora_B.dtype), grad.to(lora_B.dtype)
         grad_low = F.linear(exact_grad, lora_B)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = _add_product(grad @ weight.T, grad_low, lora_A_T)
-        grad_B = F.linear(exact_x, lora_A_T).T @ exact_grad
-        return grad_x, None, None, grad_low.T @ exact_x, grad_B
+        return grad_x, None, None, grad_low.T @ exact_x, low.T @ exact_grad
 
 
 def multiply(x, weight, bias, lora_A_T=None, lora_B=None):
