@@ -179,6 +179,7 @@ def run_rl(
     beta: float,
     lr: float = 3e-3,
     reward_fn: Callable | None = None,
+    phases: int = PHASES,
     **options: Any,
 ) -> dict:
     """GRPO or PPO, against the reward model unless a reward is given; a point every third phase."""
@@ -192,7 +193,7 @@ def run_rl(
             seed=setting.seed,
             prompts=TRAIN,
             reward_fn=reward_fn or setting.rm_fn,
-            total_phases=PHASES,
+            total_phases=phases,
             batch_size=64,
             gen_len=GEN_LEN,
             num_minibatches=1,
@@ -210,7 +211,7 @@ def run_rl(
         )
         trainer = trainer_class(args)
         curve, tokens = [], 0.0
-        for phase in range(PHASES + 1):
+        for phase in range(phases + 1):
             if phase % EVERY == 0:
                 point = {"phase": phase, "tokens": round(tokens)}
                 point |= measure(trainer.model, setting)
@@ -220,7 +221,7 @@ def run_rl(
                     held_pairs = setting.held_pairs
                     point["accuracy"] = measure_implicit_accuracy(trainer.model, held_pairs)
                 curve.append(point)
-            if phase < PHASES:
+            if phase < phases:
                 trainer.metrics.clear()
                 trainer.learning_phase(trainer.rollout_phase())
                 per_prompt = getattr(args, "pool_size", 0) or getattr(args, "group_size", 1)
@@ -283,9 +284,10 @@ RUNS: dict[str, Callable[[Setting], dict]] = {
     "DPO twice, beta 0.5": partial(run_dpo_again, beta=0.5),
     **{
         f"{kind}, beta {beta}": partial(run_rl, kind=kind, beta=beta)
-        for kind, betas in {"GRPO": (0.0, 0.1, 0.3), "PPO": (0.0,)}.items()
+        for kind, betas in {"GRPO": (0.0, 0.1, 0.3), "PPO": (0.0, 0.3)}.items()
         for beta in betas
     },
+    "GRPO, beta 0.0, 60 phases": partial(run_rl, kind="GRPO", beta=0.0, phases=2 * PHASES),
     **{
         f"GRPO on the truth, beta {beta}": partial(
             run_rl, kind="GRPO", beta=beta, reward_fn=reward_fn_true

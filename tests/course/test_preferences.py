@@ -369,14 +369,15 @@ def test_a_small_beta_breaks_the_samples_and_not_the_accuracy():
 
 
 def test_without_a_kl_term_the_truth_falls_and_the_reward_model_does_not_notice():
-    held = get_by_seed("GRPO, beta 0.3")
-    for name in ("GRPO, beta 0.0", "PPO, beta 0.0"):
+    pairs = {"GRPO, beta 0.0": "GRPO", "GRPO, beta 0.0, 60 phases": "GRPO", "PPO, beta 0.0": "PPO"}
+    for name, kind in pairs.items():
+        held = get_by_seed(f"{kind}, beta 0.3")
         for seed, run in get_by_seed(name).items():
             best = max(point["rm"] for point in run["curve"])
             assert run["rm"] > best - 0.2
             assert held[seed]["true"] > run["true"] + 1
-    for run in get_by_seed("PPO, beta 0.0").values():
-        assert get_peak(run) - run["true"] > 1
+            if name != "GRPO, beta 0.0":  # one seed is still near its peak after thirty phases
+                assert get_peak(run) - run["true"] > 1
 
 
 def test_a_baseline_of_the_kept_makes_the_reward_fall():

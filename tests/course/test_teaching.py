@@ -333,7 +333,9 @@ def give_plus_minus(runs: list[dict], key: str) -> str:
 
 def give_ends() -> str:
     """Return what the true reward was in the end without a KL term, seed by seed."""
-    runs = [run for run in load("ch6_preferences_runs") if run["run"] == "GRPO, beta 0.0"]
+    runs = [
+        run for run in load("ch6_preferences_runs") if run["run"] == "GRPO, beta 0.0, 60 phases"
+    ]
     first, second, third = (f"{run['true']:.1f}" for run in sorted(runs, key=lambda r: r["seed"]))
     return f"{first}, {second} and {third}"
 
