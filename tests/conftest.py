@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 
 # Long tests that share no fixture with others: they come first, each where a process is free.
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
+OF_CHAPTER = re.compile(r"test_every_check\.py::.*\[(ch\d+)_")
 
 
 class ByExercise(LoadScopeScheduling):
@@ -30,6 +31,8 @@ class ByExercise(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        if found := OF_CHAPTER.search(nodeid):
+            return f"every check of {found[1]}"
         return nodeid if APART.search(nodeid) else nodeid.rpartition("::")[0]
 
 

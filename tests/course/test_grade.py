@@ -32,12 +32,9 @@ from utils.autograder.reading import (
     read_submission,
 )
 from utils.autograder.roster import shield
-from utils.grading.checks import get_chapters, get_checks
-from utils.grading.comparison import Mismatch
-from utils.grading.known_answers import get_mistakes
+from utils.grading.checks import get_checks
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, fill_points, list_exercises, load_points
-from utils.grading.probes import collect_sources
 from utils.grading.submission import load_submission
 from utils.grading.wire import pack, unpack
 
@@ -352,108 +349,6 @@ def test_the_reports_for_people_and_platforms(batch):
 # --- Parts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_a_probe_takes_neither_its_oracle_nor_its_chapter(chapter):
-    """What is sent to a child names no reference of the chapter, and no oracle as a check does."""
-    for checks in get_checks(chapter).values():
-        for check in checks:
-            sources = collect_sources(check)
-            assert check.probe.__module__ in sources
-            text = "\n".join(sources.values())
-            assert f"def {check.name}(" in text
-            assert "@check" not in text
-            later = get_chapters()[get_chapters().index(chapter) :]
-            assert not [s for s in later if f"solutions.{s}" in text or f"import {s}" in text]
-            if callable(check.expected) and "<locals>" not in check.expected.__qualname__:
-                assert f"def {check.expected.__name__}(" not in text, check.path
-
-
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_the_answer_to_a_check_cannot_be_prepared(chapter):
-    """With another secret every check sees another observation, but for examples worked by hand."""
-    from utils.grading.comparison import find_mismatch
-    from utils.grading.judging import observe_reference
-
-    constant = [
-        check.path
-        for checks in get_checks(chapter).values()
-        for check in checks
-        if not (check.is_worked or check.slow)
-        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, "other")) is None
-    ]
-    assert constant == []
-
-
-def change_each(observed, change):
-    """An observation with `change` of each of its tensors, numbers, strings."""
-    if isinstance(observed, dict):
-        return {key: change_each(value, change) for key, value in observed.items()}
-    if isinstance(observed, list):
-        return [change_each(value, change) for value in observed]
-    return change(observed)
-
-
-def fill(number: int):
-    def change(value):
-        if isinstance(value, torch.Tensor):
-            return torch.full_like(value, number)
-        return type(value)(number) if isinstance(value, bool | int | float) else value
-
-    return change
-
-
-def repeat_the_first_row(value):
-    has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
-    return value[:1].expand_as(value).clone() if has_rows else value
-
-
-@pytest.mark.parametrize("change", [fill(0), fill(1), repeat_the_first_row], ids=["0", "1", "row"])
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_constants_earn_nothing(chapter, change):
-    """Who knows what the parts of an observation are called can send those of the right shape."""
-    from utils.grading.judging import Verdict, count_points, judge, observe_reference
-
-    def judge_all(check):
-        if check.slow:
-            return Mismatch("not run")
-        for index in range(check.seeds):
-            observed = observe_reference(check, index)
-            changed = change_each(observed, change)
-            if repr(changed) == repr(observed):
-                return Mismatch("nothing of it is changed")
-            if mismatch := judge(check, changed, index):
-                return mismatch
-        return None
-
-    earning = {
-        exercise: [verdict.check.name for verdict in verdicts if verdict.passed]
-        for exercise, checks in get_checks(chapter).items()
-        if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
-    }
-    assert not earning
-
-
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_nan_holds_for_no_predicate(chapter):
-    from utils.grading.judging import judge, observe_reference
-
-    def make_nan(value):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return torch.full_like(value, torch.nan)
-        return torch.nan if isinstance(value, float) else value
-
-    def spoil(observed):
-        return change_each(observed, make_nan)
-
-    for check in [c for checks in get_checks(chapter).values() for c in checks]:
-        if check.holds is None or check.slow:
-            continue
-        observed = observe_reference(check, 0)
-        if repr(spoil(observed)) != repr(observed):
-            assert judge(check, spoil(observed), 0), check.path
-            assert judge(check, observed, 0) is None, check.path
-
-
 @pytest.mark.parametrize(
     "value",
     [None, True, 3, 0.5, float("inf"), "text", [1, [2.0]], {"a": {"b": None}}, Unsupported("x"),
@@ -665,44 +560,3 @@ def test_a_worker_goes_on_with_the_seeds_that_it_has_met():
     assert waiting == []
     assert pairs[0].variants | pairs[1].variants == set(range(VARIANTS))
     assert sum(len(pair.variants) for pair in pairs) <= VARIANTS + 1
-
-
-# --- Mistakes ----------------------------------------------------------------------------------
-
-
-GRADE_ONE_EXERCISE_EACH = """
-import json, sys
-from pathlib import Path
-from utils.autograder import batch
-from utils.grading.points import FILE
-
-folder = Path(sys.argv[1])
-only = json.loads((folder / "only.json").read_text())
-todo = {name: folder / f"{name}.py" for name in only}
-if __name__ == "__main__":
-    for name, report in batch.grade_all(todo, 2, batch.Options("secret", FILE, 15, only=only)):
-        [exercise] = report["exercises"]
-        print(json.dumps([name, exercise["score"] < exercise["max_score"]]))
-"""
-
-
-def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
-    """Whether each answer, handed in with the rest of its chapter, loses points."""
-    only = {}
-    for answer in answers:
-        name = f"{answer.exercise}-{answer.name}"
-        only[name] = [answer.exercise]
-        (folder / f"{name}.py").write_text(answer.make_source())
-    (folder / "only.json").write_text(json.dumps(only))
-    command = [sys.executable, "-c", GRADE_ONE_EXERCISE_EACH, str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return dict(json.loads(line) for line in result.stdout.splitlines())
-
-
-@linux
-def test_mistakes_are_rejected_in_processes_apart(tmp_path):
-    """A sample; `make test-all` has all."""
-    mistakes = [m for chapter in get_chapters() for m in get_mistakes(chapter)[5::301]]
-    rejected = grade_one_exercise_each(mistakes, tmp_path)
-    assert rejected == dict.fromkeys(rejected, True)
-    assert len(rejected) == len(mistakes)

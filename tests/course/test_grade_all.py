@@ -1,9 +1,11 @@
 """`make test-all`: every attack, a class of sixty that is killed half-way, every mistake."""
 
+import json
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,6 @@ from tests.course.test_grade import (
     ATTACKS,
     ROOT,
     SECONDS,
-    grade_one_exercise_each,
     linux,
     load_reports,
     needs_time,
@@ -74,6 +75,35 @@ def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
     }
     assert not wrong
     assert not {n: r["score"] for n, r in reports.items() if n not in expected and r["score"]}
+
+
+GRADE_ONE_EXERCISE_EACH = """
+import json, sys
+from pathlib import Path
+from utils.autograder import batch
+from utils.grading.points import FILE
+
+folder = Path(sys.argv[1])
+only = json.loads((folder / "only.json").read_text())
+todo = {name: folder / f"{name}.py" for name in only}
+if __name__ == "__main__":
+    for name, report in batch.grade_all(todo, 2, batch.Options("secret", FILE, 15, only=only)):
+        [exercise] = report["exercises"]
+        print(json.dumps([name, exercise["score"] < exercise["max_score"]]))
+"""
+
+
+def grade_one_exercise_each(answers, folder: Path) -> dict[str, bool]:
+    """Whether each answer, handed in with the rest of its chapter, loses points."""
+    only = {}
+    for answer in answers:
+        name = f"{answer.exercise}-{answer.name}"
+        only[name] = [answer.exercise]
+        (folder / f"{name}.py").write_text(answer.make_source())
+    (folder / "only.json").write_text(json.dumps(only))
+    command = [sys.executable, "-c", GRADE_ONE_EXERCISE_EACH, str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return dict(json.loads(line) for line in result.stdout.splitlines())
 
 
 @linux

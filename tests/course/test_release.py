@@ -159,6 +159,7 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
 
 
 @linux
+@needs_time
 def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     """In the folders that Gradescope makes."""
     root = tmp_path / "autograder"

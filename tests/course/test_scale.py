@@ -366,6 +366,7 @@ def find_ranks(parent):
     ]
 
 
+@pytest.mark.takes_long
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
     given = ["--total-phases", "6", "--checkpoint-every", "1"]
     status, output = finish(start(tmp_path, "--name", "whole", *given, n_ranks=2))

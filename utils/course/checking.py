@@ -71,7 +71,7 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     note = None
     if not has_reference(chapter) and all(verdict.passed for verdict in verdicts):
         note = "These are the public checks: your work may be graded by more."
-    elif not has_reference(chapter) and any(map(_lacks_others, verdicts)):
+    elif not has_reference(chapter) and any(_lacks_others(v, chapter) for v in verdicts):
         note = "This needs other exercises that are not written yet: check it again after those."
     elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
@@ -143,10 +143,14 @@ def _find_culprit(
     return f"because your {culprit} fails here." if culprit else "as it fails with yours."
 
 
-def _lacks_others(verdict: Verdict) -> bool:
+def _lacks_others(verdict: Verdict, chapter: str) -> bool:
     last = verdict.observations[-1]
-    lacking = ("NotImplementedError", "NotDefined")
-    return isinstance(last, Raised) and last.kind in lacking and not verdict.is_stub
+    if not isinstance(last, Raised) or verdict.is_stub:
+        return False
+    if last.kind == "AttributeError":  # of a class without a method that has no cell yet
+        methods = {exercise.partition(".")[2] for exercise in get_checks(chapter)} - {""}
+        return any(last.message.endswith(f"has no attribute {name!r}") for name in methods)
+    return last.kind in ("NotImplementedError", "NotDefined")
 
 
 def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:

@@ -1,0 +1,188 @@
+"""What holds of every check of every chapter, whatever it checks.
+
+One process runs the tests of a chapter, which share the observations of its reference.
+"""
+
+import pytest
+import torch
+
+from utils.grading import diagnosis, known_answers
+from utils.grading.checks import get_chapters, get_checks, get_reference
+from utils.grading.comparison import Mismatch, find_mismatch
+from utils.grading.judging import (
+    Verdict,
+    count_points,
+    get_quick_checks,
+    judge,
+    measure_reference_gap,
+    observe_reference,
+)
+from utils.grading.observation import Answers
+from utils.grading.probes import collect_sources
+from utils.mutation import mutants
+
+CHAPTERS = get_chapters()
+EXERCISES = [(chapter, exercise) for chapter in CHAPTERS for exercise in get_checks(chapter)]
+OTHER = "another secret"
+
+
+@pytest.mark.parametrize(("chapter", "exercise"), EXERCISES)
+def test_every_exercise_has_an_oracle_and_a_public_check(chapter, exercise):
+    checks = get_checks(chapter)[exercise]
+    assert any(c.expected is not None or c.holds is not None for c in checks)
+    assert any(c.public for c in checks)
+    assert all(c.probe.__doc__ for c in checks), "a student reads the docstring's first line"
+    assert sum(c.points for c in checks if not c.slow) > 0 or all(c.slow for c in checks)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "exercise"), [pair for pair in EXERCISES if get_quick_checks(*pair)]
+)
+def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
+    mine = [m for m in known_answers.get_mistakes(chapter) if m.exercise == exercise]
+    sentences = [m.sentence for m in mine]
+    assert all(s.endswith(".") for s in sentences)
+    assert len(set(sentences)) == len(sentences)
+
+
+# --- The reference ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_reference_passes_with_another_secret(chapter):
+    for exercise in get_checks(chapter):
+        student = Answers(vars(get_reference(chapter)))
+        verdicts, _ = diagnosis.grade_exercise(chapter, exercise, student, secret=OTHER)
+        assert all(v.passed for v in verdicts), [v.check.name for v in verdicts if not v.passed]
+
+
+def list_gaps(gap, value):
+    """Pairs: ten times the largest gap of a tensor, and its largest finite number."""
+    if isinstance(gap, dict):
+        return [pair for key in gap for pair in list_gaps(gap[key], value[key])]
+    if isinstance(gap, list):
+        return [pair for g, v in zip(gap, value, strict=True) for pair in list_gaps(g, v)]
+    if isinstance(gap, float):
+        return [(10 * gap, abs(value))]
+    if isinstance(gap, torch.Tensor) and gap.numel():
+        finite = value.double().nan_to_num(0.0, 0.0, 0.0)
+        return [(10 * gap.max().item(), finite.abs().max().item())]
+    return []
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
+    """The gap is rounding: a probe whose inputs differ in float64 would accept anything."""
+    for checks in get_checks(chapter).values():
+        for c in (c for c in checks if c.holds is None and c.float64):
+            for index in range(c.seeds):
+                gap = measure_reference_gap(c, index)
+                for wide, largest in list_gaps(gap, observe_reference(c, index)):
+                    assert wide <= 1e-3 * largest + 1e-4, c.path
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_sample_of_the_mutants_is_killed(chapter, request):
+    """`python -m utils.mutation` runs all."""
+    n = 25 if request.config.getoption("--size") == "all" else 4
+    survivors = [m.name for m in mutants.sample(chapter, n) if mutants.kill(m) is None]
+    assert survivors == []
+
+
+# --- What cannot be had without an answer -------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_probe_takes_neither_its_oracle_nor_its_chapter(chapter):
+    """What is sent to a child names no reference of the chapter, and no oracle as a check does."""
+    for checks in get_checks(chapter).values():
+        for check in checks:
+            sources = collect_sources(check)
+            assert check.probe.__module__ in sources
+            text = "\n".join(sources.values())
+            assert f"def {check.name}(" in text
+            assert "@check" not in text
+            later = CHAPTERS[CHAPTERS.index(chapter) :]
+            assert not [s for s in later if f"solutions.{s}" in text or f"import {s}" in text]
+            if callable(check.expected) and "<locals>" not in check.expected.__qualname__:
+                assert f"def {check.expected.__name__}(" not in text, check.path
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_answer_to_a_check_cannot_be_prepared(chapter):
+    """With another secret every check sees another observation, but for examples worked by hand."""
+    constant = [
+        check.path
+        for checks in get_checks(chapter).values()
+        for check in checks
+        if not (check.is_worked or check.slow)
+        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, OTHER)) is None
+    ]
+    assert constant == []
+
+
+def change_each(observed, change):
+    """An observation with `change` of each of its tensors, numbers, strings."""
+    if isinstance(observed, dict):
+        return {key: change_each(value, change) for key, value in observed.items()}
+    if isinstance(observed, list):
+        return [change_each(value, change) for value in observed]
+    return change(observed)
+
+
+def fill(number: int):
+    def change(value):
+        if isinstance(value, torch.Tensor):
+            return torch.full_like(value, number)
+        return type(value)(number) if isinstance(value, bool | int | float) else value
+
+    return change
+
+
+def repeat_the_first_row(value):
+    has_rows = isinstance(value, torch.Tensor) and value.ndim > 0
+    return value[:1].expand_as(value).clone() if has_rows else value
+
+
+@pytest.mark.parametrize("change", [fill(0), fill(1), repeat_the_first_row], ids=["0", "1", "row"])
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_constants_earn_nothing(chapter, change):
+    """Who knows what the parts of an observation are called can send those of the right shape."""
+
+    def judge_all(check):
+        if check.slow:
+            return Mismatch("not run")
+        for index in range(check.seeds):
+            observed = observe_reference(check, index)
+            changed = change_each(observed, change)
+            if repr(changed) == repr(observed):
+                return Mismatch("nothing of it is changed")
+            if mismatch := judge(check, changed, index):
+                return mismatch
+        return None
+
+    earning = {
+        exercise: [verdict.check.name for verdict in verdicts if verdict.passed]
+        for exercise, checks in get_checks(chapter).items()
+        if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
+    }
+    assert not earning
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_nan_holds_for_no_predicate(chapter):
+    def make_nan(value):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.full_like(value, torch.nan)
+        return torch.nan if isinstance(value, float) else value
+
+    def spoil(observed):
+        return change_each(observed, make_nan)
+
+    for check in [c for checks in get_checks(chapter).values() for c in checks]:
+        if check.holds is None or check.slow:
+            continue
+        observed = observe_reference(check, 0)
+        if repr(spoil(observed)) != repr(observed):
+            assert judge(check, spoil(observed), 0), check.path
+            assert judge(check, observed, 0) is None, check.path
