@@ -20,8 +20,9 @@ from utils.course import attached, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis
 from utils.grading.checks import get_checks
+from utils.grading.known_answers import get_chapter_source
 from utils.grading.observation import Answers
-from utils.grading.substitution import is_stub
+from utils.grading.substitution import build_module, is_stub
 from utils.models.loading import load_base_model
 from utils.rewards import call_reward_fn
 from utils.tracking import describe_args, format_stably
@@ -340,3 +341,15 @@ def test_the_search_for_a_mistake_ends(monkeypatch):
     )
     assert sentence is None
     assert not all(verdict.passed for verdict in verdicts)
+
+
+def test_the_given_old_logprobs_may_stand_for_the_memorys():
+    """As the text allows; the checks of learning_phase run the student's objective."""
+    source = get_chapter_source("ch2_ppo").source
+    right = "            scored.logprobs,\n            minibatch.logprobs,\n"
+    assert source.count(right) == 1
+    given = right.replace("minibatch.logprobs", "self.get_old_logprobs(minibatch, scored.logprobs)")
+    names = vars(build_module("ch2_ppo", source.replace(right, given)))
+    for exercise in ("RLHFTrainer.compute_rlhf_objective", "RLHFTrainer.learning_phase"):
+        verdicts, _ = diagnosis.grade_exercise("ch2_ppo", exercise, Answers(names))
+        assert [verdict.check.name for verdict in verdicts if not verdict.passed] == []

@@ -7,7 +7,9 @@ filled from the solutions:
     ```{given} A B        definitions that students get
     ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
                           `inherited: true` for a method that is only run: no stub;
-                          `optional: true` for what is useful to have, and teaches little
+                          `optional: true` for what is useful to have, and teaches little;
+                          `optional: lent` if other exercises need it, so that it can be left out
+                          only where there are solutions
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
                           `loop` is the chapter's diagram
 
@@ -46,6 +48,7 @@ CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
 FIGURES = CHAPTERS / "figures"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
+OPTIONAL = {None: "", True: " · optional", "lent": " · optional where the solutions are at hand"}
 FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -130,7 +133,7 @@ class _Builder:
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
-            f"{' · optional' if options.get('optional') else ''}"
+            f"{OPTIONAL[options.get('optional')]}"
             f"{self._say_callable(name)}"
         )
         solved, inherited = self.edition.solved, options.get("inherited", False)
