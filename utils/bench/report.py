@@ -83,7 +83,7 @@ def _format_steps(result: dict) -> str:
             for configuration, seconds in result[name]["trl_seconds_by_configuration"].items()
         )
         parts = {
-            side: ", ".join(f"{part} {seconds:.2f}" for part, seconds in row.items())
+            side: ", ".join(f"{part} {max(0, seconds):.2f}" for part, seconds in row.items())
             for side, row in result[name]["parts"].items()
         }
         lines.append(
