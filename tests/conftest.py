@@ -27,7 +27,8 @@ OF_CHAPTER = re.compile(r"test_every_check\.py::.*\[(ch\d+)_")
 class ByExercise(LoadScopeScheduling):
     """One process runs what belongs to an exercise, or stands in a module, as fixtures are shared.
 
-    So the observations of a known answer are made once, and more cores make it faster.
+    So the observations of a known answer are made once, and more cores make it faster. What holds
+    of every check runs chapter by chapter.
     """
 
     def _split_scope(self, nodeid: str) -> str:

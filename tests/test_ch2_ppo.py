@@ -1921,7 +1921,7 @@ def _learn(
 ):
     """Learning phases on memories whose advantages have the given scales, one after the other."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
-    # As if of several updates: the memory's log-probs are not those of the policy that learns.
+    # Of one update, the policy's own log-probs could stand for the memory's, which are others here.
     several = {"batches_per_learning_phase": max(2, epochs)}
     args = _make_args(student, **(OBJECTIVE | LEARNING | counts | several | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)

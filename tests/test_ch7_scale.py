@@ -730,7 +730,7 @@ def _make_args(rng, args_class=GrpoArgs, **options):
         "gen_len": rng.integer(7, 100),
         "temperature": 0.5 + rng.integer(1, 5) / 10 + 0.03,
         "top_k": rng.integer(5, 40),
-        "clip_coef": rng.integer(11, 19) / 100,
+        "clip_coef": rng.integer(1100, 1900) / 10_000,
         "clip_coef_high": rng.integer(21, 29) / 100,
         "kl_coef": rng.integer(1, 9) / 100,
         "ent_coef": rng.integer(1, 9) / 1000,

@@ -23,7 +23,7 @@ from utils.mutation import mutants
 
 CHAPTERS = get_chapters()
 EXERCISES = [(chapter, exercise) for chapter in CHAPTERS for exercise in get_checks(chapter)]
-OTHER = "another secret"
+OTHER_SECRET = "another secret"
 
 
 @pytest.mark.parametrize(("chapter", "exercise"), EXERCISES)
@@ -41,6 +41,7 @@ def test_every_exercise_has_an_oracle_and_a_public_check(chapter, exercise):
 def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
     mine = [m for m in known_answers.get_mistakes(chapter) if m.exercise == exercise]
     sentences = [m.sentence for m in mine]
+    assert sentences
     assert all(s.endswith(".") for s in sentences)
     assert len(set(sentences)) == len(sentences)
 
@@ -52,7 +53,7 @@ def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
 def test_the_reference_passes_with_another_secret(chapter):
     for exercise in get_checks(chapter):
         student = Answers(vars(get_reference(chapter)))
-        verdicts, _ = diagnosis.grade_exercise(chapter, exercise, student, secret=OTHER)
+        verdicts, _ = diagnosis.grade_exercise(chapter, exercise, student, secret=OTHER_SECRET)
         assert all(v.passed for v in verdicts), [v.check.name for v in verdicts if not v.passed]
 
 
@@ -116,7 +117,8 @@ def test_the_answer_to_a_check_cannot_be_prepared(chapter):
         for checks in get_checks(chapter).values()
         for check in checks
         if not (check.is_worked or check.slow)
-        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, OTHER)) is None
+        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, OTHER_SECRET))
+        is None
     ]
     assert constant == []
 
@@ -147,7 +149,7 @@ def repeat_the_first_row(value):
 @pytest.mark.parametrize("change", [fill(0), fill(1), repeat_the_first_row], ids=["0", "1", "row"])
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_constants_earn_nothing(chapter, change):
-    """Who knows what the parts of an observation are called can send those of the right shape."""
+    """Whoever knows what parts an observation has can send some of the right shape."""
 
     def judge_all(check):
         if check.slow:

@@ -376,8 +376,9 @@ def test_without_a_kl_term_the_truth_falls_and_the_reward_model_does_not_notice(
             best = max(point["rm"] for point in run["curve"])
             assert run["rm"] > best - 0.2
             assert held[seed]["true"] > run["true"] + 1
-            if name != "GRPO, beta 0.0":  # one seed is still near its peak after thirty phases
-                assert get_peak(run) - run["true"] > 1
+    for name in ("GRPO, beta 0.0, 60 phases", "PPO, beta 0.0"):  # not yet in all after thirty
+        for run in get_by_seed(name).values():
+            assert get_peak(run) - run["true"] > 1
 
 
 def test_a_baseline_of_the_kept_makes_the_reward_fall():

@@ -48,7 +48,7 @@ CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
 FIGURES = CHAPTERS / "figures"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
-OPTIONAL = {None: "", True: " · optional", "lent": " · optional where the solutions are at hand"}
+OPTIONAL = {False: "", True: " · optional", "lent": " · optional where the solutions are at hand"}
 FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional"}
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -133,7 +133,7 @@ class _Builder:
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
-            f"{OPTIONAL[options.get('optional')]}"
+            f"{OPTIONAL[options.get('optional', False)]}"
             f"{self._say_callable(name)}"
         )
         solved, inherited = self.edition.solved, options.get("inherited", False)

@@ -83,6 +83,7 @@ def _format_steps(result: dict) -> str:
             for configuration, seconds in result[name]["trl_seconds_by_configuration"].items()
         )
         parts = {
+            # Parts are differences of medians, and one that takes no time may come out below 0.
             side: ", ".join(f"{part} {max(0, seconds):.2f}" for part, seconds in row.items())
             for side, row in result[name]["parts"].items()
         }

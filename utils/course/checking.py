@@ -148,8 +148,9 @@ def _lacks_others(verdict: Verdict, chapter: str) -> bool:
     if not isinstance(last, Raised) or verdict.is_stub:
         return False
     if last.kind == "AttributeError":  # of a class without a method that has no cell yet
-        methods = {exercise.partition(".")[2] for exercise in get_checks(chapter)} - {""}
-        return any(last.message.endswith(f"has no attribute {name!r}") for name in methods)
+        methods = (exercise.split(".") for exercise in get_checks(chapter) if "." in exercise)
+        said = {f"{name!r} object has no attribute {method!r}" for name, method in methods}
+        return last.message in said
     return last.kind in ("NotImplementedError", "NotDefined")
 
 
