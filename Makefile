@@ -31,7 +31,7 @@ test: lint  ## what must hold, as CI runs it
 	$(PYTEST) --size test
 
 test-all: lint  ## every mistake through every check and in processes apart, every attack, a class of sixty
-	$(PYTEST) --size all
+	$(PYTEST) --size all $(TESTS)
 
 chapters: $(VENV)/.installed  ## rebuild the notebooks, and run those with solutions
 	$(PY) -m utils.authoring

@@ -21,19 +21,28 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 
 # Long tests that share no fixture with others: they come first, each where a process is free.
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
-OF_CHAPTER = re.compile(r"test_every_check\.py::.*\[(ch\d+)_")
+OF_CHAPTER = re.compile(r"(?:test_every_check\.py::.*|which_mutant_it_is)\[(ch\d+)_")
+CHECKS = re.compile(r"tests/test_(ch\d+)_")
+SERVED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # by one process that forks others
+FEW = 4  # processes: so few have enough to do if one has all checks of a chapter
 
 
 class ByExercise(LoadScopeScheduling):
     """One process runs what belongs to an exercise, or stands in a module, as fixtures are shared.
 
     So the observations of a known answer are made once, and more cores make it faster. What holds
-    of every check runs chapter by chapter.
+    of every check runs chapter by chapter; among few processes a chapter's checks run there too, so
+    that the reference is observed once.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if found := OF_CHAPTER.search(nodeid):
-            return f"every check of {found[1]}"
+        of_chapter = OF_CHAPTER.search(nodeid)
+        if of_chapter is None and self.numnodes <= FEW:
+            of_chapter = CHECKS.search(nodeid)
+        if of_chapter:
+            return f"every check of {of_chapter[1]}"
+        if SERVED.search(nodeid):
+            return "grading in processes"
         return nodeid if APART.search(nodeid) else nodeid.rpartition("::")[0]
 
 

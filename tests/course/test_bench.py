@@ -31,6 +31,7 @@ def allocate(mib: int) -> dict:
     return measure_peak(lambda: torch.ones(mib, 2**18))
 
 
+@pytest.mark.takes_long
 def test_a_peak_is_what_the_work_adds():
     assert 190 < run_apart(allocate, 200)["added"] < 230
 

@@ -3,13 +3,14 @@
 import csv
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from tests.attacks.containers import make_notebook
-from tests.course.test_grade import get_exercise, linux, load_reports, run_grade
+from tests.course.test_grade import get_exercise, linux, load_reports
+from utils import grade
 from utils.autograder.roster import Person, match, read_roster
-from utils.grade import _digest_grader, parse_arguments
 from utils.grading.known_answers import get_source
 from utils.grading.points import FILE
 from utils.grading.scoring import earn, weigh
@@ -28,8 +29,21 @@ def read_csv(path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.fixture
+def run_grade(capsys, monkeypatch):
+    """`python -m utils.grade` in this process, so that its children are forked from one server."""
+    monkeypatch.setattr(grade, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15))
+
+    def run(*arguments):
+        returncode = grade.main([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=returncode, stdout=said.out, stderr=said.err)
+
+    return run
+
+
 @linux
-def test_a_class_from_its_first_day_to_its_grade_book(tmp_path):
+def test_a_class_from_its_first_day_to_its_grade_book(tmp_path, run_grade):
     folder, out = tmp_path / "handed in", tmp_path / "graded"
     folder.mkdir()
     right = get_source(CHAPTER)
@@ -95,8 +109,8 @@ def test_a_class_from_its_first_day_to_its_grade_book(tmp_path):
 
 
 def test_another_secret_grades_again():
-    args = parse_arguments(["x.py", "--out", "out"])
-    versions = [_digest_grader(args, secret) for secret in ("one", "another", "one")]
+    args = grade.parse_arguments(["x.py", "--out", "out"])
+    versions = [grade._digest_grader(args, secret) for secret in ("one", "another", "one")]
     assert versions[0] == versions[2] != versions[1]
 
 

@@ -293,12 +293,20 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
 }  # fmt: skip
 
 
+# Of each kind one for every day: `make test-all` has the others.
+EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses register", "await",
+             "latin-1", "many magics", "a strange folder", "method attached", "script magic",
+             "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def graded(tmp_path_factory):
+def graded(tmp_path_factory, request):
     """All of these in one run, each by its own exercise."""
     folder = tmp_path_factory.mktemp("handed in")
     todo = {}
-    for name, (files, _) in RIGHT.items():
+    takes_all = request.config.getoption("--size") == "all"
+    for name in RIGHT if takes_all else EVERY_DAY:
+        files, _ = RIGHT[name]
         for file, data in files.items():
             path = folder / name / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +317,9 @@ def graded(tmp_path_factory):
 
 
 @linux
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in EVERY_DAY else [takes_long]) for n in RIGHT]
+)
 def test_right_work_gets_its_marks(name, graded):
     (exercise,) = graded[name]["exercises"]
     lost = [check for check in exercise["checks"] if not check["passed"]]
@@ -474,6 +484,7 @@ class GrpoTrainer(RLHFTrainer):
 
 
 @linux
+@takes_long
 def test_what_is_handed_on_earns_nothing(tmp_path):
     attack = Path(__file__).parents[1] / "attacks" / "reading" / "helper_that_stands_in.py"
     (tmp_path / "delegates.py").write_text(DELEGATES)

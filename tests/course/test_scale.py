@@ -47,6 +47,7 @@ from utils.train import load_function, load_rows
 
 ROOT = Path(__file__).parents[2]
 TRAIN, _ = review_prompts()
+takes_long = pytest.mark.takes_long
 
 
 # --- Memory -------------------------------------------------------------------------------------
@@ -62,12 +63,12 @@ SHAPES = [
     {"n_layers": 6, "d_model": 256, "n_heads": 8},
     {"mlp_adapters": True},
     {"mlp_adapters": True, "seq": 128, "n_layers": 6},
-    {"dtype": torch.bfloat16, "seq": 128},
     {"dtype": torch.bfloat16, "mlp_adapters": True},
 ]
+LONG = {"dtype": torch.bfloat16, "seq": 128}
 
 
-@pytest.mark.parametrize("change", SHAPES, ids=str)
+@pytest.mark.parametrize("change", [*SHAPES, pytest.param(LONG, marks=takes_long)], ids=str)
 def test_the_estimate_is_what_the_profiler_measures(change):
     shape = BASE | change
     completion = shape["seq"] - 8
@@ -135,6 +136,7 @@ def average_and_sync():
     return mean.item(), x.grad, [p.grad for p in parameters]
 
 
+@takes_long
 def test_means_and_gradients_of_real_ranks_are_those_by_hand(of_ranks):
     kept = [0.0, 1.0, 3.0, 10.0, 11.0]
     for rank, (mean, grad, synced) in enumerate(found["sums"] for found in of_ranks):
@@ -200,6 +202,7 @@ def learn_beside_one(kind, folder):
     return off, ids, weights
 
 
+@takes_long
 @pytest.mark.parametrize("kind", CASES)
 def test_two_ranks_learn_what_one_process_learns_from_their_union(kind, of_ranks):
     (off, ids, weights), (_, _, others) = (found[kind] for found in of_ranks)
@@ -261,6 +264,7 @@ def shard_and_compare(folder):
     return found
 
 
+@takes_long
 @pytest.mark.parametrize("kind", ["embedded", "qwen"])
 def test_a_sharded_model_computes_learns_and_samples_as_one(kind, of_ranks):
     for found in (found[kind] for found in of_ranks):
@@ -286,6 +290,7 @@ def shard_a_value_head():
     return max(off), all(p.grad is not None for p in model.trainable_parameters())
 
 
+@takes_long
 def test_a_sharded_value_head_is_registered(of_ranks):
     for off, has_gradients in (found["value head"] for found in of_ranks):
         assert off < 1e-4
@@ -366,7 +371,7 @@ def find_ranks(parent):
     ]
 
 
-@pytest.mark.takes_long
+@takes_long
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
     given = ["--total-phases", "6", "--checkpoint-every", "1"]
     status, output = finish(start(tmp_path, "--name", "whole", *given, n_ranks=2))

@@ -581,6 +581,7 @@ def test_ppo_learns_good_moods(tmp_path):
     assert history[-1]["kl_exact"] < 0.3
 
 
+@pytest.mark.takes_long
 def test_the_call_that_the_project_started_from_runs_and_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = GrpoArgs(use_wandb=False, kl_coef=2.5, total_phases=30, warmup_steps=0, reward_fn=reward_fn_char_count, base_lr=1e-3, gen_len=16)  # noqa: E501  # fmt: skip

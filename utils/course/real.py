@@ -1,8 +1,8 @@
 """GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real`.
 
-Three runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: sums of
-one digit, which a program checks, and the mood of free text by VADER's lexicon, with GRPO and with
-PPO. No prompt that is measured on is trained on.
+Two runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: GRPO on sums
+of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. A third,
+GRPO on the mood, is made by `--only mood`. No prompt that is measured on is trained on.
 """
 
 import argparse
@@ -38,6 +38,7 @@ MODEL = "smollm2"
 SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
 BEGINNINGS = ["This movie is", "The film", "I watched it and", "My review:"]
 OTHER_BEGINNINGS = ["The plot was", "After the first hour I", "The actors", "In the end this book"]
+SHOWN = ["sums", "mood_ppo"]  # by `make real`, in ten minutes
 SETUP = {"warmup_steps": 0, "base_lr": 1e-3, "num_minibatches": 2, "samples_every": 4}
 
 
@@ -221,7 +222,14 @@ def read_seed(text: str) -> int:
 def main() -> None:
     tasks = make_tasks()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=tasks, default=list(tasks), metavar="RUN")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tasks,
+        default=SHOWN,
+        metavar="RUN",
+        help=f"of {', '.join(tasks)}; unless given: {' '.join(SHOWN)}",
+    )
     parser.add_argument("--seeds", nargs="+", type=read_seed, default=[1], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     args = parser.parse_args()

@@ -153,10 +153,11 @@ def _get_statements(module: str) -> tuple[ast.stmt, ...]:
     return tuple(statements)
 
 
-def _get_names(statement: ast.stmt) -> set[str]:
+@functools.cache
+def _get_names(statement: ast.stmt) -> frozenset[str]:
     if _is_import(statement):
-        return {_get_alias(alias) for alias in statement.names}
-    return get_bound_names(statement)
+        return frozenset(_get_alias(alias) for alias in statement.names)
+    return frozenset(get_bound_names(statement))
 
 
 def _is_import(statement: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:

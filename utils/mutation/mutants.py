@@ -70,7 +70,8 @@ class Mutant:
 # --- Mutants of a chapter -----------------------------------------------------------------------
 
 
-def generate(chapter: str, nulls: bool = True) -> list[Mutant]:
+@functools.cache
+def generate(chapter: str, nulls: bool = True) -> tuple[Mutant, ...]:
     """Return all mutants of a chapter: the changes of what its exercises reach, and null
     answers."""
     found: list[Mutant] = []
@@ -82,7 +83,7 @@ def generate(chapter: str, nulls: bool = True) -> list[Mutant]:
         if isinstance(known_answers.get_definitions(chapter)[exercise], ast.FunctionDef):
             names = [(null, f"{exercise}: {null}") for null in _choose_nulls(chapter, exercise)]
             found += [Mutant(chapter, exercise, name, null=null) for null, name in names]
-    return found
+    return tuple(found)
 
 
 def _choose_nulls(chapter: str, exercise: str) -> list[str]:
@@ -168,12 +169,11 @@ def splice(chapter: str, within: str, changed: ast.FunctionDef) -> str | None:
     original = ast.unparse(known_answers.get_definitions(chapter)[within]).splitlines()
     if text == original:
         return None
-    source = "\n".join([*lines[:first], *(indent + line for line in text), *lines[last:]])
     try:
-        compile(source, chapter, "exec")
+        compile("\n".join(text), chapter, "exec")
     except SyntaxError:
         return None
-    return source
+    return "\n".join([*lines[:first], *(indent + line for line in text), *lines[last:]])
 
 
 # --- Null answers -------------------------------------------------------------------------------
