@@ -27,7 +27,7 @@ quick: lint  ## lint, types, stale mistakes, and the reference through every che
 	$(PY) -m mypy utils solutions
 	$(PYTEST) --size quick
 
-test: lint  ## what must hold, as CI runs it
+test: lint  ## what must hold before a change is sent
 	$(PYTEST) --size test
 
 test-all: lint  ## every mistake through every check and in processes apart, every attack, a class of sixty

@@ -23,8 +23,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
 OF_CHAPTER = re.compile(r"(?:test_every_check\.py::.*|which_mutant_it_is)\[(ch\d+)_")
 CHECKS = re.compile(r"tests/test_(ch\d+)_")
-SERVED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # by one process that forks others
-FEW = 4  # processes: so few have enough to do if one has all checks of a chapter
+FORKED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # they share a forkserver
+FEW = 4  # processes: all stay busy although one has a whole chapter's checks
 
 
 class ByExercise(LoadScopeScheduling):
@@ -32,16 +32,17 @@ class ByExercise(LoadScopeScheduling):
 
     So the observations of a known answer are made once, and more cores make it faster. What holds
     of every check runs chapter by chapter; among few processes a chapter's checks run there too, so
-    that the reference is observed once.
+    that the reference is observed once. The modules that grade in this process share one.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         of_chapter = OF_CHAPTER.search(nodeid)
-        if of_chapter is None and self.numnodes <= FEW:
+        is_quick = self.config.getoption("--size") == "quick"
+        if of_chapter is None and self.numnodes <= FEW and not is_quick:
             of_chapter = CHECKS.search(nodeid)
         if of_chapter:
             return f"every check of {of_chapter[1]}"
-        if SERVED.search(nodeid):
+        if FORKED.search(nodeid):
             return "grading in processes"
         return nodeid if APART.search(nodeid) else nodeid.rpartition("::")[0]
 

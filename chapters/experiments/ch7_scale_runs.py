@@ -2,7 +2,7 @@
 
 `python -m chapters.experiments.ch7_scale_runs` writes chapters/results/ch7_scale_runs.json.
 
-"1 process" and "2 processes" are `utils.train` on chapter 3's additions with the demonstration's
+"1 process" and "2 processes" are `utils.train` on chapter 3's additions with chapter 3's
 settings, the second under torchrun, and accuracies on held-out pairs. "fixed" and "refreshed" are
 GRPO on the true reward of chapter 6, with several betas; they are measured on 15 beginnings of
 reviews that nothing is trained on, with 540 completions, and their KL is from the first model.
@@ -36,7 +36,7 @@ RESULT = Path(__file__).parents[1] / "results" / "ch7_scale_runs.json"
 TRAIN, HELD = review_prompts()
 GEN_LEN, PHASES, EVERY, PER_HELD = 30, 24, 8, 36
 
-ADDITIONS = {  # `utils.course.demo` has the same
+ADDITIONS = {  # `utils.course.demo.make_grpo_trainer` has the same
     "data": "utils.models.corpus:addition_rows",
     "reward": "utils.rewards:reward_fn_addition",
     "gen-len": 40,

@@ -1,4 +1,4 @@
-"""GRPO and PPO on SmolLM2 with three seeds: the runs of `make real`, recorded.
+"""GRPO and PPO on SmolLM2 with three seeds, recorded: all runs of `utils.course.real`.
 
 `python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. Runs that are in
 the file are skipped; delete it to repeat them. Samples are kept for seed 1 alone. The weights are

@@ -143,6 +143,7 @@ def test_the_catalogue_fits_the_solutions(chapter):
     assert found >= {name for name in get_checks(chapter) if get_quick_checks(chapter, name)}
 
 
+@pytest.mark.takes_long
 @pytest.mark.parametrize("chapter", get_chapters())
 def test_an_entry_says_which_mutant_it_is(chapter):
     """Of changes that automatic mutants make too, the sentence stands with the mutant's name."""

@@ -95,6 +95,7 @@ def test_the_checkpoint_is_small_and_its_tokenizer_splits_digits():
         assert len(tokenizer.encode(f"{digit}{digit}", add_special_tokens=False)) == 2
 
 
+@pytest.mark.takes_long
 def test_the_checkpoint_leaves_room_to_learn(embedded):
     additions = evaluate_additions(embedded, held_out_pairs(), n_samples=2)
     assert additions["accuracy"] <= 0.50
@@ -131,6 +132,7 @@ def test_pretraining_follows_its_seed_and_goes_on_after_a_stop(tmp_path, monkeyp
         pretrain.pretrain(stopped, tmp_path / "stopped.pt", **setup | {"batch_size": 4})
 
 
+@pytest.mark.takes_long
 def test_the_control_has_both_styles_and_neither_is_better():
     control = TransformerWithLora.from_pretrained(CONTROL_MODEL, device="cpu")
     additions = evaluate_additions(control, held_out_pairs()[:200], n_samples=4)

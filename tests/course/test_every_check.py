@@ -113,6 +113,7 @@ def test_a_probe_takes_neither_its_oracle_nor_its_chapter(chapter):
                 assert f"def {check.expected.__name__}(" not in text, check.path
 
 
+@pytest.mark.takes_long
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_the_answer_to_a_check_cannot_be_prepared(chapter):
     """With another secret every check sees another observation, but for examples worked by hand."""

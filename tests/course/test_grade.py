@@ -1,6 +1,6 @@
 """Grading code that nobody has read: attacks score nothing, honest work its marks.
 
-`make test` runs one or two attacks of each kind on one batch; `make test-all` runs all, in a class
+`make test` runs a few attacks of each kind on one batch; `make test-all` runs all, in a class
 of 60 that is killed half-way, and every mistake through processes apart.
 """
 
@@ -46,12 +46,8 @@ LONG |= {"only_inherits", "helper_that_stands_in"}
 EVERY_DAY = {"through_files", "through_the_model", "by_signals", "number", "subclass", "lines",
              "replies", "outside", "local_sockets", "torch_functions", "files", "frames", "imports",
              "solutions_that_stand_in", "what_the_batch_knows", "loop"}  # fmt: skip
-LARGE = {
-    "many_cells",
-    "deep_code",
-    "zip_bomb",
-    "a_huge_cell",
-}  # containers that take longer to read
+# Containers that take long to make and to read.
+LARGE = {"many_cells", "deep_code", "zip_bomb", "a_huge_cell"}
 SECONDS = 5
 needs_time = pytest.mark.takes_long
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what shuts a child off is Linux's")
@@ -153,10 +149,9 @@ def batch(tmp_path_factory, request):
     takes_all = request.config.getoption("--size") == "all"
     names = {path.stem for path in ATTACKS} - LONG | {"loop"} if takes_all else EVERY_DAY
     hostile = [path for path in ATTACKS if path.stem in names]
+    assert len(hostile) >= len(names)
     (folder / "containers").mkdir()
-    containers = make_containers(folder / "containers")
-    if not takes_all:
-        containers = [path for path in containers if path.stem not in LARGE]
+    containers = make_containers(folder / "containers", without=() if takes_all else LARGE)
     places = [ROOT / "utils", ROOT / "solutions", ROOT / "tests", folder]
     files = [path for place in places for path in place.rglob("*") if path.suffix != ".pyc"]
     before = {path: look_at(path) for path in files if path.is_file()}

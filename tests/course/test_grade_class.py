@@ -31,7 +31,8 @@ def read_csv(path) -> list[dict[str, str]]:
 
 @pytest.fixture
 def run_grade(capsys, monkeypatch):
-    """`python -m utils.grade` in this process, so that its children are forked from one server."""
+    """Run `python -m utils.grade` in this process, whose forkserver starts once."""
+    # pytest's own handler of SIGTERM stays.
     monkeypatch.setattr(grade, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15))
 
     def run(*arguments):

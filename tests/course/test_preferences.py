@@ -121,6 +121,7 @@ def test_choices_are_as_noisy_as_bradley_and_terry_say(embedded):
 # --- Reward models and policies -----------------------------------------------------------------
 
 
+@pytest.mark.takes_long
 def test_a_reward_model_learns_and_keeps_its_scale(embedded, tmp_path):
     pairs, _ = make_preferences(embedded, TRAIN, 160, seed=1)
     held_pairs, _ = make_preferences(embedded, HELD, 200, seed=2)

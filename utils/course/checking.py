@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import re
 import sys
 from typing import Any
 
@@ -71,8 +72,12 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     note = None
     if not has_reference(chapter) and all(verdict.passed for verdict in verdicts):
         note = "These are the public checks: your work may be graded by more."
-    elif not has_reference(chapter) and any(_lacks_others(v, chapter) for v in verdicts):
-        note = "This needs other exercises that are not written yet: check it again after those."
+    elif not has_reference(chapter) and (lacking := _find_lacking(verdicts, chapter)):
+        names = ", ".join(sorted(lacking - {""}))
+        others = (
+            f"what is not written yet ({names})" if names else "others that are not written yet"
+        )
+        note = f"This needs {others}: check it again after that."
     elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
             again = grade_exercise(
@@ -143,15 +148,22 @@ def _find_culprit(
     return f"because your {culprit} fails here." if culprit else "as it fails with yours."
 
 
-def _lacks_others(verdict: Verdict, chapter: str) -> bool:
-    last = verdict.observations[-1]
-    if not isinstance(last, Raised) or verdict.is_stub:
-        return False
-    if last.kind == "AttributeError":  # of a class without a method that has no cell yet
-        methods = (exercise.split(".") for exercise in get_checks(chapter) if "." in exercise)
-        said = {f"{name!r} object has no attribute {method!r}" for name, method in methods}
-        return last.message in said
-    return last.kind in ("NotImplementedError", "NotDefined")
+def _find_lacking(verdicts: list[Verdict], chapter: str) -> set[str]:
+    """Return other exercises that an answer needs and that are not written; "" for one unknown."""
+    exercises = {exercise.rpartition(".")[2]: exercise for exercise in get_checks(chapter)}
+    lacking = set()
+    for verdict in verdicts:
+        last = verdict.observations[-1]
+        if not isinstance(last, Raised) or verdict.is_stub:
+            continue
+        if found := re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", last.message):
+            if f"{found[1]}.{found[2]}" in exercises.values():  # it has no cell yet
+                lacking.add(f"{found[1]}.{found[2]}")
+        elif last.kind in ("NotImplementedError", "NotDefined"):
+            found = re.search(r'(\w+) is not defined|required "(\w+)" function', last.message)
+            name = (found[1] or found[2]) if found else last.place
+            lacking.add(exercises.get(name, ""))
+    return lacking
 
 
 def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:

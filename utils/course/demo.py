@@ -86,7 +86,7 @@ def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
 def run_grpo(out: Path, seed: int, **overrides) -> dict[str, float]:
     """Train GRPO and measure additions before and after, on all held-out pairs.
 
-    It has fewer phases than the recorded runs of the chapters: enough to see it learn.
+    The run has fewer phases than those that the chapters record, enough to see it learn.
     """
     trainer = make_grpo_trainer(out, seed, **{"total_phases": 25} | overrides)
     print(f"\nGRPO on additions, seed {seed}: measure, train, measure again")

@@ -1,8 +1,8 @@
 """GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real`.
 
 Two runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: GRPO on sums
-of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. A third,
-GRPO on the mood, is made by `--only mood`. No prompt that is measured on is trained on.
+of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. `--only
+mood` makes a third, GRPO on the mood. No prompt that is measured on is trained on.
 """
 
 import argparse
@@ -38,7 +38,7 @@ MODEL = "smollm2"
 SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
 BEGINNINGS = ["This movie is", "The film", "I watched it and", "My review:"]
 OTHER_BEGINNINGS = ["The plot was", "After the first hour I", "The actors", "In the end this book"]
-SHOWN = ["sums", "mood_ppo"]  # by `make real`, in ten minutes
+SHOWN = ["sums", "mood_ppo"]  # what `make real` runs
 SETUP = {"warmup_steps": 0, "base_lr": 1e-3, "num_minibatches": 2, "samples_every": 4}
 
 
@@ -228,7 +228,7 @@ def main() -> None:
         choices=tasks,
         default=SHOWN,
         metavar="RUN",
-        help=f"of {', '.join(tasks)}; unless given: {' '.join(SHOWN)}",
+        help=f"one or more of {', '.join(tasks)} (default: {' '.join(SHOWN)})",
     )
     parser.add_argument("--seeds", nargs="+", type=read_seed, default=[1], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
