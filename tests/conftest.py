@@ -23,6 +23,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
 OF_CHAPTER = re.compile(r"(?:test_every_check\.py::.*|which_mutant_it_is)\[(ch\d+)_")
 CHECKS = re.compile(r"tests/test_(ch\d+)_")
+FIRST = re.compile(r"test_(every_check|grading|scale|trainers)\.py")  # the longest modules
 FORKED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # they share a forkserver
 FEW = 4  # processes: all stay busy although one has a whole chapter's checks
 
@@ -54,6 +55,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put long tests first, then those of the course, whose modules take longer than exercises."""
+    """Put long tests and modules first, so that no process is left with one of them at the end."""
     pytest_plugin.deselect_long(config, items)
-    items.sort(key=lambda item: (not APART.search(item.nodeid), "/course/" not in item.nodeid))
+    items.sort(key=lambda item: (not APART.search(item.nodeid), not FIRST.search(item.nodeid)))

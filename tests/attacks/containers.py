@@ -5,7 +5,7 @@ import json
 import os
 import stat
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 WRONG = "def masked_mean(values, mask, dim=None):\n    return values\n"
@@ -24,10 +24,10 @@ def make_notebook(*sources: object, **changes: object) -> str:
     )
 
 
-def make_containers(folder: Path, without: Collection[str] = ()) -> list[Path]:
-    """One path for each of the functions below, but for those whose names are given."""
+def make_containers(folder: Path) -> list[Path]:
+    """One path for each of the functions below."""
     made = []
-    for make in (make for make in MAKERS if make.__name__ not in without):
+    for make in MAKERS:
         path = folder / make.__name__
         made.append(make(path) or path)
     return made

@@ -41,6 +41,7 @@ def endless(tmp_path):
     return save_embedded(tmp_path / "embedded")
 
 
+@pytest.mark.takes_long
 @pytest.mark.parametrize("kind", ["grpo", "ppo"])
 def test_completions_never_end_early(endless, tmp_path, kind):
     work = Work(n_prompts=8, group_size=8, gen_len=60)

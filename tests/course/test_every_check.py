@@ -86,11 +86,11 @@ def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
                     assert wide <= 1e-3 * largest + 1e-4, c.path
 
 
+@pytest.mark.takes_long
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_sample_of_the_mutants_is_killed(chapter, request):
+def test_a_sample_of_the_mutants_is_killed(chapter):
     """`python -m utils.mutation` runs all."""
-    n = 25 if request.config.getoption("--size") == "all" else 4
-    survivors = [m.name for m in mutants.sample(chapter, n) if mutants.kill(m) is None]
+    survivors = [m.name for m in mutants.sample(chapter, 25) if mutants.kill(m) is None]
     assert survivors == []
 
 

@@ -1,7 +1,8 @@
 """Grading code that nobody has read: attacks score nothing, honest work its marks.
 
-`make test` runs a few attacks of each kind on one batch; `make test-all` runs all, in a class
-of 60 that is killed half-way, and every mistake through processes apart.
+`make test` grades what people hand in (test_handed_in.py) and a class (test_grade_class.py);
+`make test-all` also most attacks in one batch, all of them in a class of 60 that is killed
+half-way, and every mistake through processes apart.
 """
 
 import csv
@@ -40,14 +41,9 @@ from utils.grading.wire import pack, unpack
 
 ROOT = Path(__file__).parents[2]
 ATTACKS = sorted((ROOT / "tests" / "attacks").glob("*/*.py"))
-# They run until they are stopped (test_grade_all.py), or are of whole chapters (test_handed_in.py).
+# They run until they are stopped: one of them is enough for the batch.
 LONG = {"loop", "sleep", "memory", "recursion", "garbage", "processes", "disk", "flood"}
-LONG |= {"only_inherits", "helper_that_stands_in"}
-EVERY_DAY = {"through_files", "through_the_model", "by_signals", "number", "subclass", "lines",
-             "replies", "outside", "local_sockets", "torch_functions", "files", "frames", "imports",
-             "solutions_that_stand_in", "what_the_batch_knows", "loop"}  # fmt: skip
-# Containers that take long to make and to read.
-LARGE = {"many_cells", "deep_code", "zip_bomb", "a_huge_cell"}
+LONG |= {"only_inherits", "helper_that_stands_in"}  # of whole chapters: see test_handed_in.py
 SECONDS = 5
 needs_time = pytest.mark.takes_long
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what shuts a child off is Linux's")
@@ -107,10 +103,11 @@ BROKEN_CELL = "def calc_entropy(logits:\n    return"
 
 
 def write_honest(folder: Path) -> dict[str, Path]:
-    """Honest work of chapter 0 in every form, without the exercise that takes longest."""
+    """Honest work of chapter 0 in every form; only one has the exercise that takes longest."""
     reference = (ROOT / "solutions" / "ch0_sampling.py").read_text()
     light = reference.replace("def sample_next_token(", "def sample_the_next(")
-    paths = {name: folder / name for name in ("half.ipynb", "zipped (1).zip", "split")}
+    paths = {name: folder / name for name in ("full.py", "half.ipynb", "zipped (1).zip", "split")}
+    paths["full.py"].write_text(reference)
     cells = [make_notebook(PARTLY_RIGHT, BROKEN_CELL)]
     paths["half.ipynb"].write_text(cells[0])
     with zipfile.ZipFile(paths["zipped (1).zip"], "w") as archive:
@@ -141,17 +138,16 @@ def write_honest(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def batch(tmp_path_factory, request):
-    """One run over honest work, hostile files and attacks that end by themselves."""
+def batch(tmp_path_factory):
+    """One run over honest work, hostile files and the attacks that end by themselves."""
     folder, out = tmp_path_factory.mktemp("submissions"), tmp_path_factory.mktemp("graded")
     temporary = tmp_path_factory.mktemp("temporary")
     honest = write_honest(folder)
-    takes_all = request.config.getoption("--size") == "all"
-    names = {path.stem for path in ATTACKS} - LONG | {"loop"} if takes_all else EVERY_DAY
-    hostile = [path for path in ATTACKS if path.stem in names]
-    assert len(hostile) >= len(names)
+    hostile = [path for path in ATTACKS if path.stem not in LONG] + [
+        ROOT / "tests" / "attacks" / "resources" / "loop.py"
+    ]
     (folder / "containers").mkdir()
-    containers = make_containers(folder / "containers", without=() if takes_all else LARGE)
+    containers = make_containers(folder / "containers")
     places = [ROOT / "utils", ROOT / "solutions", ROOT / "tests", folder]
     files = [path for place in places for path in place.rglob("*") if path.suffix != ".pyc"]
     before = {path: look_at(path) for path in files if path.is_file()}
@@ -173,13 +169,15 @@ def batch(tmp_path_factory, request):
 
 
 @linux
+@needs_time
 def test_honest_work_gets_its_marks(batch):
     reports = batch["reports"]
     full = sum(check.points for checks in get_checks("ch0_sampling").values() for check in checks)
-    for name in ("zipped (1)", "split", "twice"):
+    for name in ("full", "zipped (1)", "split", "twice"):
         lost = [e["name"] for e in reports[name]["exercises"] if e["score"] < e["max_score"]]
-        assert lost == ["sample_next_token"]
+        assert lost == ([] if name == "full" else ["sample_next_token"])
         assert reports[name]["max_score"] == full
+    assert reports["full"]["score"] == full
     mean = get_exercise(reports["copies"], "masked_mean")
     assert mean["score"] == mean["max_score"]
     assert reports["empty"]["score"] == 0
@@ -189,6 +187,7 @@ def test_honest_work_gets_its_marks(batch):
 
 
 @linux
+@needs_time
 def test_a_broken_cell_costs_what_it_defines(batch):
     report = batch["reports"]["half"]
     mean = get_exercise(report, "masked_mean")
@@ -200,8 +199,9 @@ def test_a_broken_cell_costs_what_it_defines(batch):
 
 
 @linux
+@needs_time
 def test_attacks_score_nothing(batch):
-    honest = {"half", "zipped (1)", "split", "twice", "copies"}
+    honest = {"full", "half", "zipped (1)", "split", "twice", "copies"}
     reports = [report for name, report in batch["reports"].items() if name not in honest]
     assert len(batch["reports"]) == len(batch["paths"])
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}
@@ -213,6 +213,7 @@ def test_attacks_score_nothing(batch):
 
 
 @linux
+@needs_time
 def test_attacks_change_nothing_outside(batch):
     assert not batch["changed"]
     places = [Path("/tmp"), Path("/dev/shm"), Path("/var/tmp"), Path.home(), ROOT, batch["folder"]]
@@ -225,11 +226,13 @@ def test_attacks_change_nothing_outside(batch):
 
 
 @linux
+@needs_time
 def test_every_protection_is_reported(batch):
-    assert set(batch["reports"]["split"]["protections"]) == set(protections.PROTECTIONS)
+    assert set(batch["reports"]["full"]["protections"]) == set(protections.PROTECTIONS)
 
 
 @linux
+@needs_time
 def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
     for report in batch["reports"].values():
         for exercise in report["exercises"]:
@@ -240,13 +243,14 @@ def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
 
 
 @linux
+@needs_time
 def test_a_child_knows_nothing_of_the_batch(batch):
     """Neither the secret nor the other submissions, the environment or the other solutions."""
     mean = get_exercise(batch["reports"]["what_the_batch_knows"], "masked_mean")
     said = mean["checks"][0]["message"]
     assert "printed:" in said
     secret = (batch["out"] / ".secret").read_text()
-    for word in (secret, "PYTEST", "half.ipynb", "secret", "named", "todo"):
+    for word in (secret, "PYTEST", "full.py", "secret", "named", "todo"):
         assert word not in said
     mean = get_exercise(batch["reports"]["solutions_that_stand_in"], "masked_mean")
     assert "calc_entropy" not in "".join(check["message"] for check in mean["checks"])
@@ -326,6 +330,7 @@ def test_a_child_that_is_ended_while_it_reads_its_job_holds_up_nobody():
 
 
 @linux
+@needs_time
 def test_a_second_run_grades_nothing_again(batch):
     stamps = {path: path.stat().st_mtime_ns for path in batch["out"].glob("*/report.json")}
     result = run_grade(*batch["paths"], "--seconds", SECONDS, "--out", batch["out"])
@@ -334,6 +339,7 @@ def test_a_second_run_grades_nothing_again(batch):
 
 
 @linux
+@needs_time
 def test_the_reports_for_people_and_platforms(batch):
     results = json.loads((batch["out"] / "half" / "results.json").read_text())
     report = batch["reports"]["half"]

@@ -383,6 +383,7 @@ def test_without_solutions_a_method_that_another_check_needs_is_said_to_be_missi
     """The check of save_adapter calls load_adapter, whose cell comes later."""
     names = get_chapter_source("ch1_lora").without("TransformerWithLora.load_adapter").build()
     monkeypatch.setattr(checking, "has_reference", lambda chapter: False)
+    monkeypatch.setattr(checking, "SEARCH_SECONDS", 0)  # of mistakes, which a bundle has not
     said = "This needs what is not written yet"
     run_and_print(names["TransformerWithLora"].save_adapter, names)
     assert f"{said} (TransformerWithLora.load_adapter): " in capsys.readouterr().out
@@ -524,6 +525,7 @@ def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, 
     assert "ch0_sampling  calc_reinforce_objective" in result.stdout
 
 
+@pytest.mark.takes_long
 def test_pytest_pays_for_one_bug_once(tmp_path):
     path = tmp_path / "mine.py"
     broken = "def masked_mean(values, mask, dim=None):\n    raise NotImplementedError\n"

@@ -299,6 +299,13 @@ EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses r
              "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
 
 
+ATTACKS = [
+    Path(__file__).parents[1] / "attacks" / name
+    for name in ("equal/subclass.py", "forging/replies.py", "patching/torch_functions.py",
+                 "reading/frames.py", "ending/by_signals.py")
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory, request):
     """All of these in one run, each by its own exercise."""
@@ -313,6 +320,8 @@ def graded(tmp_path_factory, request):
             path.write_bytes(data)
         todo[name] = path if len(files) == 1 else folder / name
     only = {name: (exercise,) for name, (_, exercise) in RIGHT.items()}
+    todo |= {path.stem: path for path in ATTACKS}
+    only |= {path.stem: ("masked_mean",) for path in ATTACKS}
     return dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
 
 
@@ -324,6 +333,14 @@ def test_right_work_gets_its_marks(name, graded):
     (exercise,) = graded[name]["exercises"]
     lost = [check for check in exercise["checks"] if not check["passed"]]
     assert exercise["score"] == exercise["max_score"], (graded[name]["problems"], lost)
+
+
+@linux
+def test_attacks_score_nothing(graded):
+    """A few: test_grade.py has more."""
+    assert {path.stem: graded[path.stem]["score"] for path in ATTACKS} == {
+        path.stem: 0 for path in ATTACKS
+    }
 
 
 @linux

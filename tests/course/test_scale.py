@@ -334,6 +334,7 @@ def finish(process, timeout=150):
     return process.returncode, output
 
 
+@takes_long
 def test_the_plain_command_is_the_plain_trainer(tmp_path):
     status, output = finish(start(tmp_path, "--name", "run", "--total-phases", "2"))
     assert status == 0, output

@@ -1,11 +1,11 @@
 """Whether a notebook's cell was edited and saved, but not run since."""
 
 import ast
+import json
 import os
 import time
 from pathlib import Path
 
-import nbformat
 from IPython import get_ipython
 
 _ran: dict[str, float] = {}  # when each source ran last
@@ -29,10 +29,10 @@ def is_unrun(name: str) -> bool:
     if path is None or not path.is_file():
         return False
     try:
-        cells = nbformat.read(path, as_version=4).cells
-    except Exception:  # half written, or no notebook
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        sources = ["".join(c["source"]).strip() for c in cells if c["cell_type"] == "code"]
+    except (OSError, ValueError, LookupError, TypeError):  # half written, or no notebook
         return False
-    sources = [cell.source.strip() for cell in cells if cell.cell_type == "code"]
     defining = [source for source in sources if name in _get_defined(source)]
     if not defining or defining[-1] in _ran:
         return False

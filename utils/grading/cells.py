@@ -5,6 +5,7 @@ be told apart from the error.
 """
 
 import ast
+import importlib
 import io
 import itertools
 import json
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
 SUFFIXES = (".ipynb", ".py")
@@ -73,7 +73,7 @@ def parse(data: bytes, name: str) -> Parsed:
     try:
         notebook = json.loads(text)
         _strip_outputs(notebook)
-        cells = nbformat.reads(json.dumps(notebook), as_version=4).cells
+        cells = _load_nbformat().reads(json.dumps(notebook), as_version=4).cells
         sources = {
             f"{name}, cell {number}": cell.source
             for number, cell in enumerate(cells, 1)
@@ -86,6 +86,11 @@ def parse(data: bytes, name: str) -> Parsed:
     for place, source in sources.items():
         _parse_source(source, place, parsed)
     return parsed
+
+
+def _load_nbformat() -> Any:
+    """Load it when a notebook is read: the grammars of its validator take seconds to import."""
+    return importlib.import_module("nbformat")
 
 
 def _decode(data: bytes) -> str:
