@@ -99,7 +99,10 @@ def test_logits_of_nan_are_an_error(embedded):
 # --- Completions ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "options",
+    [*OPTIONS[::2], {"temperature": 0.0}, pytest.param(OPTIONS[1], marks=pytest.mark.takes_long)],
+)
 @pytest.mark.parametrize("name", NATIVE)
 def test_completions_are_those_that_the_bridge_gives(name, options, folders):
     model = load(folders, name, TransformerWithLora)

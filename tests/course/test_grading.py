@@ -542,6 +542,7 @@ def calc_reinforce_objective(logprobs, advantages, mask):
     assert earned["calc_reinforce_objective"][0] == earned["calc_reinforce_objective"][1] > 0
 
 
+@pytest.mark.takes_long
 def test_one_exercise_is_chosen_by_name():
     chosen = ("-k", "calc_reinforce_objective", "--collect-only", "-q")
     listed = run_pytest(CHECKED[0], *chosen).stdout
