@@ -1,5 +1,6 @@
 """Let pytest collect the checks of the chapters, and share them out among processes."""
 
+import gc
 import os
 import re
 
@@ -15,6 +16,8 @@ from utils.grading.pytest_plugin import (  # noqa: F401
     pytest_pycollect_makemodule,
     pytest_terminal_summary,
 )
+
+gc.disable()  # until all is imported
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
     torch.set_num_threads(1)
@@ -58,3 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Put long tests and modules first, so that no process is left with one of them at the end."""
     pytest_plugin.deselect_long(config, items)
     items.sort(key=lambda item: (not APART.search(item.nodeid), not FIRST.search(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # each full collection would look at all that was imported
+    gc.enable()
