@@ -39,10 +39,12 @@ class ChapterSource:
     def without(self, *names: str) -> "ChapterSource":
         """Leave out these functions, classes or methods, with what is written with them.
 
-        Names that are not there are no error.
+        Names that are not there are no error. A class is blanked after its members, which leave
+        `pass` behind: the order in which the names are given does not matter.
         """
         lines = self.source.splitlines(keepends=True)
-        for name in {*names}.union(*(self.companions.get(name, ()) for name in names)):
+        all_names = {*names}.union(*(self.companions.get(name, ()) for name in names))
+        for name in sorted(all_names, key=lambda name: (-name.count("."), name)):
             if name.rpartition(".")[2] not in self.source:  # parsing takes longer
                 continue
             if name in (definitions := find_definitions(self.source)):
