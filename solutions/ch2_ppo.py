@@ -31,12 +31,13 @@ from solutions.ch0_sampling import (
     at_least_float32,
     calc_entropy,
     encode_prompts,
+    get_logprobs,
     masked_mean,
     sample_completions,
 )
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
-from utils.models.forward import Scores, get_scorer, read_logits
+from utils.models.forward import Formulas, Scores, get_scorer, read_logits
 from utils.prompts import Prompt, show_prompt
 from utils.rewards import call_reward_fn
 from utils.tracking import Run, check_same_args, describe_args, format_samples, load_checkpoint
@@ -664,12 +665,17 @@ class RLHFTrainer:
         `values` where the model has a value head, each [batch completion]; mask them before use.
 
         What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
-        values, sooner (`utils/models/forward.py`). Inside `reference()`, under the reference.
+        values, sooner (`utils/models/forward.py`); by these functions themselves if a try on a few
+        tokens gives something else. Inside `reference()`, under the reference.
         """
         args = self.args
-        return get_scorer(self.model).measure(
+        return get_scorer(self.model, self.get_formulas()).measure(
             input_ids, attention_mask, prompt_len, args.temperature, args.ent_coef > 0
         )
+
+    def get_formulas(self) -> Formulas:
+        """Return what the objective has of logits, as it is written above."""
+        return Formulas(get_logprobs, calc_entropy_bonus, calc_kl_penalty)
 
     def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:
         """Return the completions' log-probs under the model as it is, at the sampling
@@ -758,7 +764,7 @@ class RLHFTrainer:
 
         `scored` is what `score` gives, or the model's logits.
         """
-        entropy = masked_mean(self._read_scores(minibatch, scored).entropies, minibatch.mask)
+        entropy = self._read_scores(minibatch, scored).calc_mean_entropy(minibatch.mask)
         self.metrics["entropy"].append(entropy.item())
         return entropy
 
@@ -766,7 +772,7 @@ class RLHFTrainer:
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the exact KL from the reference, of which nothing is kept; `scored` as above."""
-        kl = masked_mean(self._read_scores(minibatch, scored).measure_kl(), minibatch.mask)
+        kl = self._read_scores(minibatch, scored).calc_mean_kl(minibatch.mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl
 
@@ -774,8 +780,8 @@ class RLHFTrainer:
         if isinstance(scored, Scores):
             return scored
         ids, attention_mask = minibatch.input_ids, minibatch.attention_mask
-        setting = (minibatch.prompt_len, self.args.temperature)
-        return read_logits(self.model, scored, ids, attention_mask, *setting)
+        settings = (minibatch.prompt_len, self.args.temperature, self.get_formulas())
+        return read_logits(self.model, scored, ids, attention_mask, *settings)
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:

@@ -222,6 +222,9 @@ def test_a_plain_model_is_used_while_it_computes_the_same(folders):
     unembed = other.base.unembed.original_component
     unembed.weight = torch.nn.Parameter(unembed.weight.detach().clone())
     assert type(get_decoder(other)) is Decoder  # not the plain model's weight any more
+    for module in model.base.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
     model.base.train()
     assert type(get_decoder(model)) is Decoder  # with dropout
     model.base.train(False)

@@ -218,16 +218,14 @@ def test_what_computes_something_else_is_scored_by_the_bridge(folders, monkeypat
 
     def replace_mlp(model):
         mlp = model.base.blocks[0].mlp.original_component
-        mlp.__class__ = type("Mlp", (type(mlp),), {"__module__": "mine"})
+        twice = {"forward": lambda self, x: 2 * super(type(self), self).forward(x)}
+        mlp.__class__ = type("Mlp", (type(mlp),), twice)
 
     def add_bias(model):  # as folding a norm into the unembedding does
         unembed = model.base.unembed.original_component
-        unembed.bias = torch.nn.Parameter(torch.ones(len(unembed.weight)))
+        unembed.bias = torch.nn.Parameter(torch.linspace(0, 3, len(unembed.weight)))
 
-    def ask_for_heads(model):
-        model.base.cfg.use_attn_result = True
-
-    for change in (replace_mlp, add_bias, ask_for_heads):
+    for change in (replace_mlp, add_bias):
         assert get_kind(change) is BridgeScorer, change.__name__
     with torch.autocast("cpu", torch.bfloat16):
         assert get_kind(lambda model: None) is BridgeScorer
@@ -310,6 +308,7 @@ def test_rows_with_gaps_are_left_to_the_bridge(folders):
 
 def test_a_prompt_is_computed_once_and_padding_never(folders, monkeypatch):
     model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    get_scorer(model)  # which is tried once, on other tokens
     counts = []
     project = blocks.Block.project
 

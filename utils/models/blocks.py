@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers.pytorch_utils import Conv1D
 
 GATED = ("llama", "mistral", "qwen2", "qwen3")  # with rotary positions and a gated MLP
 SMALL = 2**17  # weights up to this size are merged while one samples: 0.5 MB
 FEW_ROWS = 128  # up to which W x^T is faster than x W^T where W is kept [d_out d_in]
-OTHER_WAYS = ("use_attn_result", "use_split_qkv_input", "use_hook_mlp_in", "use_attn_in")  # hooks
 SITES = {"attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.gate", "mlp.out"}
 
 
@@ -108,11 +106,8 @@ class Block:
     """One block of either family, over the bridge's own weights."""
 
     def __init__(self, base: Any, site: str, adapters: dict[str, Any]):
-        self.is_plain = True  # its parts are what they seem, not quantised or replaced ones
-
         def get(name: str) -> Product:
             linear = base.get_submodule(f"{site}.{name}").original_component
-            self.is_plain &= type(linear) in (nn.Linear, Conv1D)
             weight = linear.weight.data
             weight = weight.T if isinstance(linear, nn.Linear) else weight  # Conv1D: [d_in d_out]
             bias = None if linear.bias is None else linear.bias.data
@@ -131,8 +126,6 @@ class Block:
         self.act = mlp.act if self.gate is None else mlp.act_fn
         self.norms = [norm.original_component for norm in (block.ln1, block.ln2)]
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        parts = (mlp, attention, *self.norms, *(norm for norm in self.head_norms if norm))
-        self.is_plain &= all(map(_is_of_library, parts))
 
     def project(
         self, x: Float[Tensor, "token d_model"], rotary: tuple[Tensor, Tensor] | None, adapted: bool
@@ -161,12 +154,6 @@ class Block:
         else:
             h = self.act(self.gate(h, adapted)) * self.mlp_in(h, adapted)
         return x + self.mlp_out(h, adapted)
-
-
-def _is_of_library(module: nn.Module) -> bool:
-    """Return whether a module is one of the libraries' own, and not somebody's in its place."""
-    home = type(module).__module__.partition(".")[0]
-    return home in ("torch", "transformers", "transformer_lens")
 
 
 def _join(linear: Any, parts: list[Product]) -> list[Product]:
@@ -218,10 +205,6 @@ class NativeModel:
         self.blocks = [Block(base, f"blocks.{i}", adapters) for i in range(len(base.blocks))]
         unembed = base.unembed.original_component
         self.unembedding = unembed.weight.data  # [vocab d_model]
-        has_bias = unembed.bias is not None and bool(unembed.bias.any())  # of a folded norm
-        self.is_plain = all(block.is_plain for block in self.blocks) and not has_bias
-        self.is_plain &= type(unembed) is nn.Linear
-        self.is_plain &= _is_of_library(base.ln_final.original_component)
 
     @torch.no_grad()
     def freeze(self) -> None:
@@ -250,118 +233,6 @@ class NativeModel:
 
 
 # --- Which models these parts make up -------------------------------------------------------------
-
-
-def find_native(model: Any) -> tuple[NativeModel, bool] | None:
-    """Return the parts of a model that this module computes, and whether its adapters are on.
-
-    None for other architectures, when hooks are attached, for classes that compute something else,
-    and when the base itself is to get gradients: the bridge does the computing then.
-    """
-    base = getattr(model, "base", model)
-    adapters = getattr(model, "adapters", {})
-    mode = getattr(model, "_mode", None if adapters else "reference")
-    if not (
-        is_covered(base.original_model.config)
-        and mode is not None
-        and not any(hasattr(p, "full_tensor") for p in model.parameters())  # sharded
-        and not base.compatibility_mode
-        and not any(getattr(base.cfg, flag, False) for flag in OTHER_WAYS)
-        and not is_training(base)
-        and not torch.is_autocast_enabled(next(base.parameters()).device.type)
-        and {site.split(".", 2)[2] for site in adapters} <= SITES
-        and has_own_forward(model)
-        and not has_hooks(model)
-        and not (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
-    ):
-        return None
-    native = NativeModel(base, adapters)
-    return (native, mode == "hooked") if native.is_plain else None
-
-
-def has_own_forward(model: Any) -> bool:
-    """Return whether a model and its adapters compute what their classes say: nobody made a
-    subclass or an object with another forward pass."""
-    if any("forward" in vars(module) for module in model.modules()) or "_run" in vars(model):
-        return False
-    if not hasattr(model, "merged"):  # a bridge alone
-        return True
-    if not all(_have_one_owner(model, name, "merged") for name in ("forward", "_run")):
-        return False
-    if hasattr(model, "value_head") and not _reads_its_head(model):
-        return False
-    return all(_adds_its_product(layer) for layer in model.adapters.values())
-
-
-@torch.no_grad()
-def _reads_its_head(model: Any) -> bool:
-    """Return whether values are the head's, of the final norm's output: known of a class in one
-    piece, tried of others, as of a notebook's, where the method is an exercise.
-
-    It is tried with other weights, as a head that starts at zero would say nothing.
-    """
-    if _have_one_owner(model, "forward_with_value_head", "trainable_state"):
-        return True
-    head, seen = model.value_head, []
-    ids = torch.arange(6, device=head.weight.device).view(2, 3)
-    saved = head.weight.data.clone()
-    try:
-        head.weight.data.copy_(torch.linspace(-1, 1, saved.numel()).view_as(saved))
-        logits, values = model.forward_with_value_head(ids)
-        expected = model._run([("ln_final.hook_out", lambda x, hook: seen.append(x))], ids, None)
-        right = head(seen[0].to(head.weight.dtype)).squeeze(-1)
-    except Exception:  # of a reader's code, of any kind
-        return False
-    finally:
-        head.weight.data.copy_(saved)
-    pairs = ((values, right), (logits, expected))
-    return all(x.shape == y.shape and torch.allclose(x, y, 1e-3, 1e-4) for x, y in pairs)
-
-
-@torch.no_grad()
-def _adds_its_product(layer: Any) -> bool:
-    """Return whether an adapter adds x A B scaling: known of the course's own, tried of others."""
-    home = "solutions.ch1_lora"
-    if {getattr(type(layer), "__module__", ""), type(layer).forward.__module__} == {home}:
-        return True
-    expected = layer.lora_A @ layer.lora_B * layer.scaling
-    probe = torch.eye(len(expected), dtype=expected.dtype, device=expected.device)
-    found = (layer(probe), layer.compute_delta())
-    return all(
-        x.shape == expected.shape and torch.allclose(x, expected, rtol=1e-3, atol=1e-5)
-        for x in found
-    )
-
-
-def is_training(base: Any) -> bool:
-    """Return whether dropout may be on."""
-    return any(module.training for module in base.modules())
-
-
-def _have_one_owner(module: Any, one: str, other: str) -> bool:
-    """Return whether two methods are defined in one class."""
-    owners = [
-        next((kind for kind in type(module).__mro__ if name in vars(kind)), None)
-        for name in (one, other)
-    ]
-    return owners[0] is owners[1]
-
-
-def has_hooks(model: Any) -> bool:
-    """Return whether hooks are attached, besides those of the libraries themselves.
-
-    FSDP's gather the weights: where these are whole, they change nothing.
-    """
-    base = getattr(model, "base", model)
-    if any(point.fwd_hooks or point.bwd_hooks for point in base.hook_dict.values()):
-        return True
-    if torch.nn.modules.module._has_any_global_hook():
-        return True
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [hook for m in model.modules() for kind in kinds for hook in vars(m)[kind].values()]
-    homes = {getattr(hook, "__module__", None) or "" for hook in hooks}
-    libraries = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")
-    return not all(home.startswith(libraries) for home in homes)
 
 
 def is_covered(config: Any) -> bool:

@@ -22,14 +22,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from utils.models.blocks import (
-    NativeModel,
-    find_native,
-    has_hooks,
-    has_own_forward,
-    is_training,
-    multiply,
-)
+from utils.models.blocks import NativeModel, multiply
+from utils.models.fast_path import agrees, find_difference, find_native, get_mode, has_hooks
+from utils.models.forward import NativeScorer, get_scorer
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
@@ -47,37 +42,67 @@ class Draws:
 def get_decoder(model: Any) -> "Decoder":
     """Return what samples from a model, or a bridge, as it is now.
 
-    Inside `reference()` that is the frozen model, inside `merged()` the merged one.
+    Inside `reference()` that is the frozen model, inside `merged()` the merged one. Where a model's
+    `merged()` holds another one than its adapters make, samples are drawn inside of it.
     """
     with torch.no_grad():
-        found = find_native(model)
+        found, scorer = find_native(model), get_scorer(model)
     if found is not None:
-        return NativeDecoder(model, *found)
+        if not isinstance(scorer, NativeScorer):
+            return Decoder(model)
+        return NativeDecoder(model, *found) if merges(model) else Decoder(model, is_merged=True)
     base = getattr(model, "base", model)
     plain = getattr(base, "plain", [None])[0]
-    if plain is None or has_hooks(model) or not has_own_forward(model) or is_training(base):
+    if plain is None or has_hooks(model) or not shares_weights(base, plain):
         return Decoder(model)
-    return PlainDecoder(model, plain) if is_same(base, plain) else Decoder(model)
+    return PlainDecoder(model, plain) if samples_alike(model, plain) else Decoder(model)
+
+
+def merges(model: Any) -> bool:
+    """Return whether `merged()` changes nothing of what a model computes."""
+    if get_mode(model) != "hooked" or not hasattr(model, "merged"):
+        return True
+    return agrees(model, (), "sampling with merged weights", lambda _: compare_merged(model, model))
+
+
+def samples_alike(model: Any, plain: Any) -> bool:
+    """Return whether a plain model, adapters merged, computes what a model, or a bridge, does."""
+    return agrees(model, (), "sampling", lambda _: compare_merged(model, plain))
 
 
 @torch.no_grad()
-def is_same(base: Any, plain: Any) -> bool:
-    """Return whether a plain model has the bridge's very weights and computes what it does."""
-    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
-    if not all(p.untyped_storage().data_ptr() in shared for p in base.parameters()):
-        return False
-    ids = torch.arange(8, device=next(plain.parameters()).device).view(2, 4)
+def compare_merged(model: Any, merged: Any) -> str | None:
+    """Return how the logits of `merged`, inside `model.merged()`, differ from the model's; None if
+    they do not."""
+    ids = torch.arange(8, device=next(merged.parameters()).device).view(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask}
+    if merged is not model:
+        given |= {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": True}
     try:
-        found = plain(ids, attention_mask=mask, position_ids=positions, use_cache=True)
-        expected: Any = base(ids, attention_mask=mask)
+        expected = model(ids, attention_mask=mask)[mask.bool()]
+        with hold_merged(model):
+            found = merged(ids, **given)
+    except Exception as error:  # of models and of a reader's code, of many kinds
+        return f"{type(error).__name__}: {error}"
+    if merged is not model:
         if getattr(found, "past_key_values", None) is None:
-            return False
-    except Exception:  # of models, of many kinds: the bridge decodes then
-        return False
-    off = (found.logits - expected).float()[mask.bool()]
-    return bool(off.norm() <= 1e-2 * expected.float()[mask.bool()].norm())
+            return "it has no cache"
+        found = found.logits
+    dtype = next(merged.parameters()).dtype
+    return find_difference({"logits": found[mask.bool()]}, {"logits": expected}, dtype)
+
+
+def hold_merged(model: Any) -> AbstractContextManager[Any]:
+    """Merge the adapters for some time, unless they are merged or off already."""
+    is_hooked = get_mode(model) == "hooked" and hasattr(model, "merged")
+    return model.merged() if is_hooked else contextlib.nullcontext()
+
+
+def shares_weights(base: Any, plain: Any) -> bool:
+    """Return whether a plain model has a bridge's very weights."""
+    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
+    return all(p.untyped_storage().data_ptr() in shared for p in base.parameters())
 
 
 def draw(
@@ -127,8 +152,8 @@ def keep_top_p(probs: Float[Tensor, "row vocab"], p: float) -> Float[Tensor, "ro
 class Decoder:
     """Samples token after token from a model that is called with a cache."""
 
-    def __init__(self, model: Any):
-        self.model, self.tokenizer = model, model.tokenizer
+    def __init__(self, model: Any, is_merged: bool = False):
+        self.model, self.tokenizer, self.is_merged = model, model.tokenizer, is_merged
 
     @torch.no_grad()
     def generate(
@@ -156,7 +181,7 @@ class Decoder:
         ids = torch.full(shape, eos if pad is None else pad, device=device)
         logprobs = torch.zeros(shape, device=device)
         rows = torch.arange(batch, device=device)  # those that go on
-        with self.hold_weights():
+        with hold_merged(self.model) if self.is_merged else contextlib.nullcontext():
             logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
             for step in range(max_new_tokens):
                 tokens, found = draw(logits, uniforms[rows, step], temperature, top_k, top_p)
@@ -167,10 +192,6 @@ class Decoder:
                     break
                 logits = self.advance(tokens, goes_on)
         return Draws(ids[:, : step + 1], logprobs[:, : step + 1])
-
-    def hold_weights(self) -> AbstractContextManager[Any]:
-        """Hold the weights for the time of sampling as they are called for."""
-        return contextlib.nullcontext()
 
     def start(
         self,
@@ -210,13 +231,8 @@ class PlainDecoder(Decoder):
     """Samples from the Hugging Face model that shares a bridge's weights, adapters merged."""
 
     def __init__(self, model: Any, plain: Any):
-        super().__init__(model)
+        super().__init__(model, is_merged=True)
         self.plain = plain
-
-    def hold_weights(self) -> AbstractContextManager[Any]:
-        """Merge the adapters, unless they are merged or off already."""
-        is_hooked = getattr(self.model, "_mode", "") == "hooked"
-        return self.model.merged() if is_hooked else contextlib.nullcontext()
 
     def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
         output = self.plain(

@@ -7,9 +7,11 @@ What chapter 0's `get_logprobs` and `calc_entropy` make of a `TransformerBridge`
 - adapters are added inside the products, not by hooks (`utils.models.blocks`);
 - no logits are kept: the head goes through them in chunks, and makes its gradients as it goes.
 
-When hooks are attached, and for other architectures, the bridge does the computing.
+When hooks are attached, for other architectures, and where a reader's code computes something else
+(`utils.models.fast_path` tries it), the bridge does the computing.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from utils.models.blocks import NativeModel, find_native
+from utils.models.blocks import NativeModel
+from utils.models.fast_path import agrees, find_difference, find_native, get_mode
 from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time, if that is MIN_ROWS or more
@@ -197,14 +200,105 @@ class Scores:
     measure_kl: Callable[[], Float[Tensor, "row completion"]]
     values: Any = None  # likewise, of a model with a value head
 
+    def calc_mean_entropy(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        """Return the mean entropy of the tokens in the mask."""
+        return self.entropies.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
-def get_scorer(model: Any) -> "BridgeScorer":
+    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        """Return the mean of the exact KL from the reference at the tokens in the mask."""
+        return self.measure_kl().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """What a trainer's objective has of logits, as its reader wrote it (chapters 0 and 2)."""
+
+    get_logprobs: Callable[..., Float[Tensor, "row completion"]]
+    calc_entropy_bonus: Callable[..., Float[Tensor, ""]]
+    calc_kl_penalty: Callable[..., Float[Tensor, ""]]
+
+
+@dataclass
+class FormulaScores(Scores):
+    """The same, where a reader's formulas make them of logits. For a formula that is not written
+    yet, the course's own stands in."""
+
+    formulas: Any = None
+    get_logits: Any = None  # (is_reference) -> those that predict the completions, / temperature
+    has_entropy_grad: bool = True
+
+    def calc_mean_entropy(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_entropy_grad):
+            try:
+                return self.formulas.calc_entropy_bonus(self.get_logits(False), mask, 1.0)
+            except NotImplementedError:
+                return super().calc_mean_entropy(mask)
+
+    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        ref_logits = self.get_logits(True)
+        try:
+            return self.formulas.calc_kl_penalty(self.get_logits(False), ref_logits, mask, 1.0)
+        except NotImplementedError:
+            return super().calc_mean_kl(mask)
+
+
+def get_scorer(model: Any, formulas: Formulas | None = None) -> "BridgeScorer":
     """Return what scores completions under a model, or a bridge, as it is now.
 
-    Inside `reference()` that is the frozen model, inside `merged()` the merged one.
+    Inside `reference()` that is the frozen model, inside `merged()` the merged one. What `formulas`
+    make of logits is what the scores hold.
     """
-    found = find_native(model)
-    return BridgeScorer(model) if found is None else NativeScorer(model, *found)
+    bridge, found = BridgeScorer(model, formulas), find_native(model)
+    if found is None:
+        return bridge
+    native = NativeScorer(model, *found)
+    functions = tuple(vars(formulas).values()) if formulas else ()
+
+    def compare(parameters: list[Tensor]) -> str | None:
+        try:
+            tried = (try_scorer(scorer, parameters) for scorer in (native, bridge))
+            return find_difference(*tried, next(model.parameters()).dtype)
+        except Exception as error:  # of a reader's code, of any kind: it is met where it is run
+            return f"{type(error).__name__}: {error}"
+
+    return native if agrees(model, functions, "scoring", compare) else bridge
+
+
+def try_scorer(scorer: "BridgeScorer", parameters: list[Tensor]) -> dict[str, Tensor]:
+    """Return what a scorer gives on three rows of a few tokens, and the gradients of it."""
+    model = scorer.model
+    base = getattr(model, "base", model)
+    device, vocab = next(base.parameters()).device, base.unembed.original_component.weight.shape[0]
+    ids = (torch.arange(24, device=device).view(3, 8) * 7919 + 5) % vocab
+    attention_mask = torch.ones_like(ids)
+    attention_mask[0, :2] = attention_mask[1, 6:] = 0
+    mask = attention_mask[:, 4:].bool()
+    is_trained = get_mode(model) == "hooked" and not torch.is_inference_mode_enabled()
+    with torch.set_grad_enabled(is_trained):
+        scores = scorer.measure(ids, attention_mask, 4, temperature=0.7)
+        found = {"log-probs": scores.logprobs[mask], "entropy": scores.calc_mean_entropy(mask)}
+        if get_mode(model) == "hooked":
+            found["KL"] = scores.calc_mean_kl(mask)
+        if scores.values is not None:
+            found["values"] = scores.values[mask]
+        if not isinstance(scorer, NativeScorer):  # what is sampled from, without values
+            logits = model(ids, attention_mask=attention_mask)
+            scores = read_logits(model, logits, ids, attention_mask, 4, 0.7)
+        found["log-probs without values"] = scores.logprobs[mask]
+        for name, part in list(found.items()) if is_trained and parameters else ():
+            found[f"gradient of {name}"] = _get_gradient(part, parameters)
+    return {name: part.detach() for name, part in found.items()}
+
+
+def _get_gradient(part: Tensor, parameters: list[Tensor]) -> Tensor:
+    """Return the gradient of a sum with other weights than 1, of all parameters together."""
+    total = (part * torch.linspace(1, 2, part.numel()).to(part.device).view_as(part)).sum()
+    if not total.requires_grad:
+        return torch.cat([torch.zeros_like(p).flatten() for p in parameters])
+    gradients = torch.autograd.grad(
+        total, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def read_logits(
@@ -214,20 +308,35 @@ def read_logits(
     attention_mask: Int[Tensor, "row seq"],
     prompt_len: int,
     temperature: float = 1.0,
+    formulas: Formulas | None = None,
+    has_entropy_grad: bool = True,
 ) -> Scores:
-    """Return the scores that a model's logits give."""
+    """Return the scores that a model's logits give, by formulas if there are any."""
     logp = _get_completion_logprobs(logits, prompt_len, temperature)
     possible = logp.masked_fill(logp == -torch.inf, 0.0)  # 0 log 0 is 0, where 0 * -inf is nan
 
-    def measure_kl() -> Tensor:
+    def run_reference() -> Tensor:
         with torch.no_grad(), model.reference():
-            ref_logits = model(input_ids, attention_mask=attention_mask)
-        ref_logp = _get_completion_logprobs(ref_logits, prompt_len, temperature)
+            return model(input_ids, attention_mask=attention_mask)
+
+    def measure_kl() -> Tensor:
+        ref_logp = _get_completion_logprobs(run_reference(), prompt_len, temperature)
         logratio = torch.where(logp == -torch.inf, 0.0, logp - ref_logp)
         return (logp.exp() * logratio).sum(-1)
 
+    def get_logits(is_reference: bool) -> Tensor:
+        whole = run_reference() if is_reference else logits
+        return whole[:, prompt_len - 1 : -1] / temperature
+
     logprobs = logp.gather(-1, input_ids[:, prompt_len:, None]).squeeze(-1)
-    return Scores(logprobs, -(logp.exp() * possible).sum(-1), measure_kl)
+    entropies = -(logp.exp() * possible).sum(-1)
+    entropies = entropies if has_entropy_grad else entropies.detach()
+    if formulas is None:
+        return Scores(logprobs, entropies, measure_kl)
+    with contextlib.suppress(NotImplementedError):
+        logprobs = formulas.get_logprobs(logits, input_ids, prompt_len, temperature)
+    given = (formulas, get_logits, has_entropy_grad)
+    return FormulaScores(logprobs, entropies, measure_kl, None, *given)
 
 
 def _get_completion_logprobs(logits: Tensor, prompt_len: int, temperature: float) -> Tensor:
@@ -238,8 +347,8 @@ def _get_completion_logprobs(logits: Tensor, prompt_len: int, temperature: float
 class BridgeScorer:
     """Scores by the bridge's logits, which are kept, as is all that hooks look at."""
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, model: Any, formulas: Formulas | None = None):
+        self.model, self.formulas = model, formulas
 
     def score(
         self,
@@ -270,10 +379,7 @@ class BridgeScorer:
         require(temperature > 0, f"temperature should be positive, but is {temperature}")
         require(1 <= prompt_len <= seq, f"prompt_len should be in [1, {seq}], but is {prompt_len}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        scores = self.compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
-        if not has_entropy_grad:
-            scores.entropies = scores.entropies.detach()
-        return scores
+        return self.compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
 
     def compute(
         self,
@@ -290,7 +396,8 @@ class BridgeScorer:
             values = values[:, prompt_len - 1 : -1]
         else:
             logits = model(input_ids, attention_mask=attention_mask)
-        scores = read_logits(model, logits, input_ids, attention_mask, prompt_len, temperature)
+        settings = (prompt_len, temperature, self.formulas, has_entropy_grad)
+        scores = read_logits(model, logits, input_ids, attention_mask, *settings)
         scores.values = values
         return scores
 
@@ -327,7 +434,8 @@ class NativeScorer(BridgeScorer):
             return rows.fill(KlHead.apply(h, ref_h, unembedding, temperature))
 
         found = ScoreHead.apply(h, unembedding, rows.targets, temperature, has_entropy_grad)
-        scores = Scores(rows.fill(found[0]), rows.fill(found[1]), measure_kl)
+        entropies = rows.fill(found[1] if has_entropy_grad else found[1].detach())
+        scores = Scores(rows.fill(found[0]), entropies, measure_kl)
         head = getattr(self.model, "value_head", None)
         if head is not None:
             scores.values = rows.fill(head(h.to(head.weight.dtype)).squeeze(-1))

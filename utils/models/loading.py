@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from utils.models.blocks import is_covered
-from utils.models.decoding import is_same
+from utils.models.decoding import shares_weights
 from utils.models.fetch import MODELS, find_fetched
 from utils.validation import require
 
@@ -138,7 +138,7 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
             f"hub, or one that `python -m utils.models.fetch` fetches ({', '.join(MODELS)}), but "
             f"there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
-    is_shared = plain is not None and is_same(base, plain)
+    is_shared = plain is not None and shares_weights(base, plain)
     vars(base)["plain"] = [plain if is_shared else None]  # decodes sooner; not a submodule
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
