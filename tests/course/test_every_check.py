@@ -13,6 +13,7 @@ from utils.grading.judging import (
     Verdict,
     count_points,
     get_quick_checks,
+    grade,
     judge,
     measure_reference_gap,
     observe_reference,
@@ -172,6 +173,22 @@ def test_constants_earn_nothing(chapter, change):
         for exercise, checks in get_checks(chapter).items()
         if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
     }
+    assert not earning
+
+
+@pytest.mark.takes_long
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_an_answer_without_a_thought_earns_nothing(chapter):
+    earning = {}
+    for exercise, checks in get_checks(chapter).items():
+        if exercise not in known_answers.get_definitions(chapter):
+            continue  # inherited, and there is nothing to write
+        for null, student in mutants.list_nulls(chapter, exercise).items():
+            verdicts = [
+                Verdict(c, (), Mismatch("not run")) if c.slow else grade(c, student) for c in checks
+            ]
+            if count_points(verdicts):
+                earning[exercise, null] = [v.check.name for v in verdicts if v.passed]
     assert not earning
 
 

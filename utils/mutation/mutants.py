@@ -11,8 +11,10 @@ the same function, or open to the student ("open: ..."), or the run fails.
 
 import argparse
 import ast
+import contextlib
 import copy
 import functools
+import inspect
 import multiprocessing
 import os
 import random
@@ -84,6 +86,25 @@ def generate(chapter: str, nulls: bool = True) -> tuple[Mutant, ...]:
             names = [(null, f"{exercise}: {null}") for null in _choose_nulls(chapter, exercise)]
             found += [Mutant(chapter, exercise, name, null=null) for null, name in names]
     return tuple(found)
+
+
+def list_nulls(chapter: str, exercise: str) -> dict[str, Answers]:
+    """Return answers to an exercise without a thought in them, those that no mutant is made of
+    too: a stub, a refusal, a context that does nothing, the parent's method."""
+    name, _, method = exercise.partition(".")
+    right = getattr(get_reference(chapter), name)
+    chosen = [null for null in NULLS if "return" not in null] + ["returns True"]
+    if isinstance(right, type) and not method:
+        chosen += ["returns 0", "returns None"]
+    else:
+        chosen += _choose_nulls(chapter, exercise)
+        chosen += ["returns ones"] * ("returns zeros" in chosen)
+    found = {null: _build_null(chapter, exercise, NULLS[null]) for null in chosen}
+    found.pop("returns it detached", None)  # which may be right, but for its gradient
+    if method and method in vars(right) and hasattr(super(right, right), method):
+        inherited = getattr(super(right, right), method)
+        found["inherits"] = known_answers.replace_definition(chapter, exercise, inherited)
+    return found
 
 
 def _choose_nulls(chapter: str, exercise: str) -> list[str]:
@@ -199,7 +220,31 @@ def _noise(x: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _refuse(f: Callable) -> Callable:
+    """Return a function that raises an error which names every argument of `f`."""
+    names = " ".join(inspect.signature(f).parameters)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(names)
+
+    return refuse
+
+
+@contextlib.contextmanager
+def _do_nothing(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    yield args[0]
+
+
+def _be_a_stub(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError
+
+
 NULLS: dict[str, Callable[[Callable], Callable]] = {
+    "is a stub": lambda f: _be_a_stub,
+    "refuses everything": _refuse,
+    "is a context that does nothing": lambda f: lambda *args, **kwargs: _do_nothing(*args),
+    "returns True": lambda f: lambda *args, **kwargs: True,
+    "returns ones": lambda f: lambda *a, **k: _map_tensors(torch.ones_like, f(*a, **k)),
     "returns 0": lambda f: lambda *args, **kwargs: 0,
     "returns None": lambda f: lambda *args, **kwargs: None,
     "returns its first argument": lambda f: lambda *args, **kwargs: args[0],
