@@ -294,6 +294,7 @@ class TransformerWithLora(nn.Module):
                 tensor.shape == state[name].shape,
                 f"{name} should have shape {list(tensor.shape)}, but has {list(state[name].shape)}",
             )
+            require(bool(state[name].isfinite().all()), f"{name} should be finite, but is not")
         for name, tensor in own.items():
             tensor.copy_(state[name])
 

@@ -396,6 +396,8 @@ class RLHFArgs:
             isinstance(self.columns, dict) and "prompts" not in self.columns,
             f"columns should be a dict without 'prompts', but is {reprlib.repr(self.columns)}",
         )
+        # By position: a table that was sorted or filtered finds its rows by their old labels.
+        self.columns = {name: list(column) for name, column in self.columns.items()}
         for name, column in self.columns.items():
             require(
                 len(column) == len(self.get_prompts()),
@@ -631,6 +633,10 @@ class RLHFTrainer:
         scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
         scores = scores.to(self.device)
         self._record_samples(prompts, samples, scores)
+        if group_size > 1:
+            groups = scores.view(n_prompts, group_size)
+            is_constant = (groups == groups[:, :1]).all(-1)
+            self.metrics["frac_reward_zero_std"].append(is_constant.float().mean().item())
         return samples, scores
 
     def _record_samples(self, prompts: list[Prompt], samples: Samples, scores: Tensor) -> None:
@@ -859,6 +865,11 @@ class RLHFTrainer:
         """
         state = load_checkpoint(Path(path))
         check_same_args(self.args, state["args"])
+        require(
+            len(state["generator"]) == len(self.generator.get_state()),
+            f"device should be of the kind that the run in {path} was on, but is {self.device}: "
+            "its random generator cannot go on here",
+        )
         self.set_state(state)
         self.folder = Path(path).parent
 

@@ -19,11 +19,27 @@ def reward_fn_addition(samples: list[str], answers: list[str]) -> Float[Tensor, 
     return torch.tensor(right, dtype=torch.float32)
 
 
-def reward_fn_sum(samples: list[str], answers: list[str]) -> Float[Tensor, "batch"]:
-    """Reward with 1 where the first thing in a completion is the answer, as a whole number."""
-    found = [re.match(r"\s*(\d+)", text) for text in samples]
-    pairs = zip(found, answers, strict=True)
-    return torch.tensor([float(match is not None and match[1] == a) for match, a in pairs])
+# A whole number at the start of a text, thousands grouped or not: not the 3 of 3.5, 3/4 or 3,5.
+_WHOLE_NUMBER = re.compile(r"\s*([-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+))(?!\d|[.,/]\d)")
+
+
+def reward_fn_sum(samples: list[str], answers: list[str] | list[int]) -> Float[Tensor, "batch"]:
+    """Reward with 1 where a completion begins with its answer, a whole number, else 0.
+
+    "9,801" is 9801, and "3.5" is not 3. Raises ValueError for an answer that is no whole number.
+    """
+    found = [_WHOLE_NUMBER.match(text) for text in samples]
+    pairs = zip(found, map(_read_integer, answers), strict=True)
+    return torch.tensor(
+        [float(match is not None and _read_integer(match[1]) == answer) for match, answer in pairs]
+    )
+
+
+def _read_integer(answer: str | int) -> int:
+    try:
+        return int(str(answer).strip().replace(",", "").replace("\u2212", "-"))
+    except ValueError as error:
+        raise ValueError(f"answers should be whole numbers, but one is {answer!r}") from error
 
 
 def is_worked(sample: str) -> bool:

@@ -1,5 +1,6 @@
 """What a run shows, and what it leaves in its folder: metrics, checkpoints, adapters, a plot."""
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -52,6 +53,10 @@ class Run:
             self.lock.release()
             raise
         self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
+        self.is_told = False  # that no group had two rewards
+        if getattr(args, "top_k", None) is not None:
+            self.bar.write(f"top_k is {args.top_k}: samples are truncated and log-probs are not, so"
+                           " every update is off-policy")  # fmt: skip
         self.state = trainer.get_state()
         self.start = time.perf_counter()
         return self
@@ -69,6 +74,10 @@ class Run:
         if is_due and "reward" in shown:
             heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
             self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
+        if row.get("frac_reward_zero_std") == 1 and not self.is_told:
+            self.bar.write(f"phase {trainer.phase}: the rewards are equal in every group, so this "
+                           "update has nothing to learn from them")  # fmt: skip
+            self.is_told = True
         self.bar.set_postfix(shown)
         self.bar.update()
         self.state = trainer.get_state()
@@ -91,6 +100,8 @@ class Run:
                 self.log.close()
             finally:
                 self.lock.release()
+            if error is not None and not self.checkpoint.exists():
+                self._leave_no_folder()
 
     def _go_back(self, error: BaseException) -> None:
         """Undo the phase that was begun, save what was before it, and say how to go on."""
@@ -106,14 +117,20 @@ class Run:
             self.bar.write(hint)
             error.add_note(hint)  # repeated below the traceback
 
+    def _leave_no_folder(self) -> None:
+        """Remove the folder of a run whose first phase failed, unless it holds something else."""
+        self.log.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not empty
+            self.trainer.folder.rmdir()
+        self.trainer.folder = None
+
 
 def claim(folder: Path) -> FileLock:
     """Lock a run's folder for this process, until it is released or the process ends.
 
     Raises ValueError if another run is writing it.
     """
-    digest = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
-    lock = FileLock(Path(tempfile.gettempdir(), f"run-{digest}.lock"))
+    lock = make_lock(folder)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
@@ -122,6 +139,12 @@ def claim(folder: Path) -> FileLock:
             f"name"
         ) from error
     return lock
+
+
+def make_lock(path: Path) -> FileLock:
+    """Return a lock of this path that processes share; its file lies among the temporary ones."""
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return FileLock(Path(tempfile.gettempdir(), f"course-{digest}.lock"))
 
 
 def tolerate_encoding() -> None:

@@ -64,14 +64,15 @@ def load_rows(data: str) -> list[dict[str, Any]]:
     """Return rows of a prompt and other columns: of a file, or of a function that returns them.
 
     A line of a .jsonl file is {"prompt": a string or a chat, ...}; a line of a .txt file is a
-    prompt.
+    prompt. Lines end with a newline and nothing else.
 
-    Raises ValueError for another file, and for rows without a prompt or with different columns.
+    Raises ValueError for another file or encoding, and for rows without a prompt or with different
+    columns.
     """
     path = Path(data).expanduser()
     if path.suffix in (".jsonl", ".txt"):
         require(path.is_file(), f"data should be a file, but there is no {path}")
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _read_text(path).replace("\r\n", "\n").split("\n")
         numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
         if path.suffix == ".txt":
             rows = [{"prompt": line} for _, line in numbered]
@@ -81,12 +82,28 @@ def load_rows(data: str) -> list[dict[str, Any]]:
         require(":" in data, f"data should be a .jsonl or .txt file or module:function, not {data}")
         rows = list(load_function(data)())
     require(len(rows) > 0, f"data should hold at least one row, but {data} holds none")
+    first = rows[0] if isinstance(rows[0], dict) else {}
+    for name in ("prompts", "question", "input", "text"):
+        require(
+            "prompt" in first or name not in first,
+            f"data should have a column prompt, but has {sorted(first)}: rename {name!r} to prompt",
+        )
     for i, row in enumerate(rows, 1):
         require(
-            isinstance(row, dict) and "prompt" in row and row.keys() == rows[0].keys(),
+            isinstance(row, dict) and "prompt" in row and row.keys() == first.keys(),
             f"data should have a prompt, and the same columns, in each row, but row {i} is {row!r}",
         )
     return rows
+
+
+def _read_text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        said = f"{path}, line {line} should be UTF-8, but is in another encoding: save it as UTF-8"
+        raise ValueError(said) from error
 
 
 def _parse(line: str, where: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 import transformer_lens  # noqa: F401  before transformers
+from filelock import Timeout
 from IPython import get_ipython
 from IPython.display import SVG, Image, display
 from matplotlib.figure import Figure
@@ -20,7 +21,7 @@ from utils.describing import describe_figure
 from utils.grading.checks import boot_models, get_chapters, get_checks, get_reference
 from utils.grading.judging import Verdict, count_points
 from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
-from utils.tracking import tolerate_encoding
+from utils.tracking import make_lock, tolerate_encoding
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "chapters" / "figures"
@@ -124,16 +125,18 @@ def check(answer: Any, slow: bool = False, hardening: bool = False) -> None:
 
 def _save_progress(name: str, verdicts: list[Verdict]) -> None:
     harder = [verdict.passed for verdict in verdicts if not verdict.check.is_core]
-    done = _load_progress()
-    done[name] = {
+    note = {
         "solved": is_solved(verdicts),
         "share": count_points(verdicts) / sum(verdict.check.points for verdict in verdicts),
         "hardening": f"{sum(harder)} of {len(harder)}" if harder else "",
     }
     partial = PROGRESS.with_suffix(".partial")
     try:
-        partial.write_text(json.dumps(done, indent=1))
-        os.replace(partial, PROGRESS)
+        with make_lock(PROGRESS).acquire(timeout=10):  # other kernels write it too
+            partial.write_text(json.dumps(_load_progress() | {name: note}, indent=1))
+            os.replace(partial, PROGRESS)
+    except Timeout:
+        print(f"(Your progress was not saved: another process holds {PROGRESS})")
     except OSError as error:
         print(f"(Your progress could not be saved in {PROGRESS}: {error.strerror})")
 
