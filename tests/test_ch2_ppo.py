@@ -127,7 +127,7 @@ def worked_counts(student, rng):
     return of_default_dtype(student.reward_fn_char_count(["a.b.", "", "...and", "ab"]))
 
 
-@check("reward_fn_char_count", points=2, seeds=2, expected=count_by_loops)
+@check("reward_fn_char_count", public=True, points=2, seeds=2, expected=count_by_loops)
 def any_character(student, rng):
     """Random texts: full stops by default, and other characters"""
     texts = random_texts(rng, 9)
@@ -186,7 +186,7 @@ def worked_sentiments(student, rng):
     return of_default_dtype(student.reward_fn_sentiment(texts))
 
 
-@check("reward_fn_sentiment", points=2, seeds=2, expected=sentiment_by_word)
+@check("reward_fn_sentiment", public=True, points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
     """Words of any kind and case, as "great", *lovely* or dull-[bad], on many lines; a long one"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
@@ -206,7 +206,7 @@ def every_word_of_the_lists(student, rng):
     }
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word)
+@check("reward_fn_sentiment", public=True, expected=sentiment_by_word)
 def words_inside_words(student, rng):
     """A word inside another ("great" in "greatly") does not count, nor do words of other lists"""
     mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
@@ -215,7 +215,7 @@ def words_inside_words(student, rng):
     )
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word)
+@check("reward_fn_sentiment", public=True, expected=sentiment_by_word)
 def repeated_words(student, rng):
     """A word that is repeated counts each time; "not" and "very" before it change nothing"""
     pairs = [(choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS)) for _ in range(5)]
@@ -252,7 +252,7 @@ def worked_normal_rewards(student, rng):
     return student.normalize_reward(rng.tensor([1.0, 2.0, 3.0]), 1.0)
 
 
-@check("normalize_reward", points=2, seeds=2, expected=reward_by_statistics)
+@check("normalize_reward", public=True, points=2, seeds=2, expected=reward_by_statistics)
 def random_rewards(student, rng):
     """Random rewards, 2 and more, several eps; the rewards stay as they were"""
     rewards, f = rng.normal(9, mean=4, std=3), student.normalize_reward
@@ -331,7 +331,7 @@ def token_logprobs(rng, mask):
     return {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
 
 
-@check("compute_token_rewards", points=2, seeds=2, expected=token_rewards_by_loops)
+@check("compute_token_rewards", public=True, points=2, seeds=2, expected=token_rewards_by_loops)
 def ragged_token_rewards(student, rng):
     """Ragged completions, anything beyond the mask; the inputs stay as they were"""
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
@@ -343,7 +343,7 @@ def ragged_token_rewards(student, rng):
     )
 
 
-@check("compute_token_rewards", expected=token_rewards_by_loops)
+@check("compute_token_rewards", public=True, expected=token_rewards_by_loops)
 def scores_alone(student, rng):
     """No KL: kl_coef 0 with and without log-probs, NaN among them; above 0 without: an error"""
     mask, scores, f = ragged_mask(rng), rng.normal(6, mean=1), student.compute_token_rewards
@@ -391,7 +391,7 @@ def large_token_rewards(student, rng):
     return student.compute_token_rewards(scores, mask, logprobs, ref_logprobs, 0.3)
 
 
-@check("compute_token_rewards", expected=token_rewards_by_loops)
+@check("compute_token_rewards", public=True, expected=token_rewards_by_loops)
 def token_rewards_carry_no_gradient(student, rng):
     """Log-probs that require a gradient: a reward is a number, so no gradient comes out"""
     mask, scores = ragged_mask(rng), rng.normal(6)
@@ -419,7 +419,7 @@ def worked_advantages(student, rng):
     return student.compute_advantages(values, token_rewards, ~values.isnan(), 1.0, 0.5)
 
 
-@check("compute_advantages", points=2, seeds=2, expected=advantages_by_double_sum)
+@check("compute_advantages", public=True, points=2, seeds=2, expected=advantages_by_double_sum)
 def ragged_advantages(student, rng):
     """Ragged completions, anything beyond the mask; the inputs stay as they were"""
     mask, f = ragged_mask(rng), student.compute_advantages
@@ -435,7 +435,7 @@ def ragged_advantages(student, rng):
     }
 
 
-@check("compute_advantages", expected=advantages_at_the_ends)
+@check("compute_advantages", public=True, expected=advantages_at_the_ends)
 def the_ends_of_lambda(student, rng):
     """lam 1 is the discounted return minus the value; lam 0 looks one step ahead"""
     mask = ragged_mask(rng)
@@ -446,7 +446,7 @@ def the_ends_of_lambda(student, rng):
     }
 
 
-@check("compute_advantages", expected=advantages_by_double_sum)
+@check("compute_advantages", public=True, expected=advantages_by_double_sum)
 def rows_that_were_cut_short(student, rng):
     """No row has ended: after its last token the value is 0 all the same"""
     mask = torch.ones(4, 6, dtype=torch.bool)
@@ -471,7 +471,7 @@ def advantage_edges(student, rng):
     return found | {"large": student.compute_advantages(*large.values(), mask, 0.9, 0.8)}
 
 
-@check("compute_advantages", expected=advantages_by_double_sum)
+@check("compute_advantages", public=True, expected=advantages_by_double_sum)
 def advantages_carry_no_gradient(student, rng):
     """Values and rewards that require a gradient: none comes out"""
     mask = ragged_mask(rng)
@@ -492,7 +492,7 @@ def worked_normal_advantages(student, rng):
     return student.normalize_advantages(advantages, ~advantages.isnan())
 
 
-@check("normalize_advantages", points=2, seeds=2, expected=advantages_by_statistics)
+@check("normalize_advantages", public=True, points=2, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
     """6 and 150 ragged rows of several means, anything beyond the mask, zeros; inputs unchanged"""
     mask, f = ragged_mask(rng), student.normalize_advantages
@@ -536,7 +536,7 @@ def small_advantages(student, rng):
     }
 
 
-@check("normalize_advantages", expected=advantages_by_statistics, tier="hardening")
+@check("normalize_advantages", public=True, expected=advantages_by_statistics, tier="hardening")
 def equal_advantages(student, rng):
     """True positions that are all equal, whatever is masked out, and a single one give zeros"""
     mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
@@ -557,7 +557,7 @@ def equal_advantages(student, rng):
     }
 
 
-@check("normalize_advantages", expected=advantages_by_statistics)
+@check("normalize_advantages", public=True, expected=advantages_by_statistics)
 def normal_advantages_carry_no_gradient(student, rng):
     """Advantages that require a gradient: none comes out"""
     mask, weights = ragged_mask(rng), rng.normal(6, 7)
@@ -598,7 +598,9 @@ def worked_slopes(student, rng):
     return gradients(objective, logprobs=logprobs)["the gradient for logprobs"]
 
 
-@check("calc_clipped_surrogate_objective", points=3, seeds=2, expected=surrogate_by_cases)
+@check(
+    "calc_clipped_surrogate_objective", public=True, points=3, seeds=2, expected=surrogate_by_cases
+)
 def ragged_surrogates(student, rng):
     """Ragged, anything beyond the mask: the value, and a gradient for logprobs alone"""
     mask, f = ragged_mask(rng), student.calc_clipped_surrogate_objective
@@ -607,7 +609,7 @@ def ragged_surrogates(student, rng):
     )
 
 
-@check("calc_clipped_surrogate_objective", points=2, expected=surrogate_by_cases)
+@check("calc_clipped_surrogate_objective", public=True, points=2, expected=surrogate_by_cases)
 def every_case_of_the_clip(student, rng):
     """Ratios below, inside and above the interval, both signs of advantage and 0, several clips"""
     settings = [(0.2, None), (0.1, 0.4), (0.3, 0.05), (0.25, 0.0), (0.0, None), (1.0, 1.5)]
@@ -634,7 +636,7 @@ def every_case_of_the_clip(student, rng):
     }
 
 
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases)
+@check("calc_clipped_surrogate_objective", public=True, expected=surrogate_by_cases)
 def the_first_update(student, rng):
     """The log-probs equal the old ones: the ratio is 1, the gradient A over the count"""
     mask = ragged_mask(rng)
@@ -699,11 +701,20 @@ def value_inputs(rng, mask):
     return {"values": values, "old_values": old_values, "returns": rng.normal(*mask.shape)}
 
 
-@check("calc_value_function_loss", public=True, expected=1.25)
+TWO_ERRORS = {
+    "the result": 1.25,
+    "the gradient for values": [[-0.25, 0.75, 0]],
+    "the gradient for old_values": [[0, 0, 0]],
+    "the gradient for returns": [[0, 0, 0]],
+}
+
+
+@check("calc_value_function_loss", public=True, expected=TWO_ERRORS)
 def worked_value_loss(student, rng):
-    """Values 1 and 3, returns 2 and 0: 0.5/2 times the mean of 1 and 9"""
+    """Values 1, 3 and NaN, returns 2, 0: 0.5/2 times the mean of 1 and 9; slopes -1/4, 3/4 and 0"""
     values, returns = rng.tensor([[1.0, 3.0, NAN]]), rng.tensor([[2.0, 0.0, NAN]])
-    return student.calc_value_function_loss(values, values - 1, returns, ~values.isnan())
+    tensors = {"values": values, "old_values": values - 1, "returns": returns}
+    return call_with_gradients(student.calc_value_function_loss, ~values.isnan(), **tensors)
 
 
 @check("calc_value_function_loss", public=True, expected=2.65625)
@@ -714,7 +725,7 @@ def worked_value_clip(student, rng):
     return student.calc_value_function_loss(values, old_values, returns, mask, 0.5, 0.5)
 
 
-@check("calc_value_function_loss", points=2, seeds=2, expected=value_loss_by_cases)
+@check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
 def ragged_value_losses(student, rng):
     """Ragged, anything beyond the mask: the value, and a gradient for values alone"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
@@ -728,7 +739,7 @@ def ragged_value_losses(student, rng):
     }
 
 
-@check("calc_value_function_loss", points=2, seeds=2, expected=value_loss_by_cases)
+@check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
 def clipped_value_losses(student, rng):
     """With clip_coef: elementwise the larger error, then the mean; value and gradients"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
@@ -738,7 +749,7 @@ def clipped_value_losses(student, rng):
     ) | {"clip_coef 0.5": f(*tensors.values(), mask, 0.3, 0.5)}
 
 
-@check("calc_value_function_loss", expected=value_loss_by_cases)
+@check("calc_value_function_loss", public=True, expected=value_loss_by_cases)
 def every_case_of_the_value_clip(student, rng):
     """Values far above, near and far below the old ones, returns on either side; a clip of 0 too"""
     old_values = rng.normal(2, 3)
@@ -784,12 +795,21 @@ def policy_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": rng.normal(*mask.shape, vocab, std=std)}
 
 
-@check("calc_entropy_bonus", public=True, expected=0.31387062)
+THREE_COINS = {
+    "the result": 0.18178175,
+    "the gradient for logits": [
+        [[0, 0], [-0.0205990, 0.0205990]],
+        [[-0.0205990, 0.0205990], [0, 0]],
+    ],
+}
+
+
+@check("calc_entropy_bonus", public=True, expected=THREE_COINS)
 def worked_entropy_bonus(student, rng):
-    """A fair coin (0.6931) and one of 3 to 1 (0.5623), half of their mean; NaN beyond the end"""
-    logits = rng.tensor([[[1.0, 1.0], [NAN, NAN]], [[3.0, 1.0], [NAN, NAN]]]).log()
-    mask = torch.tensor([[True, False], [True, False]])
-    return student.calc_entropy_bonus(logits, mask, 0.5)
+    """A fair coin (0.6931), two of 3 to 1 (0.5623), NaN beyond: 0.3 times the mean; its gradient"""
+    logits = rng.tensor([[[1.0, 1.0], [3.0, 1.0]], [[3.0, 1.0], [NAN, NAN]]]).log()
+    mask = torch.tensor([[True, True], [True, False]])
+    return call_with_gradients(student.calc_entropy_bonus, mask, 0.3, logits=logits)
 
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
@@ -833,11 +853,24 @@ def two_logits(rng, mask, std=1.5, vocab=130):
     return {"logits": logits, "ref_logits": ref_logits}
 
 
-@check("calc_kl_penalty", public=True, expected=0.13081204)
+THREE_PAIRS = {
+    "the result": 0.07079112,
+    "the gradient for logits": [
+        [[0.0411980, -0.0411980], [0.0693147, -0.0693147]],
+        [[0, 0], [0, 0]],
+    ],
+    "the gradient for ref_logits": [[[0, 0], [0, 0]], [[0, 0], [0, 0]]],
+}
+
+
+@check("calc_kl_penalty", public=True, expected=THREE_PAIRS)
 def worked_kl_penalty(student, rng):
-    """Policy (3/4, 1/4), reference (1/2, 1/2): 3/4 ln(3/2) + 1/4 ln(1/2); NaN beyond the end"""
-    logits, ref_logits = rng.tensor([[[[3.0, 1.0], [NAN, NAN]]], [[[1.0, 1.0], [NAN, NAN]]]]).log()
-    return student.calc_kl_penalty(logits, ref_logits, torch.tensor([[True, False]]), 1.0)
+    """(3/4, 1/4) against (1/2, 1/2): 0.131; (1/2, 1/2) against (1/5, 4/5): 0.223; 0; gradients"""
+    logits = rng.tensor([[[3.0, 1.0], [1.0, 1.0]], [[3.0, 1.0], [NAN, NAN]]]).log()
+    ref_logits = rng.tensor([[[1.0, 1.0], [1.0, 4.0]], [[3.0, 1.0], [NAN, NAN]]]).log()
+    mask = torch.tensor([[True, True], [True, False]])
+    tensors = {"logits": logits, "ref_logits": ref_logits}
+    return call_with_gradients(student.calc_kl_penalty, mask, 0.6, **tensors)
 
 
 @check("calc_kl_penalty", points=3, seeds=2, expected=kl_penalty_by_distributions)
@@ -1169,7 +1202,7 @@ def learning_rates(student, rng):
     return found
 
 
-@check("get_optimizer_and_scheduler", points=2, expected=_adam_by_hand)
+@check("get_optimizer_and_scheduler", public=True, points=2, expected=_adam_by_hand)
 def steps_of_adam(student, rng):
     """Three steps uphill by AdamW: eps 1e-5 beside tiny gradients, no weight decay, both parts"""
     model = make_model(student.TransformerWithValueHeadLora, rng)
@@ -1183,7 +1216,7 @@ def steps_of_adam(student, rng):
     return {f"{name} after three steps": x for name, x in after.items()}
 
 
-@check("get_optimizer_and_scheduler")
+@check("get_optimizer_and_scheduler", public=True)
 def what_is_trained(student, rng):
     """One group for each part, frozen weights in none; for a model without a head too"""
     found = {}
@@ -1261,7 +1294,7 @@ def _every_row_once_an_epoch(observed, reference):
     return None
 
 
-@check("ReplayMemory", points=3, holds=_every_row_once_an_epoch)
+@check("ReplayMemory", public=True, points=3, holds=_every_row_once_an_epoch)
 def rows_with_numbers(student, rng):
     """24 rows, 3 epochs of 4 minibatches: every row once an epoch, a random order, fields alike"""
     fields = _numbered_fields(rng, 24)
@@ -1349,7 +1382,7 @@ def _rows_and_numbers(n, x):
     }
 
 
-@check("ReplayMemory", points=2, holds=_rows_that_do_not_divide)
+@check("ReplayMemory", public=True, points=2, holds=_rows_that_do_not_divide)
 def groups_and_odd_numbers(student, rng):
     """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 in 2, for 2 epochs: whole groups"""
     x = rng.normal(96)
@@ -1384,6 +1417,16 @@ MEMORY_FIELDS = (
 )
 
 
+def _get_counts(memory) -> list[int]:
+    """What a memory was told; what its `get_minibatches` makes of it is another exercise."""
+    names = ("num_minibatches", "batches_per_learning_phase")
+    if all(hasattr(memory, name) for name in names):
+        return [getattr(memory, name) for name in names]
+    sizes = [len(minibatch.input_ids) for minibatch in memory.get_minibatches()]
+    n_epochs = max(sum(sizes) // len(memory.input_ids), 1)
+    return [len(sizes) // n_epochs, n_epochs]
+
+
 def _make_memory(
     student,
     rng,
@@ -1412,8 +1455,6 @@ def _make_memory(
     before = trainers.copy_arguments(args)
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
-    minibatches = [minibatch.input_ids for minibatch in memory.get_minibatches()]
-    first = torch.cat(minibatches[: args.num_minibatches])
     return (
         {
             name: inside(x, mask) if x is not None and x.shape == mask.shape else x
@@ -1425,8 +1466,7 @@ def _make_memory(
             for name, x in fields.items()
         }
         | {
-            "the number of rows in each minibatch": [len(ids) for ids in minibatches],
-            "the first epoch's input_ids, sorted,": sorted(first.tolist()),
+            "num_minibatches and batches_per_learning_phase of the memory": _get_counts(memory),
             "whether there are ref_logprobs": getattr(memory, "ref_logprobs", None) is not None,
             "the list of the arguments that changed": trainers.list_changed(args, before),
             "scores afterwards": scores,
@@ -1435,7 +1475,7 @@ def _make_memory(
     )
 
 
-@check("make_replay_memory", points=2, seeds=2, expected=memory_by_loops)
+@check("make_replay_memory", public=True, points=2, seeds=2, expected=memory_by_loops)
 def memory_of_a_rollout(student, rng):
     """Normalised rewards, gamma 0.9, lambda 0.8, rows empty, ragged and of full length"""
     return _make_memory(
@@ -1450,7 +1490,7 @@ def memory_of_a_rollout(student, rng):
     )
 
 
-@check("make_replay_memory", points=2, expected=memory_by_loops)
+@check("make_replay_memory", public=True, points=2, expected=memory_by_loops)
 def memory_with_kl_in_the_reward(student, rng):
     """kl_in "reward": k1, large or not, off every token's reward, after the score is normalised"""
     options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
@@ -1494,7 +1534,7 @@ def memory_of_nearly_equal_rewards(student, rng):
     return by_case({name: _make_memory(student, rng, **case) for name, case in cases.items()})
 
 
-@check("make_replay_memory", expected=memory_by_loops)
+@check("make_replay_memory", public=True, expected=memory_by_loops)
 def memory_with_default_gamma(student, rng):
     """Default gamma and lambda, no KL in the reward; what is stored is detached"""
     return _make_memory(student, rng, kl_in="loss", kl_coef=2.0, with_gradients=True)
@@ -1622,7 +1662,7 @@ def _count_letters(samples) -> Tensor:
     return torch.tensor([float(len(text)) for text in samples])
 
 
-def _make_trainer_of_one(student, rng, reward_fn):
+def _make_trainer_of_one(student, rng, reward_fn, **options):
     """Arguments, a trainer that builds its own model, and that model, filled with random values."""
     args = _make_args(
         student,
@@ -1634,6 +1674,7 @@ def _make_trainer_of_one(student, rng, reward_fn):
         lora_rank=RANK,
         lora_alpha=5,
         lora_sites=("attn.q", "attn.o"),
+        **options,
     )
     trainer = student.RLHFTrainer(args)
     return args, trainer, trainers.fill(trainer.model, rng)
@@ -1648,16 +1689,43 @@ def _see_outputs(model, rng):
 
 @check("RLHFTrainer.rollout_phase", public=True, float64=False)
 def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites; two rollouts of one completion each"""
-    _, trainer, model = _make_trainer_of_one(student, rng, _count_letters)
+    """The trainer's own model: rank, alpha, sites; what is stored of it and of its reference"""
+    options = {"kl_in": "reward", "temperature": 0.5}
+    args, trainer, model = _make_trainer_of_one(student, rng, _count_letters, **options)
     outputs = _see_outputs(model, rng)
     first, second = trainer.rollout_phase(), trainer.rollout_phase()
-    n_prompt = first.input_ids.shape[1] - first.mask.shape[1]
-    return outputs | {
-        "prompts of a rollout, which are args.prefix,": first.input_ids[:, :n_prompt],
-        "whether a rollout with the same weights is the same": first.input_ids.tolist()
-        == second.input_ids.tolist(),
+    ids, attention = first.input_ids, first.attention_mask
+    n_prompt = ids.shape[1] - first.mask.shape[1]
+    with torch.no_grad():
+        logits, values = model.forward_with_value_head(ids, attention)
+        with model.reference():
+            ref_logits = model(ids, attention)
+    setting = (ids, n_prompt, args.temperature)
+    right = {
+        "logprobs": trainers.score_rows(logits.float(), *setting),
+        "ref_logprobs": trainers.score_rows(ref_logits.float(), *setting),
+        "values": values[:, n_prompt - 1 : -1],
     }
+    return (
+        outputs
+        | {
+            "prompts of a rollout, which are args.prefix,": ids[:, :n_prompt],
+            "whether a rollout with the same weights is the same": ids.tolist()
+            == second.input_ids.tolist(),
+        }
+        | {
+            f"whether {name} of the memory are the model's": _is_near(
+                getattr(first, name), x, first
+            )
+            for name, x in right.items()
+        }
+    )
+
+
+def _is_near(x, other, memory) -> bool:
+    """Whether a field of a memory is this where it counts."""
+    is_there = isinstance(x, Tensor) and x.shape == other.shape
+    return is_there and bool(((x - other)[memory.mask].abs() < 1e-3).all())
 
 
 @check("RLHFTrainer.rollout_phase", float64=False, tier="hardening")
@@ -1791,7 +1859,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
             fields["attention_mask"][:, -1] = 0
             fields["advantages"][:, 0] += choose(rng, (-20.0, 20.0))
             fields["returns"][:, 0] += choose(rng, (-12.0, 12.0))
-        (minibatch,) = student.ReplayMemory(**fields).get_minibatches()
+        minibatch = trainers.as_memory(**fields)  # whatever the ReplayMemory is
         objective = trainer.compute_rlhf_objective(minibatch)
         n_kept.append(_count_logits(vars(trainer)))
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
@@ -1802,6 +1870,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
 
 @check(
     "RLHFTrainer.compute_rlhf_objective",
+    public=True,
     points=3,
     seeds=2,
     float64=False,
@@ -1816,6 +1885,7 @@ def objective_and_gradient(student, rng):
 
 @check(
     "RLHFTrainer.compute_rlhf_objective",
+    public=True,
     points=2,
     float64=False,
     expected=objective_by_definition,
@@ -1938,18 +2008,82 @@ def _learn(
     return found | {"the list of the arguments that changed": trainers.list_changed(args, before)}
 
 
+class _Ascent(torch.optim.Optimizer):
+    """Plain gradient ascent, in place of what `get_optimizer_and_scheduler` makes."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter += group["lr"] * parameter.grad
+
+
+def _make_memory_without_shuffling(fields, n_minibatches):
+    """A memory of no student's class, whose minibatches are its rows in order."""
+    chunks = {name: x.chunk(n_minibatches) for name, x in fields.items()}
+    minibatches = [
+        trainers.as_memory(**dict(zip(chunks, parts, strict=True)))
+        for parts in zip(*chunks.values(), strict=True)
+    ]
+    counts = {"num_minibatches": n_minibatches, "batches_per_learning_phase": 1}
+
+    def get_minibatches(*args, **kwargs):
+        return minibatches
+
+    return trainers.as_memory(get_minibatches=get_minibatches, **counts, **fields)
+
+
+def ascent_by_hand(self, memory):
+    """One clipped step uphill for each minibatch, then the schedule's."""
+    for minibatch in memory.get_minibatches():
+        parameters = list(self.model.trainable_parameters())
+        found = torch.autograd.grad(self.compute_rlhf_objective(minibatch), parameters)
+        norm = sum((g**2).sum() for g in found) ** 0.5
+        rate = self.optimizer.param_groups[0]["lr"] * min(
+            1.0, float(self.args.max_grad_norm / norm)
+        )
+        for parameter, g in zip(parameters, found, strict=True):
+            parameter.data += rate * g
+    self.scheduler.step()
+
+
 @check(
     "RLHFTrainer.learning_phase",
     public=True,
     points=2,
     float64=False,
-    expected=learning_by_hand,
+    expected=ascent_by_hand,
     rtol=1e-3,
     atol=2e-5,
 )
 def three_phases(student, rng):
-    """Three phases of one step in warm-up: a gradient that is clipped, no advantages, small ones"""
-    return _learn(student, rng, scales=(100.0, 0.0, 0.1))
+    """Three phases of three minibatches, uphill: a step for each, clipped or not; falling rates
+
+    The objective, the optimizer and the memory are the check's own.
+    """
+    args = _make_args(student, num_minibatches=3, max_grad_norm=3.0)
+    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+
+    def compute_rlhf_objective(minibatch):
+        target = minibatch.advantages[minibatch.mask].mean()
+        return sum((target * p - p**2 / 2).sum() for p in trainer.model.trainable_parameters())
+
+    trainer.compute_rlhf_objective = compute_rlhf_objective
+    groups = [{"params": part} for part in trainer.model.trainable_parts().values()]
+    trainer.optimizer = _Ascent(groups)
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda k: 1 / (k + 1))
+    found = {}
+    for phase, scale in enumerate((10.0, 0.0, 0.1), start=1):
+        fields = _make_fields(rng, make_samples(rng, empty_row=False), args.temperature)
+        fields["advantages"] = fields["advantages"] * scale
+        trainer.learning_phase(_make_memory_without_shuffling(fields, 3))
+        weights = trainers.canonical(list(trainer.model.trainable_parameters()))
+        found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
+    return found
 
 
 def _learn_by_hand_without_values(self, memory):
@@ -2045,6 +2179,29 @@ def _is_a_run_that_learns(observed, reference):
     if rate > 0 and not math.isclose(rate, reference["mean rate"], rel_tol=1e-4):
         return "the learning rates are not those of a schedule that takes one step a phase"
     return trainers.find_no_learning(observed, reference)
+
+
+@check("RLHFTrainer.train", public=True, float64=False)
+def phases_are_counted(student, rng):
+    """Three phases that learn nothing: each is counted before run.end_phase() writes its row"""
+    args = _make_args(student, total_phases=3, checkpoint_every=2, samples_every=0, name="counted")
+    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
+    learned = []
+
+    def rollout_phase():
+        trainer.metrics["reward"].append(float(trainer.phase))
+        return trainer.phase
+
+    trainer.rollout_phase, trainer.learning_phase = rollout_phase, learned.append
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        history = trainer.train()
+    return {
+        "what is trained": trainers.canonical(list(trainer.model.trainable_parameters())),
+        "what rollout_phase gave, as learning_phase got it,": learned,
+        "the phase of each row of history": [row["phase"] for row in history],
+        "the reward of each row of history": [row["reward"] for row in history],
+        "the trainer's phase afterwards": trainer.phase,
+    }
 
 
 @check("RLHFTrainer.train", public=True, slow=True, holds=_is_a_run_that_learns)
