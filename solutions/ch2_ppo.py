@@ -120,7 +120,8 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         logits of the next token, the value of the state in which that token is chosen.
 
         The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. A
-        bfloat16 output is cast: the head and its values are in float32.
+        bfloat16 output is cast: the head and its values are in float32. No hook is left behind.
+        Without a mask every token is attended to.
         """
         hidden: list[Float[Tensor, "batch seq d_model"]] = []
 
@@ -153,7 +154,8 @@ def compute_token_rewards(
     """Return the score on the last true position, minus kl_coef * k1 at every true position.
 
     k1 = logprobs - ref_logprobs, a one-sample estimate of the KL (Ziegler et al., eq. 2). It is
-    detached: as a reward it is a number that the policy is paid, not a loss.
+    detached: as a reward it is a number that the policy is paid, not a loss. Outside the mask,
+    where log-probs may be NaN, the reward is 0.
 
     Raises ValueError if log-probs are missing where kl_coef is not 0.
     """
@@ -181,7 +183,7 @@ def compute_advantages(
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. V_t is the value of
     the state before token t is emitted. After the last true token V is 0, for rows that were cut
-    short too; outside the mask A is 0. Detached. Returns are A + V.
+    short too. Outside the mask A is 0, whatever stands there, NaN too. Detached. Returns are A + V.
     """
     values = values.masked_fill(~mask, 0.0)
     token_rewards = token_rewards.masked_fill(~mask, 0.0)
@@ -201,8 +203,8 @@ def normalize_advantages(
     mask: Bool[Tensor, "batch completion"],
     eps: float = 1e-8,
 ) -> Float[Tensor, "batch completion"]:
-    """Return (advantages - mean) / (std + eps) of the true positions; 0 outside, or if all are
-    equal.
+    """Return (advantages - mean) / (std + eps) of the true positions; 0 outside, whatever stands
+    there, NaN too, and zeros for one true position or equal ones (max == min).
 
     Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
     could flip the sign of an advantage. Detached.
@@ -230,7 +232,8 @@ def calc_clipped_surrogate_objective(
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
     given. The minimum takes away what the policy would gain beyond the interval, and leaves what
-    it would lose there. `old_logprobs` and `advantages` are constants: detached.
+    it would lose there. `old_logprobs` and `advantages` are constants: detached. There may be NaN
+    outside the mask: it reaches neither the result nor a gradient. Without a true position it is 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     ratio = calc_ratio(logprobs, old_logprobs, mask)
@@ -268,7 +271,8 @@ def calc_value_function_loss(
 
     With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
     of `old_values` (the value clipping of the N+ details). `old_values` and `returns` are
-    constants: detached.
+    constants: detached. There may be NaN outside the mask: it reaches neither the result nor a
+    gradient. Without a true position the loss is 0.
     """
     values = values.masked_fill(~mask, 0.0)
     old_values = old_values.detach().masked_fill(~mask, 0.0)
@@ -286,7 +290,11 @@ def calc_entropy_bonus(
     mask: Bool[Tensor, "batch completion"],
     ent_coef: float,
 ) -> Float[Tensor, ""]:
-    """Return ent_coef times the masked mean of the policy's entropy, in nats."""
+    """Return ent_coef times the masked mean of the policy's entropy, in nats.
+
+    There may be NaN outside the mask: it reaches neither the result nor a gradient. Without a true
+    position the bonus is 0. Logits of some hundreds, or -inf, give no NaN, in the gradient either.
+    """
     entropies = calc_entropy(logits[mask])  # [true positions]: nothing is computed for the others
     return ent_coef * entropies.sum() / max(entropies.numel(), 1)
 
@@ -301,7 +309,8 @@ def calc_kl_penalty(
     """Return kl_coef times the masked mean of the exact KL(policy ‖ reference), nats per token.
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
-    The reference is a constant: detached.
+    The reference is a constant: detached. There may be NaN outside the mask: it reaches neither the
+    result nor a gradient. Without a true position the penalty is 0.
     """
     logprobs = at_least_float32(logits[mask]).log_softmax(-1)  # [true positions, vocab]
     ref_logprobs = at_least_float32(ref_logits.detach()[mask]).log_softmax(-1)
@@ -536,8 +545,9 @@ def make_replay_memory(
 ) -> ReplayMemory:
     """Turn a rollout's scores into token rewards, advantages, returns and a memory.
 
-    Returns are taken before the advantages are normalised: they are what the values regress on.
-    Every field is stored detached.
+    Scores are normalised first if `args.normalize_reward` says so. The KL is charged here only if
+    `args.kl_in` is "reward". Returns are taken before the advantages are normalised: they are what
+    the values regress on. Every field is stored detached.
     """
     mask = samples.completion_mask
     rewards = normalize_reward(scores) if args.normalize_reward else scores
@@ -711,7 +721,7 @@ class RLHFTrainer:
         """Sample, then score under the policy and the reference, at the sampling temperature.
 
         The old log-probs come from the forward pass that the ratio is taken with later, so that the
-        first ratio is 1.
+        first ratio is 1. No field carries a gradient, and no logits are kept.
         """
         args = self.args
         # (1) sample, (2) score
@@ -735,7 +745,8 @@ class RLHFTrainer:
 
         Each part is a mean times its coefficient, which enters once. `measure_entropy` and
         `measure_kl` record what they give. Records clip_frac and approx_kl by `record_ratios`, and
-        in `self.metrics["value_loss"]` what is subtracted for the values, with vf_coef in it.
+        in `self.metrics["value_loss"]` what is subtracted for the values, with vf_coef in it. The
+        exact KL counts if `args.kl_in` is "loss". No logits are kept.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
@@ -809,7 +820,7 @@ class RLHFTrainer:
     def learning_phase(self, memory: ReplayMemory) -> None:
         """Take one optimizer step for each minibatch, then one step of the schedule.
 
-        Gradients are clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
+        The whole gradient is clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
         checkpoint holds, shuffles the rows. Records "objective" and "grad_norm" of each minibatch,
         "lr" of the phase.
         """
@@ -829,7 +840,8 @@ class RLHFTrainer:
 
     def train(self) -> list[dict[str, float]]:
         """Run the phases that are left, all of them, and return the history: the model is then that
-        of the last phase.
+        of the last phase. `self.phase` counts the phases that are done; count one before
+        `run.end_phase()`, which writes the count.
 
         Stopped by Ctrl-C or an error, it goes back to the start of the phase, saves that, and says
         how to go on. Raises ValueError if `args.name` is the name of an earlier run.
