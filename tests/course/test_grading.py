@@ -350,6 +350,9 @@ def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch
     mistaken = "self.learning(memory)\n"
     names = vars(build_module("ch2_ppo", source.replace(right, mistaken)))
     monkeypatch.setattr(diagnosis, "_same_as_mistake", None)
+    checks = get_checks("ch2_ppo")["RLHFTrainer.train"]
+    slow = {"RLHFTrainer.train": tuple(check for check in checks if check.slow)}
+    monkeypatch.setattr(diagnosis, "get_checks", lambda chapter: slow)
     run_and_print(names["RLHFTrainer"].train, names, slow=True)
     said = capsys.readouterr().out
     assert "'RLHFTrainer' object has no attribute 'learning'" in said
@@ -439,10 +442,10 @@ def test_without_solutions_a_method_that_another_check_needs_is_said_to_be_missi
 
 
 def test_the_notebook_says_that_checks_are_slow(capsys):
-    names = vars(get_reference("ch2_ppo"))
-    run_and_print(names["RLHFTrainer"].train, names)
+    names = vars(get_reference("ch3_grpo")) | {"CHAPTER": "ch3_grpo"}
+    run_and_print(names["GrpoTrainer"].train, names)
     assert capsys.readouterr().out == (
-        "RLHFTrainer.train: its checks are slow: check(RLHFTrainer.train, slow=True)\n"
+        "GrpoTrainer.train: its checks are slow: check(GrpoTrainer.train, slow=True)\n"
     )
 
 
