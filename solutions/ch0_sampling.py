@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from utils.models.decoding import get_decoder
+from utils.models.decoding import get_decoder, get_end_ids
 from utils.prompts import Prompt, is_prompt, write_prompt
 from utils.validation import require, shape_checked
 
@@ -323,12 +323,16 @@ def sample_completions(
     prepend_bos: bool = True,
 ) -> Samples:
     """Sample as `get_samples` does, faster (`utils/models/decoding.py`): different draws from the
-    same distribution, with their log-probs. For a bridge, or a model that has one as `base`."""
+    same distribution, with their log-probs. For a bridge, or a model that has one as `base`.
+
+    A completion ends at the tokenizer's eos, and at the other ends that the model names.
+    """
     prompt_ids, prompt_mask = encode_prompts(model, prompts, max_new_tokens, prepend_bos)
     draws = get_decoder(model).generate(
         prompt_ids, prompt_mask, max_new_tokens, temperature, top_k, top_p, generator
     )
-    mask = get_completion_mask(draws.completion_ids, model.tokenizer.eos_token_id)
+    masks = [get_completion_mask(draws.completion_ids, end) for end in get_end_ids(model)]
+    mask = torch.stack(masks).all(0)  # up to the first end
     texts = [
         model.tokenizer.decode(row[keep].tolist(), skip_special_tokens=True)
         for row, keep in zip(draws.completion_ids, mask, strict=True)

@@ -35,6 +35,7 @@ from solutions.ch0_sampling import (
 )
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, calc_ratio
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_per_token_kl, make_grpo_memory
+from utils.models.decoding import get_end_ids
 from utils.rewards import is_worked
 from utils.validation import CountOrZero, PositiveOrZero, require, shape_checked
 
@@ -297,9 +298,10 @@ class RlvrArgs(GrpoArgs):
     missing_eos_penalty: PositiveOrZero = 1.0  # It is subtracted with truncation "penalty".
 
 
-def find_finished(samples: Samples, eos_token_id: int) -> Bool[Tensor, "batch"]:
-    """Mark the completions that ended by themselves, with an eos."""
-    return ((samples.completion_ids == eos_token_id) & samples.completion_mask).any(-1)
+def find_finished(samples: Samples, eos_token_id: int | list[int]) -> Bool[Tensor, "batch"]:
+    """Mark the completions that ended by themselves, with the eos or with one of several."""
+    ends = torch.tensor(eos_token_id, device=samples.completion_ids.device)
+    return (torch.isin(samples.completion_ids, ends) & samples.completion_mask).any(-1)
 
 
 def join_samples(parts: list[Samples], pad_token_id: int) -> Samples:
@@ -360,7 +362,7 @@ class RlvrTrainer(GrpoTrainer):
         for _ in range(1 + args.max_extra_rollouts * args.dynamic_sampling):
             part, part_scores = self.sample_and_score(n_groups, args.group_size)
             parts.append(part)
-            finished.append(find_finished(part, self.model.tokenizer.eos_token_id))
+            finished.append(find_finished(part, get_end_ids(self.model)))
             if args.truncation == "penalty":
                 part_scores = apply_missing_eos_penalty(
                     part_scores, finished[-1], args.missing_eos_penalty
@@ -394,7 +396,7 @@ class RlvrTrainer(GrpoTrainer):
             advantages = leave_one_out_advantages(scores, args.group_size)
             memory = replace(memory, advantages=advantages)
         if args.truncation == "mask":
-            finished = find_finished(samples, self.model.tokenizer.eos_token_id)
+            finished = find_finished(samples, get_end_ids(self.model))
             memory = replace(memory, mask=mask_truncated(memory.mask, finished))
         return memory
 

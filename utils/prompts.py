@@ -23,6 +23,8 @@ def is_prompt(prompt: Any) -> bool:
 def write_prompt(prompt: Prompt, tokenizer: Any) -> str:
     """Return a prompt as the model reads it: messages with the template's own special tokens.
 
+    A chat that ends with the assistant is a beginning of the answer, which the model goes on with.
+
     Raises ValueError for messages where the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
@@ -31,7 +33,13 @@ def write_prompt(prompt: Prompt, tokenizer: Any) -> str:
         tokenizer.chat_template is not None,
         f"prompts should be strings, as this tokenizer has no chat template, but one is {prompt!r}",
     )
-    return tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    is_begun = prompt[-1]["role"] == "assistant"
+    return tokenizer.apply_chat_template(
+        prompt,
+        tokenize=False,
+        add_generation_prompt=not is_begun,
+        continue_final_message=is_begun,
+    )
 
 
 def show_prompt(prompt: Prompt) -> str:

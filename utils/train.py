@@ -210,9 +210,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+class AskedToStop(KeyboardInterrupt):
+    """SIGTERM: the run is saved as after Ctrl-C."""
+
+
 def stop(signum: int, frame: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is being saved
-    raise SystemExit("asked to stop, as another rank ended or torchrun did")
+    raise AskedToStop("asked to stop, as another rank ended or torchrun did")
 
 
 def main() -> None:
@@ -225,6 +229,8 @@ def main() -> None:
         train(args)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt as error:  # said already, with how to go on
+        raise SystemExit(143 if isinstance(error, AskedToStop) else 130) from None
 
 
 if __name__ == "__main__":

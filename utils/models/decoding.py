@@ -32,7 +32,7 @@ LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
 
 @dataclass(frozen=True)
 class Draws:
-    """Completions, the pad id after the first eos, and the log-probability of each token at the
+    """Completions, the pad id after the first end, and the log-probability of each token at the
     sampling temperature, before top-k and top-p; 0 after the eos."""
 
     completion_ids: Int[Tensor, "batch completion"]
@@ -105,6 +105,17 @@ def shares_weights(base: Any, plain: Any) -> bool:
     return all(p.untyped_storage().data_ptr() in shared for p in base.parameters())
 
 
+def get_end_ids(model: Any) -> list[int]:
+    """Return the tokens that end a completion: the tokenizer's eos first, then the other ends that
+    the generation config names, as the end of a turn of Gemma and Phi."""
+    base = getattr(model, "base", model)
+    config = getattr(getattr(base, "original_model", None), "generation_config", None)
+    named = getattr(config, "eos_token_id", None)
+    named = named if isinstance(named, list) else [named]
+    ends = dict.fromkeys([model.tokenizer.eos_token_id, *named])
+    return [end for end in ends if end is not None]
+
+
 def draw(
     logits: Float[Tensor, "row vocab"],
     uniforms: Float[Tensor, "row"],
@@ -175,18 +186,19 @@ class Decoder:
         require(top_k is None or top_k >= 1, f"top_k should be 1 or more: {top_k}")
         require(top_p is None or 0 < top_p <= 1, f"top_p should be above 0 and at most 1: {top_p}")
         batch, device = len(prompt_ids), prompt_ids.device
-        eos, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
+        ends, pad = get_end_ids(self.model), self.tokenizer.pad_token_id
         shape = (batch, max_new_tokens)
         uniforms = torch.rand(shape, generator=generator, device=device)
-        ids = torch.full(shape, eos if pad is None else pad, device=device)
+        ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
         logprobs = torch.zeros(shape, device=device)
         rows = torch.arange(batch, device=device)  # those that go on
+        ends_on_device = torch.tensor(ends, dtype=torch.long, device=device)
         with hold_merged(self.model) if self.is_merged else contextlib.nullcontext():
             logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
             for step in range(max_new_tokens):
                 tokens, found = draw(logits, uniforms[rows, step], temperature, top_k, top_p)
                 ids[rows, step], logprobs[rows, step] = tokens, found.to(logprobs.dtype)
-                goes_on = tokens != (-1 if eos is None else eos)
+                goes_on = ~torch.isin(tokens, ends_on_device)
                 rows = rows[goes_on]
                 if len(rows) == 0 or step + 1 == max_new_tokens:
                     break
