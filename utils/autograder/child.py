@@ -20,6 +20,7 @@ import torch
 import transformer_lens  # noqa: F401  before transformers
 import transformers
 
+from utils.autograder import facades
 from utils.autograder.modules import Runner, SubmittedModules
 from utils.grading import wire
 from utils.grading.cells import parse
@@ -27,10 +28,13 @@ from utils.grading.extraction import (
     compile_statement,
     count_stubs,
     describe_left_out,
+    digest_definitions,
     get_bound_names,
     get_flags,
     is_effect,
+    list_imports,
     select_statements,
+    split_import,
 )
 from utils.grading.observation import Answers, Raised, observe
 from utils.grading.substitution import (
@@ -44,6 +48,9 @@ from utils.grading.substitution import (
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
+MAX_IMPORTS = 500  # from the course, of one file
+MAX_DEFINITIONS = 20  # of one name in a file, that are compared
+
 
 def prepare() -> None:
     """Leave one thread, before the doors close: more of them hang in a forked child."""
@@ -52,27 +59,45 @@ def prepare() -> None:
     sys.argv[1:] = []  # of the grader: a script that reads its arguments has none
 
 
-def run(action: str, arguments: dict[str, Any]) -> bytes:
-    """Do what `action` says, "list_definitions" or "run_probe", and pack what comes of it."""
+def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], bytes], str]:
+    """Return what does the action, "list_definitions" or "run_probe", and packs what comes of it.
+
+    The probe is made here, before student code is loaded: where that fails, the second result says
+    so, and it is no student's error.
+    """
     actions: dict[str, Callable[..., Any]] = {
         "list_definitions": list_definitions,
         "run_probe": run_probe,
     }
-    return wire.pack(actions[action](**arguments))
+    try:
+        if action == "run_probe":
+            arguments = dict(arguments)
+            module, name = arguments["probe"]
+            for other, source in arguments.pop("modules").items():
+                install(other, source)
+            arguments["probe"] = getattr(sys.modules[module], name)
+    except Exception as error:
+        return lambda: b"", f"{type(error).__name__}: {error}"
+    return lambda: wire.pack(actions[action](**arguments)), ""
 
 
 def list_definitions(
-    files: list[tuple[str, bytes]], names: dict[str, set[str]], given: frozenset[str] = frozenset()
+    files: list[tuple[str, bytes]],
+    names: dict[str, set[str]],
+    given: frozenset[str] = frozenset(),
+    solved: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
     Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file
-    and what of it is not run, by cell and line, without lines `given` by the course; and how many
-    definitions are stubs.
+    and what of it is not run, by cell and line, without lines `given` by the course; what it
+    imports of the course; how many definitions are stubs; and digests of those that are `solved`.
     """
     defined: set[str] = set()
     problems: list[str] = []
     left_out: list[str] = []
+    imports: list[list[str]] = []
+    digests: dict[str, list[str]] = {}
     stubs, code = 0, b""
     for name, data in files:
         try:
@@ -85,6 +110,9 @@ def list_definitions(
             defined |= set().union(*map(get_bound_names, statements))
             stubs += count_stubs(statements)
             left_out += describe_left_out(parsed.statements, statements, given)
+            imports += list_imports(statements, facades.COURSE)[:MAX_IMPORTS]
+            for key, found in digest_definitions(parsed.statements, solved).items():
+                digests[key] = [digest for digest, _ in found[-MAX_DEFINITIONS:]]
             code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
     mine = {chapter: sorted(defined & its) for chapter, its in names.items() if defined & its}
     return {
@@ -92,6 +120,8 @@ def list_definitions(
         "defined": mine,
         "problems": problems,
         "left_out": left_out if mine else [],
+        "imports": imports,
+        "digests": digests,
         "code": torch.tensor([*code], dtype=torch.uint8),
     }
 
@@ -99,7 +129,7 @@ def list_definitions(
 def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
     """Compile each statement, and note its place; an error stands for what the compiler refuses."""
     compiled = []
-    for statement in statements:
+    for statement in (part for s in statements for part in split_import(s, facades.COURSE)):
         place = f"{statement.place}, line {statement.first_line}"
         try:
             code = compile_statement(statement, flags)
@@ -114,28 +144,26 @@ def run_probe(
     helpers: list[tuple[str, bytes]],
     stand_in: ChapterSource,
     exercise: str,
-    modules: dict[str, str],
-    probe: tuple[str, str],
+    probe: Callable[..., Any],
     seeds: list[int],
     is_alone: bool,
+    given: dict[str, frozenset[str]],
 ) -> dict[str, Any]:
     """Run a probe with every seed on what the files define.
 
     files: of each its name and its code, from `compile_each`.
     helpers: all scripts and notebooks of the submission, which may import one another.
     stand_in: this chapter's solutions without the exercise.
-    modules: the probe's (`probes.collect_sources`).
+    given: what the chapter's notebook imports of the course, by module.
     """
-    for name, source in modules.items():
-        install(name, source)
-    found = getattr(sys.modules[probe[0]], probe[1])
+    facades.shut(stand_in.chapter, given)
     namespace, log = load(files, helpers, stand_in, is_alone)
     answer = find_written(stand_in, exercise, namespace)
     seen = {"log": log, "is_stub": is_stub(answer)}
     if is_alone and answer is not None:
         with alone(stand_in, exercise, answer, namespace) as student:
-            return seen | observe_all(found, student, seeds)
-    return seen | observe_all(found, answer_with(stand_in, exercise, namespace), seeds)
+            return seen | observe_all(probe, student, seeds)
+    return seen | observe_all(probe, answer_with(stand_in, exercise, namespace), seeds)
 
 
 def observe_all(probe: Any, student: Answers, seeds: list[int]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from a secret and, over a few variants, from the submission.
 
 import builtins
 import dataclasses
+import functools
 import hashlib
 import time
 from collections import Counter
@@ -16,12 +17,20 @@ from typing import Any
 from torch import Tensor
 
 from utils.autograder import zygote
+from utils.autograder.given import (
+    find_copy,
+    get_given,
+    is_in_solutions,
+    list_solved,
+    say_not_given,
+)
+from utils.autograder.modules import Runner, SubmittedModules
 from utils.autograder.reading import SubmittedFiles, get_variant
 from utils.autograder.zygote import Job, Outcome
-from utils.grading.checks import Check, get_chapters, get_checks
+from utils.grading.checks import Check, get_chapters, get_checks, get_reference
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
-from utils.grading.judging import Verdict, count_points, judge
+from utils.grading.judging import Verdict, count_points, judge, observe_reference
 from utils.grading.known_answers import get_chapter_source, get_given_lines, get_source
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import Points
@@ -35,6 +44,7 @@ SLOW_FACTOR = 6  # a slow check gets this many times as long
 MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together, unless given
 MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
 MAX_MESSAGE_CHARACTERS = 2000
+MAX_ERROR_CHARACTERS = 500
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
 MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
@@ -43,6 +53,22 @@ OUTCOMES = {
     Outcome.TOO_MUCH: "gave more data than any answer has",
     Outcome.ENDED: "ended its process before it gave a result",
 }
+
+
+class GraderError(Mismatch):
+    """No mismatch, but an error of the grader: nothing is known of the student's work."""
+
+    @property
+    def error(self) -> str:
+        """Return what is said in the report, which is an instructor's to read."""
+        return self.values
+
+
+def _blame(error: Exception | str) -> GraderError:
+    """Tell students no more of an error than its kind: its words may be of a hidden check."""
+    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    kind = said.partition(":")[0][:80]
+    return GraderError(f"not graded: an error of the grader ({kind})", said[:MAX_ERROR_CHARACTERS])
 
 
 class Grader:
@@ -70,9 +96,8 @@ class Grader:
         self.protections: set[str] | None = None
         self.seconds_used = 0.0
         self.left_out: list[str] = []
+        self.helpers: list[tuple[str, bytes]] = []
         by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
-        small = [f for f in submitted.files if len(f[1]) <= MAX_MODULE_BYTES]
-        self.helpers = small if len(submitted.files) > 1 else []
         for chapter in self.chapters or by_chapter:  # of what cannot be read, all is missing
             files, defined = by_chapter.get(chapter, ([], set()))
             chapters.append(chapter)
@@ -121,26 +146,20 @@ class Grader:
 
         Where two define the same, the one with fewer stubs comes last, and counts.
         """
+        inspected = self._leave_out_copies(submitted, self._inspect(submitted, problems), problems)
+        small = [file for file, _ in inspected if len(file[1]) <= MAX_MODULE_BYTES]
+        self.helpers = small if len(inspected) > 1 else []
+        own = SubmittedModules(self.helpers, [], Runner()).files
         found: dict[str, list[tuple[int, tuple, set[str]]]] = {}
-        for file in submitted.files:
-            if self.is_out_of_time:
-                problems.append(f"{file[0]} was not read, as others took too long")
-                continue
-            arguments = {"files": [file], "names": self.names, "given": get_given_lines()}
-            reply = self.ask(Job("list_definitions", self.seconds, arguments))
-            try:
-                seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None
-            except ValueError:
-                seen = None
-            if seen is None:
-                said = OUTCOMES.get(reply.outcome, "cannot be read").format(seconds=self.seconds)
-                problems.append(f"{file[0]}: reading it {said}")
-                continue
+        for file, seen in inspected:
             problems += seen["problems"]
             self.left_out += seen["left_out"]
             code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
+        chapters = [c for c in get_chapters() if c in (self.chapters or found)]
+        imports = [tuple(entry) for _, seen in inspected for entry in seen["imports"]]
+        problems += say_not_given(imports, chapters, own) if chapters else []
         for chapter, entries in found.items():
             defined = Counter(name for _, _, names in entries for name in names)
             if twice := sorted(name for name, count in defined.items() if count > 1):
@@ -157,6 +176,46 @@ class Grader:
             for chapter in get_chapters()
             if chapter in found
         }
+
+    def _inspect(
+        self, submitted: SubmittedFiles, problems: list[str]
+    ) -> list[tuple[tuple[str, bytes], dict[str, Any]]]:
+        """List what each file defines and imports, in a process apart."""
+        inspected = []
+        for file in submitted.files:
+            if self.is_out_of_time:
+                problems.append(f"{file[0]} was not read, as others took too long")
+                continue
+            arguments = {"files": [file], "names": self.names, "given": get_given_lines(),
+                         "solved": list_solved()}  # fmt: skip
+            reply = self.ask(Job("list_definitions", self.seconds, arguments))
+            try:
+                seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None
+            except ValueError:
+                seen = None
+            if seen is None:
+                said = OUTCOMES.get(reply.outcome, "cannot be read").format(seconds=self.seconds)
+                problems.append(f"{file[0]}: reading it {said}")
+                continue
+            inspected.append((file, seen))
+        return inspected
+
+    def _leave_out_copies(
+        self, submitted: SubmittedFiles, inspected: list, problems: list[str]
+    ) -> list[tuple[tuple[str, bytes], dict[str, Any]]]:
+        """Leave out the course's solutions, by what they define, where they lie beside other work.
+
+        What is handed in alone is graded, but said, unless it lies in a folder "solutions".
+        """
+        copies = {file[0]: find_copy(seen["digests"]) for file, seen in inspected}
+        copies = {name: chapter for name, chapter in copies.items() if chapter}
+        if len(submitted.files) == 1 and not any(map(is_in_solutions, copies)):
+            problems += [f"{name} is the course's solution of {c}" for name, c in copies.items()]
+            return inspected
+        if copies:
+            names = ", ".join(f"{name} ({chapter})" for name, chapter in copies.items())
+            problems.append(f"{len(copies)} files of the course itself were left out: {names[:300]}")
+        return [(file, seen) for file, seen in inspected if file[0] not in copies]
 
     def _describe(
         self,
@@ -176,6 +235,7 @@ class Grader:
                 "weight": verdict.check.points,
                 "earns_alone": verdict.check.earns_alone,
                 "message": verdict.describe()[:MAX_MESSAGE_CHARACTERS],
+                "error": _get_error(verdict),
             }
             for verdict in verdicts
         ]
@@ -196,7 +256,7 @@ def _require_own_work(exercises: list[dict[str, Any]]) -> None:
         if name not in get_chapter_source(chapter).inherited:
             continue
         own = [
-            all(check["passed"] for check in other["checks"] if check["tier"] == "core")
+            all(c["passed"] or c["error"] for c in other["checks"] if c["tier"] == "core")
             for other in exercises
             if other["chapter"] == chapter
             and other is not exercise
@@ -223,9 +283,9 @@ class _Exercise:
         verdicts = self._run_checks(is_alone=False)
         if not (all(v.passed or v.is_stub for v in verdicts) or self._took_too_long(verdicts)):
             again = self._run_checks(is_alone=True)
-            if count_points(again) > count_points(verdicts):
+            if _rank(again) > _rank(verdicts):
                 verdicts = again
-        if all(verdict.passed for verdict in verdicts):
+        if all(verdict.passed for verdict in verdicts) or any(map(_get_error, verdicts)):
             return verdicts, None
         quick = [verdict for verdict in verdicts if not verdict.check.slow]
         return verdicts, diagnose(quick, self.secret)
@@ -247,26 +307,41 @@ class _Exercise:
                 verdicts.append(self._run_check(check, is_alone))
         return verdicts
 
+    def _run_check(self, check: Check, is_alone: bool) -> Verdict:
+        seconds = self.grader.seconds * (SLOW_FACTOR if check.slow else 1)
+        try:
+            _try_stand_in(self.chapter, self.exercise, is_alone)
+            job = self._make_job(check, seconds, is_alone)
+        except Exception as error:
+            return Verdict(check, (), _blame(error))
+        reply = self.grader.ask(job)
+        if reply.error:
+            return Verdict(check, (), _blame(reply.error))
+        return self._read(check, reply, seconds, is_alone)
+
     def _took_too_long(self, verdicts: list[Verdict]) -> bool:
         return sum(verdict.is_timeout for verdict in verdicts) >= MAX_TIMEOUTS
 
-    def _run_check(self, check: Check, is_alone: bool) -> Verdict:
+    def _make_job(self, check: Check, seconds: int, is_alone: bool) -> Job:
         chapters = get_chapters()
-        seconds = self.grader.seconds * (SLOW_FACTOR if check.slow else 1)
         arguments = {
             "files": self.files,
             "helpers": self.grader.helpers,
-            "stand_in": self._get_stand_in(is_alone),
+            "stand_in": _get_stand_in(self.chapter, self.exercise, is_alone),
             "exercise": self.exercise,
             "modules": collect_sources(check),
             "probe": (check.probe.__module__, check.name),
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
+            "given": get_given(self.chapter),
         }
         earlier = {
             f"solutions.{s}": get_source(s) for s in chapters[: chapters.index(self.chapter)]
         }
-        reply = self.grader.ask(Job("run_probe", seconds, arguments, earlier))
+        return Job("run_probe", seconds, arguments, earlier)
+
+    def _read(self, check: Check, reply: zygote.Reply, seconds: int, is_alone: bool) -> Verdict:
+        """Judge what came back of a check."""
         if reply.outcome is not Outcome.DONE:
             mismatch = Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds))
             return Verdict(check, (), mismatch, is_timeout=reply.outcome is Outcome.TOO_LONG)
@@ -290,23 +365,14 @@ class _Exercise:
         verdict = dataclasses.replace(verdict, is_unwritten=verdict.is_stub and bool(is_stub))
         return _without_values(verdict) if is_alone else verdict
 
-    def _get_stand_in(self, is_alone: bool) -> ChapterSource:
-        """Return the chapter without the exercise; on the whole work, without any.
-
-        What student code could read of the other exercises' solutions, it could put into words.
-        """
-        source = get_chapter_source(self.chapter)
-        if is_alone:
-            return source.without(self.exercise)
-        tops = {name.partition(".")[0] for name in source.exercises}
-        return source.without(*tops, *source.exercises)
-
     def _judge_all(self, check: Check, observations: list[Any], printed: str) -> Verdict:
         for index, observed in enumerate(observations):
             try:
                 mismatch = judge(check, observed, index, self.secret)
-            except RuntimeError as error:  # tensors of exotic types
+            except Exception as error:  # such as of tensors of exotic types
                 mismatch = Mismatch(f"what it gave cannot be compared: {type(error).__name__}")
+            if mismatch is not None and (fault := _find_fault(check, index, self.secret)):
+                return Verdict(check, (), fault)
             if mismatch is not None:
                 return Verdict(check, tuple(observations[: index + 1]), mismatch, printed)
         if len(observations) < check.seeds:
@@ -346,8 +412,54 @@ class _Exercise:
         return Raised(kind, message, "", place, "check" if raised.origin == "check" else "answer")
 
 
+# --- Errors of the grader -------------------------------------------------------------------------
+
+
+def _get_stand_in(chapter: str, exercise: str, is_alone: bool) -> ChapterSource:
+    """Return the chapter without the exercise; on the whole work, without any.
+
+    What student code could read of the other exercises' solutions, it could put into words.
+    """
+    source = get_chapter_source(chapter)
+    if is_alone:
+        return source.without(exercise)
+    tops = {name.partition(".")[0] for name in source.exercises}
+    return source.without(*tops, *source.exercises)
+
+
+@functools.cache
+def _try_stand_in(chapter: str, exercise: str, is_alone: bool) -> None:
+    """Build what stands in for the rest of the chapter, as a child does, with the reference in the
+    place of the student's names. What it raises is no student's error."""
+    source, names = _get_stand_in(chapter, exercise, is_alone), vars(get_reference(chapter))
+    tops = {other.partition(".")[0] for other in source.exercises}
+    compile(source.source, f"<{chapter}>", "exec")
+    source.without(exercise).build(**{top: names.get(top) for top in tops})
+
+
+@functools.lru_cache(maxsize=4096)
+def _find_fault(check: Check, index: int, secret: str) -> GraderError | None:
+    """Find out whether the check rejects the reference itself, or cannot judge it: then it says
+    nothing of the student, whatever was observed."""
+    try:
+        mismatch = judge(check, observe_reference(check, index, secret), index, secret)
+    except Exception as error:
+        return _blame(error)
+    return None if mismatch is None else _blame(f"it rejects the reference: {mismatch.message}")
+
+
+def _get_error(verdict: Verdict) -> str:
+    return verdict.mismatch.error if isinstance(verdict.mismatch, GraderError) else ""
+
+
+def _rank(verdicts: list[Verdict]) -> tuple[float, int]:
+    """Rank what came of an exercise: by its points, those that are not graded among them."""
+    hoped = [dataclasses.replace(v, mismatch=None) if _get_error(v) else v for v in verdicts]
+    return count_points(hoped), -len([v for v in verdicts if _get_error(v)])
+
+
 def _without_values(verdict: Verdict) -> Verdict:
-    if verdict.mismatch is None:
+    if verdict.mismatch is None or _get_error(verdict):
         return verdict
     return dataclasses.replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
 

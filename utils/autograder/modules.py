@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
 
+from utils.autograder.facades import COURSE
 from utils.grading.cells import SUFFIXES, Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
@@ -21,6 +22,7 @@ from utils.grading.extraction import (
     is_effect,
     run_statement,
     select_statements,
+    split_import,
 )
 
 MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
@@ -118,7 +120,7 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         wanted = definitions | self._get_mentioned(name)
         taken = select_statements(statements, wanted, are_graded=False)
         flags = get_flags(statements)
-        for statement in taken:
+        for statement in (part for s in taken for part in split_import(s, COURSE)):
             place = f"{statement.place}, line {statement.first_line}"
             try:
                 code = compile_statement(statement, flags)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 SUFFIXES = (".ipynb", ".py")
-SOLUTIONS = Path(__file__).parents[2] / "solutions"
 # Of the course's folder, what students do not write; beside one of these, it is that folder.
 COURSE_FOLDERS = ("solutions", "tests", "utils")
 COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/authoring")
@@ -123,7 +122,10 @@ def read_submission(name: str, path: Path) -> SubmittedFiles:
 
 
 def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
-    """Read the scripts and notebooks among these, except for the course's own."""
+    """Read the scripts and notebooks among these, except for those in the course's folders.
+
+    Copies of its solutions in other places are left out later, by what they define (`given`).
+    """
     files: list[tuple[str, bytes]] = []
     problems: list[str] = []
     found = list(_expand(entries, budget, problems))
@@ -142,18 +144,9 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
             problems.append(f"{entry[:50]}... cannot be read: its name is too long")
             continue
         try:
-            data = budget.read(entry, read)
+            files.append((entry, budget.read(entry, read)))
         except Exception as error:
             problems.append(f"{entry} cannot be read: {_say(error)}")
-            continue
-        # Solutions as they were given out, though the rest of the course is not beside them.
-        if (
-            PurePosixPath(_fold(entry)).parent.name == "solutions"
-            and _digest(data) in _list_given()
-        ):
-            left_out.append(entry)
-        else:
-            files.append((entry, data))
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
         problems.append(f"{len(left_out)} files of the course itself were left out: {places}")
@@ -169,17 +162,6 @@ def _is_skipped(entry: str) -> bool:
 def _fold(entry: str) -> str:
     """Return a name for comparing: small letters, and a zip in a zip is a folder."""
     return entry.casefold().replace(".zip/", "/")
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest()
-
-
-@functools.cache
-def _list_given() -> frozenset[str]:
-    """Return the digests of the course's solutions."""
-    paths = [path for path in SOLUTIONS.glob("*") if path.suffix in SUFFIXES]
-    return frozenset(_digest(path.read_bytes()) for path in paths)
 
 
 def _find_course_folders(entries: list[str]) -> tuple[str, ...]:

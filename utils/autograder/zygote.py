@@ -55,16 +55,18 @@ class Reply:
     """What came back from a child, and how that ended.
 
     protections: those that were confirmed in the child before student code was loaded.
+    error: of the grader, which came before student code was loaded, too.
     """
 
     outcome: Outcome
     data: bytes = b""
     protections: tuple[str, ...] = ()
+    error: str = ""
 
 
 @dataclass
 class Job:
-    """What a child is to do: `child.run(**arguments)`, in `seconds` at most."""
+    """What a child is to do: `child.get_ready(action, arguments)`, in `seconds` at most."""
 
     action: str
     seconds: int
@@ -138,12 +140,13 @@ def ask(connection: Connection, job: Job) -> Reply:
     connection.recv()
     frames = _split(data)
     protections = json.loads(frames[0]) if frames else []
-    if outcome is Outcome.DONE and len(frames) < 2:
+    error = json.loads(frames[1]) if len(frames) > 1 else "it ended before the work was loaded"
+    if outcome is Outcome.DONE and len(frames) < 3:
         # The limit of processor time may end it shortly before the clock does.
         is_late = time.monotonic() - start > 0.9 * job.seconds
         outcome = Outcome.TOO_LONG if is_late else Outcome.ENDED
     protections = (*protections, "wall clock") if protections else ()
-    return Reply(outcome, frames[1] if outcome is Outcome.DONE else b"", protections)
+    return Reply(outcome, frames[2] if outcome is Outcome.DONE else b"", protections, error)
 
 
 def _run(connection: Connection, place: Place) -> None:
@@ -196,7 +199,10 @@ def _be_child(connection: Connection, place: Place, folder: str, writer: int, ho
         limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, place.outside)
         sandbox.enter(limits)
         _write_frame(writer, json.dumps(protections.confirm(limits)).encode())
-        _write_frame(writer, child.run(job.action, job.arguments))
+        task, error = child.get_ready(job.action, job.arguments)
+        _write_frame(writer, json.dumps(error).encode())
+        if not error:
+            _write_frame(writer, task())
     finally:
         os._exit(0)  # an error here, or an exit of the student's: there is no reply
 
@@ -234,10 +240,10 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, Outcome]:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """Return the first two complete frames."""
+    """Return the first three complete frames: protections, an error of the grader, the reply."""
     frames: list[bytes] = []
     at = 0
-    while len(frames) < 2 and at + _HEADER.size <= len(data):
+    while len(frames) < 3 and at + _HEADER.size <= len(data):
         (length,) = _HEADER.unpack_from(data, at)
         at += _HEADER.size
         if at + length > len(data):

@@ -10,6 +10,8 @@ import __future__
 import ast
 import builtins
 import contextlib
+import copy
+import hashlib
 import inspect
 import re
 import symtable
@@ -32,6 +34,8 @@ _METHODS = re.compile(
 )
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+_DEFINITIONS = _FUNCTIONS | ast.ClassDef
+_NOT_RUN = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "ctx", "kind"}
 _NAMESPACES = {"globals", "locals", "vars", "setattr"}
 _BUILTINS = {*dir(builtins)}  # which decorators and calls alter as little as libraries
 ANY_NAME = "*"  # is changed by what binds names that are known only as it runs
@@ -138,6 +142,37 @@ def compile_statement(statement: Any, flags: int) -> CodeType:
     return compile(text, statement.place, "exec", flags)
 
 
+def split_import(statement: Any, packages: Collection[str]) -> list[Any]:
+    """Return an import from these packages name by name: one that fails costs no other."""
+    is_from = isinstance(statement, ast.ImportFrom) and not statement.level
+    if not is_from or str(statement.module).partition(".")[0] not in packages:
+        return [statement]
+    parts = [copy.copy(statement) for _ in statement.names]
+    for part, alias in zip(parts, statement.names, strict=True):
+        part.names = [alias]
+        part.text = ast.unparse(part)
+    return parts
+
+
+def list_imports(statements: Iterable[Any], packages: Collection[str]) -> list[list[str]]:
+    """Return what is imported from these packages, in functions too: place, module and name.
+
+    The name is empty for a whole module.
+    """
+    found = []
+    for statement in statements:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Import):
+                pairs = [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                pairs = [(str(node.module), alias.name) for alias in node.names]
+            else:
+                continue
+            place = f"{statement.place}, line {statement.first_line}"
+            found += [[place, m, n] for m, n in pairs if m.partition(".")[0] in packages]
+    return found
+
+
 def run_statement(code: CodeType, namespace: dict[str, Any]) -> None:
     """Run a statement; one that awaits, up to its end."""
     result = eval(code, namespace)
@@ -153,6 +188,50 @@ def count_stubs(statements: Iterable[ast.stmt]) -> int:
     last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
     raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
     return sum(text.startswith("NotImplementedError") for text in raised)
+
+
+# --- Definitions, however they are laid out -------------------------------------------------------
+
+
+def digest_definitions(
+    statements: Iterable[ast.stmt], names: Collection[str] | None = None
+) -> dict[str, list[tuple[str, int]]]:
+    """Return digests and sizes, in AST nodes, of functions, classes and methods by dotted name.
+
+    Comments, layout, docstrings, annotations and decorators do not count. A name that is defined
+    several times has several; of those that are asked for, if `names` are given.
+    """
+    found: dict[str, list[tuple[str, int]]] = {}
+    for statement in statements:
+        named = [(statement.name, statement)] if isinstance(statement, _DEFINITIONS) else []
+        if isinstance(statement, ast.ClassDef):
+            inner = [s for s in statement.body if isinstance(s, _FUNCTIONS)]
+            named += [(f"{statement.name}.{s.name}", s) for s in inner]
+        for name, definition in named:
+            if names is None or name in names:
+                text, size = _normalize(definition)
+                digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+                found.setdefault(name, []).append((digest, size))
+    return found
+
+
+def _normalize(definition: Any) -> tuple[str, int]:
+    """Write a definition without what is not run, and count its nodes."""
+    parts, size = [], 0
+    waiting: list[Any] = [definition]
+    while waiting:  # no recursion, which could be too deep
+        node = waiting.pop()
+        if not isinstance(node, ast.AST):
+            parts.append(f"{type(node).__name__} {node!r}")
+            continue
+        fields = {key: value for key, value in ast.iter_fields(node) if key not in _NOT_RUN}
+        if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+            fields["body"] = node.body[1:]
+        parts.append(f"{type(node).__name__} {','.join(fields)}")
+        size += 1
+        for value in fields.values():
+            waiting += [len(value), *value] if isinstance(value, list) else [value]
+    return "\n".join(parts), size
 
 
 # --- Names that a statement binds, alters and uses ------------------------------------------------

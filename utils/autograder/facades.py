@@ -1,0 +1,82 @@
+"""What student code sees of the course in a child: the names that its chapter's notebook imports.
+
+Modules of `utils` and `tests` are taken out of `sys.modules` before student code is loaded, and
+modules with the given names alone stand in their place. The course's own code goes on with what it
+has imported. Solutions of earlier chapters, which are given whole, stay as they are.
+"""
+
+import contextlib
+import sys
+from collections.abc import Collection
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+COURSE = ("utils", "solutions", "tests")
+HIDDEN = ("utils", "tests")
+# By chapter, the modules whose functions are answers to its exercises, and the names in them that
+# hold none and are called by what is given. All else in them can be called no more.
+ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "ch0_sampling": {"utils.models.decoding": ("is_same",), "utils.models.forward": ()},
+}
+
+
+def shut(chapter: str, given: dict[str, Collection[str]]) -> None:
+    """Leave of the course what is given, by module. What this process has not loaded stays away."""
+    for name, kept in ANSWERS.get(chapter, {}).items():
+        if name in sys.modules:
+            blank(sys.modules[name], kept, chapter)
+    names = [name for name in sys.modules if name.partition(".")[0] in HIDDEN]
+    real = {name: sys.modules.pop(name) for name in names}
+    for name in sorted(given.keys() & real.keys()):
+        facade = _make(name)
+        for key in given[name]:
+            if not isinstance(value := getattr(real[name], key, facade), ModuleType):
+                setattr(facade, key, value)
+
+
+def _make(name: str) -> ModuleType:
+    """Make an empty module, in packages that lead nowhere else."""
+    if name in sys.modules:
+        return sys.modules[name]
+    sys.modules[name] = module = ModuleType(name)
+    module.__path__ = []  # what is not here is looked for among the submission's own files
+    package, _, last = name.rpartition(".")
+    if package:
+        setattr(_make(package), last, module)
+    return module
+
+
+def blank(module: ModuleType, kept: Collection[str], chapter: str) -> None:
+    """Take the code out of a module's functions and methods: whatever leads to them gains nothing.
+
+    An object that is found through `__globals__` or `gc` is the same object.
+    """
+    names = vars(module)
+    empty = _make_empty(f"it is not given in {chapter}, as it answers exercises of it")
+    waiting = [value for name, value in names.items() if name not in kept]
+    seen: set[int] = set()
+    while waiting:
+        value: Any = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            waiting += vars(value).values()
+        elif isinstance(value, staticmethod | classmethod):
+            waiting.append(value.__func__)
+        elif isinstance(value, property):
+            waiting += [value.fget, value.fset, value.fdel]
+        elif isinstance(value, FunctionType):
+            waiting.append(getattr(value, "__wrapped__", None))
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    waiting.append(cell.cell_contents)
+            if value.__globals__ is names:
+                value.__code__ = empty.replace(co_freevars=value.__code__.co_freevars)
+
+
+def _make_empty(said: str) -> CodeType:
+    """Return the code of a function that takes anything and raises."""
+    made: dict[str, Any] = {}
+    exec(f"def not_given(*args, **kwargs):\n    raise RuntimeError({said!r})\n", made)
+    return made["not_given"].__code__

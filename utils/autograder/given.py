@@ -1,0 +1,158 @@
+"""What a chapter gives of the course, and what of the course lies among a submission's files.
+
+All of it is found in the course itself: what a notebook imports, in its source and its solutions,
+and what is the course's own file, by the definitions in it. For the trusted side.
+"""
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from pathlib import Path, PurePosixPath
+
+from utils.autograder.facades import COURSE
+from utils.grading.checks import get_chapters, get_checks
+from utils.grading.extraction import digest_definitions, get_bound_names
+from utils.grading.known_answers import SOURCES, get_companions, get_source
+
+ROOT = Path(__file__).parents[2]
+# What the set-up cell of every notebook imports.
+SETUP = {"utils.course": {"catch_up", "check", "progress", "shorten", "show_result", "start"}}
+# Of all AST nodes in the exercises' solutions, how many a file of the course has as they are.
+COPIED_SHARE = 0.8
+MAX_SAID = 5  # imports that are named
+
+
+# --- Imports --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def get_given(chapter: str) -> dict[str, frozenset[str]]:
+    """Return by module the names of `utils` that a chapter's notebook imports: in its code cells,
+    and at the head of its solutions, which stands in its second cell."""
+    text = (SOURCES / f"{chapter}.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S)
+    sources = [get_source(chapter), *(_make_plain(cell) for _, cell in cells)]
+    given: dict[str, set[str]] = defaultdict(set, {m: set(names) for m, names in SETUP.items()})
+    for source in sources:
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and _is_of(node.module, "utils"):
+                given[str(node.module)] |= {alias.name for alias in node.names}
+    return {module: frozenset(names) for module, names in given.items()}
+
+
+def _make_plain(cell: str) -> str:
+    """Empty the lines of a cell that are no Python: its tags, magics and the shell's."""
+    return re.sub(r"^(:\w+:|[%!]).*$", "", cell, flags=re.M)
+
+
+def say_not_given(
+    imports: Iterable[tuple[str, str, str]], chapters: Collection[str], own: Collection[str]
+) -> list[str]:
+    """Say which imports are of what the course has, and no chapter of these gives.
+
+    imports: place, module and name, which is empty for a whole module. own: the modules that the
+    submission has itself.
+    """
+    where = ", ".join(chapters)
+    said = {
+        f"{place}: {module}{'.' * bool(name)}{name} is left out: it is not given in {where}": None
+        for place, module, name in imports
+        if _is_of(module, *COURSE)
+        and module not in own
+        and _is_of_the_course(module, name)
+        and not any(_is_given(chapter, module, name) for chapter in chapters)
+    }
+    more = [f"and {len(said) - MAX_SAID} more imports that are not given"]
+    return [*said][:MAX_SAID] + more * (len(said) > MAX_SAID)
+
+
+def _is_of(module: str | None, *packages: str) -> bool:
+    return str(module).partition(".")[0] in packages
+
+
+def _is_given(chapter: str, module: str, name: str) -> bool:
+    chapters = get_chapters()
+    if module.startswith("solutions."):
+        return module.removeprefix("solutions.") in chapters[: chapters.index(chapter)]
+    if module == "solutions":
+        return not name or name in chapters[: chapters.index(chapter)]
+    given = get_given(chapter)
+    if name in ("", "*") or f"{module}.{name}" in _list_modules():
+        module = f"{module}.{name}" if name.isidentifier() else module
+        return any(m == module or m.startswith(f"{module}.") for m in given)
+    return name in given.get(module, ())
+
+
+def _is_of_the_course(module: str, name: str) -> bool:
+    """Return whether the course has that module, and that name in it."""
+    modules = _list_modules()
+    if module not in modules:
+        return False
+    if name in ("", "*") or f"{module}.{name}" in modules:
+        return True
+    tree = ast.parse(modules[module].read_text(encoding="utf-8")) if modules[module] else None
+    return tree is not None and any(name in _get_names(s) for s in tree.body)
+
+
+def _get_names(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
+    return get_bound_names(statement)
+
+
+@functools.cache
+def _list_modules() -> dict[str, Path | None]:
+    """Return the course's modules, and None for a package without a file."""
+    modules: dict[str, Path | None] = {}
+    for path in (p for package in COURSE for p in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        for n in range(1, len(parts)):
+            modules.setdefault(".".join(parts[:n]), None)
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+# --- The course's own files -----------------------------------------------------------------------
+
+
+def find_copy(definitions: dict[str, list[str]], chapters: Iterable[str] = ()) -> str | None:
+    """Return the chapter whose solutions a file holds as the course has them; None if it is
+    somebody's work.
+
+    definitions: digests by name, of `extraction.digest_definitions`. By all exercises of a chapter,
+    weighed by their length: a one-liner that everybody writes alike, or a few solutions that were
+    copied from the notebook, make no file of the course.
+    """
+    for chapter in chapters or get_chapters():
+        if measure_copied(definitions, chapter) >= COPIED_SHARE:
+            return chapter
+    return None
+
+
+def measure_copied(definitions: dict[str, list[str]], chapter: str) -> float:
+    """Measure the share of a chapter's exercises that are as in the solutions."""
+    solved = _digest_solutions(chapter)
+    same = sum(size for name, (digest, size) in solved.items() if digest in definitions.get(name, ()))
+    return same / sum(size for _, size in solved.values())
+
+
+@functools.cache
+def _digest_solutions(chapter: str) -> dict[str, tuple[str, int]]:
+    """Return digest and size of each exercise's solution, and of what is written with it."""
+    companions = get_companions(chapter)
+    names = {*get_checks(chapter)}.union(*companions.values())
+    found = digest_definitions(ast.parse(get_source(chapter)).body)
+    return {name: digests[-1] for name, digests in found.items() if name in names}
+
+
+@functools.cache
+def list_solved() -> frozenset[str]:
+    """Return the names of all chapters whose definitions are compared."""
+    return frozenset().union(*(_digest_solutions(chapter) for chapter in get_chapters()))
+
+
+def is_in_solutions(entry: str) -> bool:
+    """Return whether a file lies in a folder "solutions", or in a zip of that name."""
+    return PurePosixPath(entry.casefold().replace(".zip/", "/")).parent.name == "solutions"
