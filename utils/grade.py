@@ -6,7 +6,7 @@ Each is run in processes of its own, shut off from the solutions, the network an
 is graded and unchanged is not graded again, so an interrupted batch goes on where it stopped, a
 late submission joins the others, and new points are only counted.
 
-Exit status: 0 if every submission was graded, 1 if some could not be, 2 for wrong arguments, 3 if
+Exit status: 0 if every submission was graded, 1 if some could not be in full, 2 for wrong arguments, 3 if
 --require-isolation is not met, 130 or 143 if it was ended: run it again to go on.
 """
 
@@ -195,9 +195,17 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
     print(f"graded {len(reports) - len(unreadable)} of {len(reports)} submissions"
           f" ({kept} from before): {args.out / 'class.html'}")  # fmt: skip
+    failed = [report for report in reports if report["not_graded"]]
+    if failed:
+        count = sum(len(report["not_graded"]) for report in failed)
+        names = ", ".join(report["submission"] for report in failed[:10])
+        names += f" and {len(failed) - 10} more" if len(failed) > 10 else ""
+        print(f"errors of the grader: {count} checks are not graded, and their points neither earned"
+              f" nor counted, of {names}: see \"not_graded\" in report.json, and run this again once"
+              " it is mended", file=sys.stderr)  # fmt: skip
     if lacking and args.require_isolation:
         return 3
-    return 1 if unreadable else 0
+    return 1 if unreadable or failed else 0
 
 
 def _load_secret(out: Path) -> str:
@@ -246,8 +254,9 @@ def _is_unchanged(report: dict[str, Any] | None, path: Path) -> bool:
 
 
 def _is_current(report: dict[str, Any], path: Path, version: str) -> bool:
-    """Return whether submission and grader are what they were."""
-    return report.get("grader") == version and _is_unchanged(report, path)
+    """Return whether submission and grader are what they were, and the grader made no error."""
+    is_whole = not report.get("not_graded")
+    return is_whole and report.get("grader") == version and _is_unchanged(report, path)
 
 
 def merge(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def make_empty_report(name: str, problem: str) -> dict[str, Any]:
     return {
         "submission": name, "digest": None, "readable": False, "chapters": [], "score": 0,
         "max_score": 0, "seconds": 0, "protections": [], "problems": [problem], "left_out": [],
-        "exercises": [],
+        "not_graded": [], "exercises": [],
     }  # fmt: skip
 
 

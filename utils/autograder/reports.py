@@ -46,12 +46,12 @@ def make_gradescope(report: Report) -> dict[str, Any]:
         return {"score": 0, "output": format_problems(report), "output_format": "text", "tests": []}
     tests = []
     for exercise in report["exercises"]:
-        passed = exercise["score"] >= exercise["max_score"]
+        passed = exercise["score"] >= exercise["max_score"] and not exercise["not_graded"]
         tests.append({
             "score": exercise["score"],
             "max_score": exercise["max_score"],
             "status": "passed" if passed else "failed",
-            "name": f"{exercise['chapter']} {exercise['name']}",
+            "name": f"{exercise['chapter']} {exercise['name']}{_say_not_graded(exercise)}",
             "output": format_exercise(exercise),
             "output_format": "text",
             "visibility": exercise["visibility"],
@@ -67,9 +67,19 @@ def make_gradescope(report: Report) -> dict[str, Any]:
     }
 
 
+def _say_not_graded(exercise: Report) -> str:
+    """Say that the grader failed at some of an exercise's checks, or at all."""
+    failed, of = exercise["not_graded"], len(exercise["checks"])
+    part = "" if failed == of else f", {failed} of {of} checks"
+    return f" (not graded: an error of the grader{part})" if failed else ""
+
+
 def format_problems(report: Report) -> str:
-    """Format what is wrong with the files, and which statements of them do not run."""
+    """Format what is wrong with the files, which statements of them do not run, and what could not
+    be graded."""
     lines = list(report["problems"])
+    lines += [f"{e['chapter']} {e['name']}{_say_not_graded(e)}: its points are neither earned nor"
+              " counted" for e in report["exercises"] if e["not_graded"]]  # fmt: skip
     if report["left_out"]:
         lines += ["Not run, as no exercise needs it:", *(f"    {s}" for s in report["left_out"])]
     return "\n".join(lines)
@@ -83,7 +93,7 @@ def format_exercise(exercise: Report) -> str:
         return "\n".join([messages.pop(), *sentence])
     lines = []
     for check in exercise["checks"]:
-        mark = "✓" if check["passed"] else "✗"
+        mark = "–" if check.get("error") else "✓" if check["passed"] else "✗"
         points = f"{check['points']:.3g}/{check['max_points']:.3g}"
         hardening = " (hardening)" * (check["tier"] == "hardening")
         lines.append(f"{mark} {points}  {check['title']}{hardening}")
@@ -99,13 +109,14 @@ def write_class(out: Path, reports: list[Report]) -> None:
     with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.writer(file)
         columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names)]
-        columns += ["seconds", "problems"]
+        columns += ["seconds", "problems", "not graded"]
         writer.writerow(columns)
         for report in reports:
             scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
             row = [shield(report["submission"]), report["score"], report["max_score"]]
             row += [scores.get(name, "") for name in names]
-            writer.writerow([*row, report["seconds"], shield("; ".join(report["problems"]))])
+            row += [report["seconds"], shield("; ".join(report["problems"]))]
+            writer.writerow([*row, "; ".join(report["not_graded"])])
     os.replace(partial, out / "class.csv")
     _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
 
@@ -119,15 +130,18 @@ def summarize(reports: list[Report]) -> dict[str, Any]:
             rows.setdefault((exercise["chapter"], exercise["name"]), []).append(exercise)
             if exercise["sentence"]:
                 mistakes[f"{exercise['chapter']} {exercise['name']}", exercise["sentence"]] += 1
+    graded = [(*key, [e for e in all_of_it if not e["not_graded"]], len(all_of_it))
+              for key, all_of_it in rows.items()]  # fmt: skip
     exercises = [
         {
             "name": f"{chapter} {name}",
-            "mean": sum(e["score"] for e in found) / len(found),
-            "max_score": found[0]["max_score"],
+            "mean": sum(e["score"] for e in found) / max(len(found), 1),
+            "max_score": found[0]["max_score"] if found else 0,
             "full": sum(e["score"] >= e["max_score"] for e in found),
             "n": len(found),
+            "not_graded": n_all - len(found),
         }
-        for (chapter, name), found in rows.items()
+        for chapter, name, found, n_all in graded
     ]
     shares = [r["score"] / r["max_score"] for r in reports if r["max_score"]]
     bins = [sum(min(int(share * 10), 9) == b for share in shares) for b in range(10)]

@@ -169,8 +169,14 @@ def write_grades(
         for name, person in owners.items()
         if name != best[person.id]["submission"]
     ]
+    missing = [
+        f"{name}: an error of the grader left {len(report['not_graded'])} checks without points"
+        for name, report in ((r["submission"], r) for r in reports)
+        if report["not_graded"]
+    ]
     return (
         twice
+        + missing
         + [f"{name}: fits nobody on the roster, or several" for name in names]
         + [
             f"{person.name} ({person.id}) handed in nothing"

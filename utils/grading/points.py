@@ -29,11 +29,21 @@ class Points:
     core_share: float = CORE_SHARE
 
     def score(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Return a report with the scores that its verdicts have."""
+        """Return a report with the scores that its verdicts have.
+
+        A check that an error of the grader kept from a verdict neither earns nor counts.
+        """
         exercises = [self._score_exercise(exercise) for exercise in report["exercises"]]
+        not_graded = [
+            f"{e['chapter']} {e['name']}, {check['name']}: {check['error']}"
+            for e in exercises
+            for check in e["checks"]
+            if check.get("error")
+        ]
         return report | {
             "score": round(sum(e["score"] for e in exercises), 4),
             "max_score": round(sum(e["max_score"] for e in exercises), 4),
+            "not_graded": not_graded,
             "exercises": exercises,
         }
 
@@ -45,7 +55,15 @@ class Points:
         ]
         worth = row.get("points", sum(check.points for check in checks))
         most = weigh(checks, worth, self.core_share)
-        earned = earn(checks, [c["passed"] for c in exercise["checks"]], most)
+        graded = [n for n, check in enumerate(exercise["checks"]) if not check.get("error")]
+        passed = [exercise["checks"][n]["passed"] for n in graded]
+        points = earn([checks[n] for n in graded], passed, [most[n] for n in graded])
+        earned = [0.0] * len(checks)
+        for n, value in zip(graded, points, strict=True):
+            earned[n] = value
+        if len(graded) < len(checks):
+            most = [limit if n in graded else 0.0 for n, limit in enumerate(most)]
+            worth = round(sum(most), 4)
         scored = [
             check | {"points": round(points, 4), "max_points": round(limit, 4)}
             for check, points, limit in zip(exercise["checks"], earned, most, strict=True)
@@ -53,6 +71,7 @@ class Points:
         return exercise | {
             "score": round(sum(earned), 4),
             "max_score": worth,
+            "not_graded": len(checks) - len(graded),
             "visibility": row.get("visibility", "visible"),
             "checks": scored,
         }
