@@ -5,7 +5,10 @@
 half-way, and every mistake through processes apart.
 """
 
+import ast
+import copy
 import csv
+import dataclasses
 import json
 import os
 import re
@@ -24,7 +27,7 @@ from tests.attacks.containers import make_containers, make_notebook
 from utils.authoring.__main__ import sum_points
 from utils.autograder import batch as batch_module
 from utils.autograder import grader as grader_module
-from utils.autograder import protections, reading
+from utils.autograder import child, protections, reading
 from utils.autograder.reading import (
     MAX_FILES,
     VARIANTS,
@@ -33,11 +36,15 @@ from utils.autograder.reading import (
     name_submissions,
     read_submission,
 )
+from utils.autograder.reports import write_class, write_submission
 from utils.autograder.roster import shield
+from utils.grading import judging
 from utils.grading.checks import get_checks
+from utils.grading.comparison import Mismatch
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.points import FILE, fill_points, list_exercises, load_points
 from utils.grading.submission import load_submission
+from utils.grading.substitution import ChapterSource
 from utils.grading.wire import pack, unpack
 
 ROOT = Path(__file__).parents[2]
@@ -103,16 +110,27 @@ def masked_mean(values, mask, dim=None):
 BROKEN_CELL = "def calc_entropy(logits:\n    return"
 
 
+def put_in_own_words(source: str) -> str:
+    """The reference with a line more in each function: as it is, it would be the course's file."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body.insert(ast.get_docstring(node) is not None, ast.Pass())
+    return ast.unparse(tree)
+
+
 def write_honest(folder: Path) -> dict[str, Path]:
     """Honest work of chapter 0 in every form; only one has the exercise that takes longest."""
     reference = (ROOT / "solutions" / "ch0_sampling.py").read_text()
-    light = reference.replace("def sample_next_token(", "def sample_the_next(")
+    light = put_in_own_words(reference).replace("def sample_next_token(", "def sample_the_next(")
     paths = {name: folder / name for name in ("full.py", "half.ipynb", "zipped (1).zip", "split")}
     paths["full.py"].write_text(reference)
     cells = [make_notebook(PARTLY_RIGHT, BROKEN_CELL)]
     paths["half.ipynb"].write_text(cells[0])
     with zipfile.ZipFile(paths["zipped (1).zip"], "w") as archive:
-        archive.writestr("work/My Chapter 0.ipynb", make_notebook(*light.split("\n\n\n")))
+        archive.writestr(
+            "work/My Chapter 0.ipynb", make_notebook(*re.split(r"\n\n(?=@|def |class )", light))
+        )
         archive.writestr("__MACOSX/._My Chapter 0.ipynb", b"\x00\x05\x16")
     paths["split"].mkdir()
     first, second = light.split("def calc_reinforce_objective")
@@ -511,6 +529,107 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     assert kept
     assert not any(verdict.observations for verdict in kept)
     assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
+
+
+# --- Errors of the grader -------------------------------------------------------------------------
+
+
+def fail(*_, **__):
+    raise KeyError("of the grader's own")
+
+
+def break_the_stand_in(monkeypatch):
+    def without(source, *_):
+        return dataclasses.replace(source, source=f"{source.source}\n    )")
+
+    monkeypatch.setattr(ChapterSource, "without", without)
+    grader_module._try_stand_in.cache_clear()
+
+
+def break_the_probe(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tests.broken", None)
+    monkeypatch.setattr(grader_module, "collect_sources", lambda _: {"tests.broken": "def f(:"})
+
+
+def break_the_collecting_of_sources(monkeypatch):
+    monkeypatch.setattr(grader_module, "collect_sources", fail)
+
+
+def break_the_reference(monkeypatch):
+    monkeypatch.setattr(judging, "observe_reference", fail)
+    monkeypatch.setattr(grader_module, "observe_reference", fail)
+
+
+def break_the_oracle(monkeypatch):
+    monkeypatch.setattr(judging, "observe_expected", fail)
+
+
+def break_a_tolerance(monkeypatch):
+    """So that the check rejects everything, the reference too."""
+    monkeypatch.setattr(judging, "find_mismatch", lambda *_, **__: Mismatch("it differs"))
+
+
+def grade_without_processes(monkeypatch, observed=None, only=("masked_mean",)) -> dict:
+    """Grade a function that is there, with what a child would give."""
+
+    def ask(_, job):
+        if job.action == "run_probe" and "tests.broken" not in job.arguments["modules"]:
+            count = len(job.arguments["seeds"])
+            seen: dict = {"printed": "", "log": "", "is_stub": False}
+            seen["observations"] = [copy.deepcopy(observed) for _ in range(count)]
+            return grader_module.zygote.Reply(grader_module.Outcome.DONE, pack(seen))
+        task, error = child.get_ready(job.action, job.arguments)
+        data = b"" if error else task()
+        return grader_module.zygote.Reply(grader_module.Outcome.DONE, data, (), error)
+
+    monkeypatch.setattr(grader_module.Grader, "ask", ask)
+    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    submitted = SubmittedFiles("x", (("work.py", MEAN.encode()),))
+    grader_module._find_fault.cache_clear()
+    try:
+        return grader.grade(submitted, only=only)
+    finally:
+        grader_module._find_fault.cache_clear()
+        grader_module._try_stand_in.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "break_",
+    [break_the_stand_in, break_the_probe, break_the_collecting_of_sources, break_the_reference,
+     break_the_oracle, break_a_tolerance],
+)  # fmt: skip
+def test_an_error_of_the_grader_is_no_zero(break_, monkeypatch, tmp_path):
+    break_(monkeypatch)
+    report = grade_without_processes(monkeypatch, torch.zeros(3))
+    exercise = get_exercise(report, "masked_mean")
+    failed = [check for check in exercise["checks"] if check["error"]]
+    # An oracle that fails fails only those that have one; all others reject what was observed.
+    assert 0 < len(failed) == exercise["not_graded"] == len(report["not_graded"])
+    assert break_ is break_the_oracle or len(failed) == len(exercise["checks"])
+    lost = sum(check["max_points"] for check in exercise["checks"])
+    assert exercise["max_score"] == report["max_score"] == pytest.approx(lost)
+    assert all(check["max_points"] == check["points"] == 0 for check in failed)
+    assert all(c["message"].startswith("not graded: an error of the grader") for c in failed)
+    assert "grader's own" not in str([check["message"] for check in exercise["checks"]])
+    write_submission(tmp_path / "x", report)
+    write_class(tmp_path, [report])
+    (test,) = json.loads((tmp_path / "x" / "results.json").read_text())["tests"]
+    assert "not graded: an error of the grader" in test["name"]
+    for page in ("x/report.html", "class.html"):
+        assert "an error of the grader: " in (tmp_path / page).read_text()
+    with (tmp_path / "class.csv").open(newline="") as file:
+        assert "masked_mean" in next(csv.DictReader(file))["not graded"]
+
+
+def test_what_a_student_gives_is_no_error_of_the_grader(monkeypatch):
+    """Not even what cannot be compared."""
+    strange = [torch.zeros(3), torch.zeros(2, dtype=torch.complex64), None, [[]], {"a": [None]},
+               Raised("SyntaxError", "the stand-in", "", "", "check"),
+               Unsupported("x"), torch.zeros(0, 5)]  # fmt: skip
+    for observed in strange:
+        report = grade_without_processes(monkeypatch, observed)
+        assert not report["not_graded"]
+        assert report["score"] == 0 < report["max_score"]
 
 
 @pytest.mark.parametrize("text", ["=1+1", "\t=1+1", "\r\n@SUM(A1)", " -1"])

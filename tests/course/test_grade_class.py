@@ -109,6 +109,42 @@ def test_a_class_from_its_first_day_to_its_grade_book(tmp_path, run_grade):
     assert "perhaps calc_exact_kl" in wrong.stderr
 
 
+def test_an_error_of_the_grader_is_said_at_the_end_and_graded_again(
+    tmp_path, run_grade, monkeypatch
+):
+    (tmp_path / "hw.py").write_text("x = 1\n")
+    check = {
+        "name": "a_check",
+        "title": "A check",
+        "tier": "core",
+        "passed": False,
+        "weight": 3,
+        "public": True,
+        "earns_alone": True,
+        "message": "not graded",
+        "error": "KeyError: 1",
+    }
+    exercise = {"chapter": CHAPTER, "name": "calc_exact_kl", "sentence": None, "seconds": 0.1,
+                "checks": [check]}  # fmt: skip
+    report = grade.batch.make_empty_report("hw", "") | {"readable": True, "chapters": [CHAPTER]}
+    report |= {"problems": [], "exercises": [exercise], "digest": "x"}
+    report = grade.load_points(FILE).score(report)
+    asked = []
+    monkeypatch.setattr(
+        grade.batch, "grade_all", lambda todo, *_: asked.append(todo) or [("hw", dict(report))]
+    )
+    for _ in range(2):
+        ended = run_grade(tmp_path / "hw.py", "--out", tmp_path / "out", "--chapters", CHAPTER)
+        assert ended.returncode == 1
+        last = ended.stderr.strip().splitlines()[-1]
+        assert "errors of the grader: 1 checks are not graded" in last
+        assert "of hw" in last
+    assert len(asked) == 2
+    stored = load_reports(tmp_path / "out")["hw"]
+    assert (stored["score"], stored["max_score"]) == (0, 0)
+    assert stored["not_graded"] == [f"{CHAPTER} calc_exact_kl, a_check: KeyError: 1"]
+
+
 def test_another_secret_grades_again():
     args = grade.parse_arguments(["x.py", "--out", "out"])
     versions = [grade._digest_grader(args, secret) for secret in ("one", "another", "one")]

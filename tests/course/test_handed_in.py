@@ -3,24 +3,30 @@
 import ast
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import nbformat
+
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import linux
 from tests.course.test_grade import needs_time as takes_long
-from utils.authoring.notebooks import SOLUTIONS
-from utils.autograder import batch, reading
-from utils.autograder.reading import read_submission
+from utils.authoring.notebooks import CHAPTERS, SETUP, SOLUTIONS
+from utils.autograder import batch, child, given, reading
+from utils.autograder import grader as grader_module
+from utils.autograder.reading import SubmittedFiles, read_submission
+from utils.autograder.zygote import Outcome, Reply
 from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks, get_reference
 from utils.grading.extraction import describe_left_out, get_bound_names, select_statements
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
 from utils.grading.known_answers import get_chapter_source, get_lines, get_source
 from utils.grading.observation import Answers, run_check
-from utils.grading.points import FILE
+from utils.grading.points import FILE, load_points
+from utils.grading.submission import get_top_names
 
 
 def get_part(chapter: str, name: str) -> str:
@@ -284,6 +290,24 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         {"r.py": f"{REINFORCE}\n\ndef masked_mean(values, mask)):\n    pass\n".encode()},
         "calc_reinforce_objective",
     ),
+    "imports of the course that are not given": (
+        {"q.py": b"from utils.validation import require, nothing_like_it\nimport utils.train\n"
+                 b"from utils.models import forward\nfrom solutions import ch0_sampling\n"
+                 + MEAN.format(fill="require(True, '') or 0.0").encode()},
+        "masked_mean",
+    ),
+    "modules of its own in folders named like the course's": (
+        {"q.py": b"from utils.tools import zero\nfrom tests.more import one\n"
+                 + MEAN.format(fill="zero() * one()").encode(),
+         "utils/tools.py": b"def zero():\n    return 0.0\n",
+         "tests/more.py": b"def one():\n    return 1.0\n"},
+        "masked_mean",
+    ),
+    "a folded solution that was copied": (
+        {"hw/mine.ipynb": notebook(IMPORTS, get_part("ch0_sampling", "masked_mean")),
+         "hw/notes.py": b"x = 1\n"},
+        "masked_mean",
+    ),
     "capitals": ({"UPPER.IPYNB": notebook(MASK)}, "get_completion_mask"),
     "zips in zips": (
         {"all.zip": zipped({"doejane_1_2_hw.ZIP": zipped({"hw.ipynb": notebook(MASK)})})},
@@ -296,14 +320,17 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
 # One of each kind for every day; `make test-all` has the others.
 EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses register", "await",
              "latin-1", "many magics", "a strange folder", "method attached", "script magic",
+             "imports of the course that are not given",
+             "modules of its own in folders named like the course's",
              "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
 
 
 ATTACKS = [
     Path(__file__).parents[1] / "attacks" / name
     for name in ("equal/subclass.py", "forging/replies.py", "patching/torch_functions.py",
-                 "reading/frames.py", "ending/by_signals.py")
+                 "reading/frames.py", "ending/by_signals.py", "forging/errors_of_the_grader.py")
 ]  # fmt: skip
+HELPERS = Path(__file__).parents[1] / "attacks" / "reading" / "course_helpers.py"
 
 
 @pytest.fixture(scope="module")
@@ -320,8 +347,9 @@ def graded(tmp_path_factory, request):
             path.write_bytes(data)
         todo[name] = path if len(files) == 1 else folder / name
     only = {name: (exercise,) for name, (_, exercise) in RIGHT.items()}
-    todo |= {path.stem: path for path in ATTACKS}
+    todo |= {path.stem: path for path in (*ATTACKS, HELPERS)}
     only |= {path.stem: ("masked_mean",) for path in ATTACKS}
+    only[HELPERS.stem] = ("get_logprobs", "calc_entropy", "sample_next_token", "get_samples")
     return dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
 
 
@@ -341,6 +369,24 @@ def test_attacks_score_nothing(graded):
     assert {path.stem: graded[path.stem]["score"] for path in ATTACKS} == {
         path.stem: 0 for path in ATTACKS
     }
+    assert not any(graded[path.stem]["not_graded"] for path in ATTACKS)
+
+
+@linux
+def test_the_courses_helpers_give_no_answers(graded):
+    report = graded[HELPERS.stem]
+    assert {e["name"]: e["score"] for e in report["exercises"]} == {
+        "get_logprobs": 0, "calc_entropy": 0, "sample_next_token": 0, "get_samples": 0
+    }  # fmt: skip
+    assert "decoding.draw is left out: it is not given" in str(report["problems"])
+
+
+@linux
+def test_what_is_not_given_costs_nothing_else(graded):
+    said = "q.py, line 2: utils.train is left out: it is not given in ch0_sampling"
+    assert said in graded["imports of the course that are not given"]["problems"]
+    own = graded["modules of its own in folders named like the course's"]
+    assert not own["problems"]
 
 
 @linux
@@ -471,11 +517,129 @@ SHIPPED = get_source("ch0_sampling").encode()
         {"solutions/ch0_sampling.py": SHIPPED.replace(b"\n", b"\r\n")},
     ],
 )
-def test_the_courses_own_files_are_known_however_they_come(files, tmp_path):
+def test_the_courses_own_files_are_known_however_they_come(files, tmp_path, monkeypatch):
     (tmp_path / "hw.zip").write_bytes(zipped(files))
-    read = read_submission("x", tmp_path / "hw.zip")
-    assert not [name for name, _ in read.files if name.endswith(".py")]
-    assert "files of the course itself were left out" in str(read.problems)
+    kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
+    assert not [name for name in kept if name.endswith(".py")]
+    assert "files of the course itself were left out" in str(problems)
+
+
+def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], dict]:
+    """Which files remain, what is said, and what is graded of each chapter, without running it."""
+
+    def ask(_, job):
+        task, error = child.get_ready(job.action, job.arguments)
+        return Reply(Outcome.DONE, task(), (), error)
+
+    monkeypatch.setattr(grader_module.Grader, "ask", ask)
+    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    grader.seconds_used, grader.left_out, problems = 0.0, [], list(submitted.problems)
+    found = grader._sort_files(submitted, problems)
+    names = dict.fromkeys(name for files, _ in found.values() for name, _ in files)
+    return [*names], problems, found
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_the_courses_solutions_are_known_by_what_they_define(chapter):
+    """Whatever the layout of the file, and though some of it is of an older version."""
+    source = get_source(chapter)
+    notebook_ = (SOLUTIONS / f"{chapter}.ipynb").read_bytes()
+    files = {"a.py": source.encode() + b"\n", "b.py": b"\xef\xbb\xbf" + source.encode(),
+             "c.py": ast.unparse(ast.parse(source)).encode(), "d.ipynb": notebook_}  # fmt: skip
+    for file, data in files.items():
+        assert given.find_copy(digest(file, data)) == chapter, file
+    stubs = (CHAPTERS / f"{chapter}.ipynb").read_bytes()
+    assert given.measure_copied(digest("stubs.ipynb", stubs), chapter) == 0
+
+
+def digest(file: str, data: bytes) -> dict[str, list[str]]:
+    solved = given.list_solved()
+    return child.list_definitions([(file, data)], get_top_names(), frozenset(), solved)["digests"]
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_work_with_some_solutions_copied_is_none_of_the_courses_files(chapter):
+    """Half of the exercises as in the solutions, the others in words of one's own."""
+    tree = ast.parse(get_source(chapter))
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    for function in functions[::2]:
+        function.body.insert(0, ast.Pass())
+    assert given.find_copy(digest("mine.py", ast.unparse(tree).encode())) is None
+
+
+def test_one_changed_solution_is_still_the_courses():
+    source = SHIPPED.decode().replace("return chosen - scaled", "return -scaled").encode()
+    assert given.find_copy(digest("old.py", source)) == "ch0_sampling"
+
+
+STUBS = (CHAPTERS / "ch0_sampling.ipynb").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"hw/mine.ipynb": STUBS, "hw/ch0_sampling.py": SHIPPED + b"\n"},
+        {"mine.ipynb": STUBS, "renamed.py": b"\xef\xbb\xbf" + SHIPPED},
+        {"mine.ipynb": STUBS, "ch0.zip": zipped({"x/y.py": SHIPPED.replace(b"    ", b"  ")})},
+        {"mine.ipynb": STUBS, "done.ipynb": (SOLUTIONS / "ch0_sampling.ipynb").read_bytes()},
+    ],
+)
+def test_copies_of_the_solutions_beside_the_work_are_left_out(files, tmp_path, monkeypatch):
+    (tmp_path / "hw.zip").write_bytes(zipped(files))
+    kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
+    assert [name.rpartition("/")[2] for name in kept] == ["mine.ipynb"]
+    assert "1 files of the course itself were left out" in str(problems)
+
+
+@pytest.mark.parametrize("is_zipped", [True, False])
+def test_a_solution_that_is_handed_in_alone_is_graded_and_said(is_zipped, tmp_path, monkeypatch):
+    path = tmp_path / ("hw.zip" if is_zipped else "hw.py")
+    path.write_bytes(zipped({"hw.py": SHIPPED}) if is_zipped else SHIPPED)
+    kept, problems, _ = sort(read_submission("x", path), monkeypatch)
+    assert kept == ["hw.py"]
+    assert problems == ["hw.py is the course's solution of ch0_sampling"]
+
+
+# --- What a chapter gives -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+@pytest.mark.parametrize("folder", [CHAPTERS, SOLUTIONS])
+def test_what_a_notebook_imports_is_given(chapter, folder, monkeypatch):
+    data = (folder / f"{chapter}.ipynb").read_bytes()
+    _, problems, _ = sort(SubmittedFiles("x", (("hw.ipynb", data),)), monkeypatch)
+    assert not [problem for problem in problems if "not given" in problem]
+    names = given.get_given(chapter)
+    assert f"from utils.course import {', '.join(sorted(given.SETUP['utils.course']))}" in SETUP
+    for cell in nbformat.read(folder / f"{chapter}.ipynb", 4).cells:
+        for module, found in re.findall(r"^from (utils[\w.]*) import (\w+)", cell.source, re.M):
+            assert found in names[module]
+
+
+def test_what_is_not_given_is_said_by_cell_and_line(monkeypatch):
+    cells = ("import torch", f"\nfrom utils.models.decoding import draw, get_decoder\n{PLAIN}",
+             "import utils.models.forward as f\nfrom utils import models\nimport utils.train",
+             "def g():\n    from tests.test_ch0_sampling import check\n    return check",
+             "from solutions.ch0_sampling import calc_entropy\nfrom utils.mine import x",
+             "y = g")  # fmt: skip
+    files = (("hw.ipynb", notebook(*cells)),)
+    _, problems, _ = sort(SubmittedFiles("x", files), monkeypatch)
+    said = "is left out: it is not given in ch0_sampling"
+    assert problems == [
+        f"hw.ipynb, cell 2, line 2: utils.models.decoding.draw {said}",
+        f"hw.ipynb, cell 3, line 1: utils.models.forward {said}",
+        f"hw.ipynb, cell 3, line 3: utils.train {said}",
+        f"hw.ipynb, cell 5, line 1: solutions.ch0_sampling.calc_entropy {said}",
+    ]
+
+
+def test_solutions_of_earlier_chapters_are_given_and_no_others(monkeypatch):
+    source = "from solutions.ch0_sampling import get_logprobs\nfrom solutions import ch1_lora, {}\n"
+    source = (source + VALUE_LOSS).format("ch2_ppo, ch3_grpo").encode()
+    _, problems, _ = sort(SubmittedFiles("x", (("hw.py", source),)), monkeypatch)
+    assert [problem.partition(" is")[0] for problem in problems] == [
+        "hw.py, line 2: solutions.ch2_ppo", "hw.py, line 2: solutions.ch3_grpo"
+    ]  # fmt: skip
 
 
 def test_zips_in_zips_share_one_bound(tmp_path, monkeypatch):

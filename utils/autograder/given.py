@@ -134,7 +134,9 @@ def find_copy(definitions: dict[str, list[str]], chapters: Iterable[str] = ()) -
 def measure_copied(definitions: dict[str, list[str]], chapter: str) -> float:
     """Measure the share of a chapter's exercises that are as in the solutions."""
     solved = _digest_solutions(chapter)
-    same = sum(size for name, (digest, size) in solved.items() if digest in definitions.get(name, ()))
+    same = sum(
+        size for name, (digest, size) in solved.items() if digest in definitions.get(name, ())
+    )
     return same / sum(size for _, size in solved.values())
 
 

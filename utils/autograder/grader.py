@@ -214,7 +214,9 @@ class Grader:
             return inspected
         if copies:
             names = ", ".join(f"{name} ({chapter})" for name, chapter in copies.items())
-            problems.append(f"{len(copies)} files of the course itself were left out: {names[:300]}")
+            problems.append(
+                f"{len(copies)} files of the course itself were left out: {names[:300]}"
+            )
         return [(file, seen) for file, seen in inspected if file[0] not in copies]
 
     def _describe(
