@@ -6,8 +6,8 @@ Each is run in processes of its own, shut off from the solutions, the network an
 is graded and unchanged is not graded again, so an interrupted batch goes on where it stopped, a
 late submission joins the others, and new points are only counted.
 
-Exit status: 0 if every submission was graded, 1 if some could not be in full, 2 for wrong arguments, 3 if
---require-isolation is not met, 130 or 143 if it was ended: run it again to go on.
+Exit status: 0 if every submission was graded, 1 if some could not be, or not in full, 2 for wrong
+arguments, 3 if --require-isolation is not met, 130 or 143 if it was ended: run it again to go on.
 """
 
 import argparse
@@ -200,9 +200,9 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         count = sum(len(report["not_graded"]) for report in failed)
         names = ", ".join(report["submission"] for report in failed[:10])
         names += f" and {len(failed) - 10} more" if len(failed) > 10 else ""
-        print(f"errors of the grader: {count} checks are not graded, and their points neither earned"
-              f" nor counted, of {names}: see \"not_graded\" in report.json, and run this again once"
-              " it is mended", file=sys.stderr)  # fmt: skip
+        print(f"errors of the grader: {count} checks are not graded, and their points neither"
+              f" earned nor counted, of {names}: see \"not_graded\" in report.json, and run this"
+              " again once it is mended", file=sys.stderr)  # fmt: skip
     if lacking and args.require_isolation:
         return 3
     return 1 if unreadable or failed else 0

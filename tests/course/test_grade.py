@@ -26,8 +26,8 @@ import torch
 from tests.attacks.containers import make_containers, make_notebook
 from utils.authoring.__main__ import sum_points
 from utils.autograder import batch as batch_module
-from utils.autograder import grader as grader_module
 from utils.autograder import child, protections, reading
+from utils.autograder import grader as grader_module
 from utils.autograder.reading import (
     MAX_FILES,
     VARIANTS,

@@ -7,9 +7,8 @@ import re
 import zipfile
 from pathlib import Path
 
-import pytest
-
 import nbformat
+import pytest
 
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import linux

@@ -27,9 +27,9 @@ def shut(chapter: str, given: dict[str, Collection[str]]) -> None:
             blank(sys.modules[name], kept, chapter)
     names = [name for name in sys.modules if name.partition(".")[0] in HIDDEN]
     real = {name: sys.modules.pop(name) for name in names}
-    for name in sorted(given.keys() & real.keys()):
+    for name in sorted({*HIDDEN} | (given.keys() & real.keys())):
         facade = _make(name)
-        for key in given[name]:
+        for key in given.get(name, ()):
             if not isinstance(value := getattr(real[name], key, facade), ModuleType):
                 setattr(facade, key, value)
 
