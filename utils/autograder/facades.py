@@ -7,7 +7,7 @@ has imported. Solutions of earlier chapters, which are given whole, stay as they
 
 import contextlib
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def shut(chapter: str, given: dict[str, Collection[str]]) -> None:
+def shut(chapter: str, given: Mapping[str, Collection[str]]) -> None:
     """Leave of the course what is given, by module. What this process has not loaded stays away."""
     for name, kept in ANSWERS.get(chapter, {}).items():
         if name in sys.modules:

@@ -92,8 +92,9 @@ def _is_of_the_course(module: str, name: str) -> bool:
         return False
     if name in ("", "*") or f"{module}.{name}" in modules:
         return True
-    tree = ast.parse(modules[module].read_text(encoding="utf-8")) if modules[module] else None
-    return tree is not None and any(name in _get_names(s) for s in tree.body)
+    path = modules[module]
+    body = ast.parse(path.read_text(encoding="utf-8")).body if path else []
+    return any(name in _get_names(statement) for statement in body)
 
 
 def _get_names(statement: ast.stmt) -> set[str]:
