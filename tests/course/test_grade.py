@@ -513,7 +513,7 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": "", "is_stub": False})
     replies = iter([{"defined": {"ch0_sampling": ["masked_mean"]}}])
     inspected = {"stubs": 0, "problems": [], "left_out": [], "code": torch.zeros(0)}
-    inspected |= {"imports": [], "digests": {}}
+    inspected |= {"imports": [], "digests": {}, "first_line": ""}
     monkeypatch.setattr(
         grader_module.Grader,
         "ask",

@@ -303,7 +303,8 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         "masked_mean",
     ),
     "a folded solution that was copied": (
-        {"hw/mine.ipynb": notebook(IMPORTS, get_part("ch0_sampling", "masked_mean")),
+        {"hw/mine.ipynb": notebook(IMPORTS + "from utils.validation import shape_checked",
+                                   get_part("ch0_sampling", "masked_mean")),
          "hw/notes.py": b"x = 1\n"},
         "masked_mean",
     ),
@@ -540,7 +541,7 @@ def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], 
 
 @pytest.mark.parametrize("chapter", get_chapters())
 def test_the_courses_solutions_are_known_by_what_they_define(chapter):
-    """Whatever the layout of the file, and though some of it is of an older version."""
+    """Whatever the layout of the file."""
     source = get_source(chapter)
     notebook_ = (SOLUTIONS / f"{chapter}.ipynb").read_bytes()
     files = {"a.py": source.encode() + b"\n", "b.py": b"\xef\xbb\xbf" + source.encode(),
@@ -556,19 +557,31 @@ def digest(file: str, data: bytes) -> dict[str, list[str]]:
     return child.list_definitions([(file, data)], get_top_names(), frozenset(), solved)["digests"]
 
 
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_work_with_some_solutions_copied_is_none_of_the_courses_files(chapter):
-    """Half of the exercises as in the solutions, the others in words of one's own."""
+def change(chapter: str, names: list[str]) -> bytes:
+    """The solutions, with another first line in these."""
     tree = ast.parse(get_source(chapter))
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    for function in functions[::2]:
-        function.body.insert(0, ast.Pass())
-    assert given.find_copy(digest("mine.py", ast.unparse(tree).encode())) is None
+    for name in names:
+        nodes = tree.body
+        for part in name.split("."):
+            definition = next(node for node in nodes if getattr(node, "name", "") == part)
+            nodes = definition.body
+        nodes.insert(0, ast.Pass())
+    return ast.unparse(tree).encode()
 
 
-def test_one_changed_solution_is_still_the_courses():
-    source = SHIPPED.decode().replace("return chosen - scaled", "return -scaled").encode()
-    assert given.find_copy(digest("old.py", source)) == "ch0_sampling"
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_work_with_half_of_the_solutions_copied_is_somebodys_own(chapter):
+    changed = [*given._digest_solutions(chapter)][::2]
+    assert given.find_copy(digest("mine.py", change(chapter, changed))) is None
+
+
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_an_older_version_is_still_the_courses(chapter):
+    names = [*given._digest_solutions(chapter)]
+    assert given.find_copy(digest("old.py", change(chapter, names[:1]))) == chapter
+    older = change(chapter, names[::2])
+    first_line = child.get_first_line(parse(older, "older.py").statements)
+    assert given.find_copy(digest("older.py", older), first_line) == chapter
 
 
 STUBS = (CHAPTERS / "ch0_sampling.ipynb").read_bytes()

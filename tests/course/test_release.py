@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tests.course.test_grade import linux, needs_time
+from tests.course.test_grade import linux, needs_time, put_in_own_words
 from utils.authoring.notebooks import Edition, build, execute
 from utils.authoring.release import collect_autograder, collect_course, write_zip
 from utils.authoring.stubs import cut_exercise
@@ -168,7 +168,7 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
         archive.extractall(root / "source")
     (root / "submission").mkdir()
     source = (ROOT / "solutions" / "ch0_sampling.py").read_text()
-    source = source.replace("logits - logits.", "logits - 0 * logits.")
+    source = put_in_own_words(source).replace("logits - logits.", "logits - 0 * logits.")
     source += "\n\ndef masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"
     (root / "submission" / "ch0 (1).py").write_text(source)
     # Another chapter earns nothing here.

@@ -91,12 +91,14 @@ def list_definitions(
 
     Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file
     and what of it is not run, by cell and line, without lines `given` by the course; what it
-    imports of the course; how many definitions are stubs; and digests of those that are `solved`.
+    imports of the course; how many definitions are stubs; digests of those that are `solved`, and
+    the first line of its docstring.
     """
     defined: set[str] = set()
     problems: list[str] = []
     left_out: list[str] = []
     imports: list[list[str]] = []
+    first_line = ""
     digests: dict[str, list[str]] = {}
     stubs, code = 0, b""
     for name, data in files:
@@ -111,6 +113,7 @@ def list_definitions(
             stubs += count_stubs(statements)
             left_out += describe_left_out(parsed.statements, statements, given)
             imports += list_imports(statements, facades.COURSE)[:MAX_IMPORTS]
+            first_line = get_first_line(parsed.statements)
             for key, found in digest_definitions(parsed.statements, solved).items():
                 digests[key] = [digest for digest, _ in found[-MAX_DEFINITIONS:]]
             code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
@@ -122,8 +125,15 @@ def list_definitions(
         "left_out": left_out if mine else [],
         "imports": imports,
         "digests": digests,
+        "first_line": first_line,
         "code": torch.tensor([*code], dtype=torch.uint8),
     }
+
+
+def get_first_line(statements: list[Any]) -> str:
+    """Return the first line of a file's docstring; empty where there is none."""
+    said = ast.get_docstring(ast.Module(body=statements[:1], type_ignores=[])) or ""
+    return said.partition("\n")[0][:100]
 
 
 def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:

@@ -19,8 +19,10 @@ from utils.grading.known_answers import SOURCES, get_companions, get_source
 ROOT = Path(__file__).parents[2]
 # What the set-up cell of every notebook imports.
 SETUP = {"utils.course": {"catch_up", "check", "progress", "shorten", "show_result", "start"}}
-# Of all AST nodes in the exercises' solutions, how many a file of the course has as they are.
-COPIED_SHARE = 0.8
+# What share of a chapter's solutions a file of the course has as they are, of those that have so
+# many nodes that nobody else writes them alike.
+COPIED_SHARE, LONG_NODES = 0.75, 40
+MARKED_SHARE = 1 / 3  # and in a file that begins as one of the course does, of whatever version
 MAX_SAID = 5  # imports that are named
 
 
@@ -118,36 +120,36 @@ def _list_modules() -> dict[str, Path | None]:
 # --- The course's own files -----------------------------------------------------------------------
 
 
-def find_copy(definitions: dict[str, list[str]], chapters: Iterable[str] = ()) -> str | None:
+def find_copy(definitions: dict[str, list[str]], first_line: str = "") -> str | None:
     """Return the chapter whose solutions a file holds as the course has them; None if it is
     somebody's work.
 
-    definitions: digests by name, of `extraction.digest_definitions`. By all exercises of a chapter,
-    weighed by their length: a one-liner that everybody writes alike, or a few solutions that were
-    copied from the notebook, make no file of the course.
+    definitions: digests by name, of `extraction.digest_definitions`. All long ones of a chapter
+    count: a one-liner that everybody writes alike, or a few solutions that were copied from the
+    notebook, make no file of the course. first_line: of the file's docstring.
     """
-    for chapter in chapters or get_chapters():
-        if measure_copied(definitions, chapter) >= COPIED_SHARE:
+    for number, chapter in enumerate(get_chapters()):
+        is_marked = first_line.startswith(f"Chapter {number}: ")
+        least = MARKED_SHARE if is_marked else COPIED_SHARE
+        if measure_copied(definitions, chapter) >= least:
             return chapter
     return None
 
 
 def measure_copied(definitions: dict[str, list[str]], chapter: str) -> float:
-    """Measure the share of a chapter's exercises that are as in the solutions."""
+    """Measure the share of a chapter's long definitions that are as in the solutions."""
     solved = _digest_solutions(chapter)
-    same = sum(
-        size for name, (digest, size) in solved.items() if digest in definitions.get(name, ())
-    )
-    return same / sum(size for _, size in solved.values())
+    return sum(digest in definitions.get(n, ()) for n, digest in solved.items()) / len(solved)
 
 
 @functools.cache
-def _digest_solutions(chapter: str) -> dict[str, tuple[str, int]]:
-    """Return digest and size of each exercise's solution, and of what is written with it."""
+def _digest_solutions(chapter: str) -> dict[str, str]:
+    """Return digests of the exercises' solutions, and of what is written with them, if long."""
     companions = get_companions(chapter)
     names = {*get_checks(chapter)}.union(*companions.values())
     found = digest_definitions(ast.parse(get_source(chapter)).body)
-    return {name: digests[-1] for name, digests in found.items() if name in names}
+    last = {name: digests[-1] for name, digests in found.items() if name in names}
+    return {name: digest for name, (digest, size) in last.items() if size >= LONG_NODES}
 
 
 @functools.cache
