@@ -3,7 +3,8 @@
     python -m utils.models.export runs/my-run out --format peft
 
 A PEFT adapter is small and goes on the base again, in PEFT, TRL or a server. A merged checkpoint
-has W + A B alpha / rank in place of each W, and is loaded like any other model.
+has W + A B alpha / rank in place of each W, and is loaded like any other model. Beside either lies
+the tokenizer, which puts a bos before a text if that is how the prompts of training began.
 
 Covered are GPT-2, Llama, Mistral, Qwen2 and Qwen3. On Hugging Face's GPT-2 one module, `c_attn`,
 computes q, k and v. Adapters of rank r on the three become one of rank 3r: A side by side, B block
@@ -30,15 +31,18 @@ import transformer_lens  # noqa: F401  before transformers
 from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
 from utils.models.blocks import GATED
+from utils.models.fetch import MODELS, get_models_folder
 from utils.models.loading import load_base_model
 from utils.tracking import load_checkpoint
 from utils.validation import require
 
+ROOT = Path(__file__).parents[2]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of PEFT's names: it wraps the model twice
 CONTENTS = "EXPORTED.txt"  # lists the files of a folder that was written here
@@ -114,11 +118,11 @@ def _gather(
 # --- PEFT -----------------------------------------------------------------------------------------
 
 
-def save_peft_adapter(model: Any, folder: str | Path) -> None:
+def save_peft_adapter(model: Any, folder: str | Path, prepend_bos: bool = True) -> None:
     """Write the adapters of a `TransformerWithLora` to a folder that PEFT loads.
 
-    It gets `adapter_config.json`, which names the base, and `adapter_model.safetensors`. A value
-    head is left out.
+    It gets `adapter_config.json`, which names the base, `adapter_model.safetensors`, and the
+    tokenizer. A value head is left out. prepend_bos: whether prompts began with a bos.
 
     Raises ValueError for another architecture, and for a folder that holds something else.
     """
@@ -131,11 +135,10 @@ def save_peft_adapter(model: Any, folder: str | Path) -> None:
     layer = next(iter(model.adapters.values()))
     rank, scaling = layer.lora_A.shape[1], float(layer.scaling)
     other_ranks = {name: found for name, found in ranks.items() if found != rank}
-    source = model.base.cfg.model_name
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(source).resolve()) if Path(source).is_dir() else source,
+        "base_model_name_or_path": _name_base(model.base.cfg.model_name),
         "r": rank,
         "lora_alpha": _get_alpha(scaling, rank),
         "rank_pattern": other_ranks,
@@ -149,6 +152,36 @@ def save_peft_adapter(model: Any, folder: str | Path) -> None:
     with _write_folder(folder) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        _save_tokenizer(model.base.cfg.model_name, new, prepend_bos)
+
+
+def _name_base(source: str) -> str:
+    """Return the name by which others find a base: on the hub, in the course, or a folder."""
+    if not Path(source).is_dir():
+        return source
+    folder = Path(source).resolve()
+    for name, known in MODELS.items():
+        if folder == (get_models_folder() / name).resolve():
+            return known.hub
+    return str(folder.relative_to(ROOT)) if folder.is_relative_to(ROOT) else str(folder)
+
+
+def _save_tokenizer(source: str, folder: Path, prepend_bos: bool) -> None:
+    """Save a base's tokenizer, which puts the bos before a text where training put it.
+
+    A text that a chat template wrote stays as it is: it is encoded without special tokens.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    bos, backend = tokenizer.bos_token, getattr(tokenizer, "backend_tokenizer", None)
+    if prepend_bos and bos is not None and tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+        require(backend is not None, f"the tokenizer of {source} should be a fast one, but is not")
+        before = TemplateProcessing(
+            single=f"{bos} $A",
+            pair=f"{bos} $A $B",
+            special_tokens=[(bos, tokenizer.bos_token_id)],
+        )
+        backend.post_processor = before
+    tokenizer.save_pretrained(folder)
 
 
 def _get_alpha(scaling: float, rank: int) -> int | float:
@@ -255,12 +288,12 @@ def _look_up(config: dict[str, Any], pattern: str, module: str, default: str) ->
 
 
 @torch.no_grad()
-def save_merged(model: Any, folder: str | Path) -> None:
+def save_merged(model: Any, folder: str | Path, prepend_bos: bool = True) -> None:
     """Write a plain Hugging Face checkpoint with W + A B alpha / rank in place of W.
 
     The sum is rounded to the base's dtype once. Config, tokenizer and generation config are the
     base's own, which are read again where it came from; its weights are those in memory, which
-    stay as they are. A value head is left out.
+    stay as they are. A value head is left out. prepend_bos: whether prompts began with a bos.
 
     Raises ValueError for another architecture, and for a folder that holds something else.
     """
@@ -283,7 +316,7 @@ def save_merged(model: Any, folder: str | Path) -> None:
             delta = delta if isinstance(linear, Conv1D) else delta.T
             linear.weight.copy_(linear.weight + delta)  # added in the adapters' dtype
         plain.save_pretrained(new)
-        AutoTokenizer.from_pretrained(source).save_pretrained(new)
+        _save_tokenizer(source, new, prepend_bos)
 
 
 @contextmanager
@@ -337,6 +370,7 @@ class TrainedModel:
     base: Any
     adapters: dict[str, TrainedAdapter]
     left_out: list[str]  # tensors that belong to no adapter: of a value head
+    args: dict[str, Any]  # of the run
 
 
 def read_run(folder: str | Path) -> TrainedModel:
@@ -373,7 +407,7 @@ def read_run(folder: str | Path) -> TrainedModel:
             f"the run's lora_rank, but are {found}",
         )
         adapters[site] = TrainedAdapter(lora_A, lora_B, scaling)
-    return TrainedModel(base, adapters, [name for name in trained if name not in names])
+    return TrainedModel(base, adapters, [name for name in trained if name not in names], args)
 
 
 def _get_sizes(base: Any, site: str) -> tuple[int, ...]:
@@ -397,12 +431,24 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         model = read_run(args.run)
         save = {"peft": save_peft_adapter, "merged": save_merged}[args.format]
-        save(model, args.out)
+        save(model, args.out, model.args.get("prepend_bos", True))
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     if model.left_out:
         print(f"Left out, as the format has no place for a head: {', '.join(model.left_out)}.")
     print(f"{args.out} holds the {len(model.adapters)} adapters of {args.run}, as {args.format}.")
+    kind = {"merged": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}[args.format]
+    library = {"merged": "transformers", "peft": "peft"}[args.format]
+    temperature = model.args.get("temperature", 1.0)
+    print(f"""To load it, and sample as in training (top_k=0 keeps every token):
+    from transformers import AutoTokenizer
+    from {library} import {kind}
+    tokenizer = AutoTokenizer.from_pretrained({str(args.out)!r})
+    model = {kind}.from_pretrained({str(args.out)!r})
+    inputs = tokenizer("your prompt", return_tensors="pt")
+    ids = model.generate(**inputs, do_sample=True, top_k=0, temperature={temperature},
+                         max_new_tokens=40)
+    print(tokenizer.decode(ids[0], skip_special_tokens=True))""")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,11 @@ MODELS = {
 
 def get_models_folder() -> Path:
     """Return the folder of fetched models: COURSE_MODELS, or one in the user's cache."""
-    given = os.environ.get("COURSE_MODELS")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "rlhf-from-scratch"
+    try:
+        given = os.environ.get("COURSE_MODELS")
+        return Path(given).expanduser() if given else Path.home() / ".cache" / "rlhf-from-scratch"
+    except RuntimeError as error:  # there is no home
+        raise ValueError("COURSE_MODELS should name a folder, as there is no HOME") from error
 
 
 def is_fetched(name: str) -> bool:
@@ -230,6 +233,7 @@ def _save(model, tokenizer, folder: Path, source: Source | None, origin: str) ->
     dtype = str(model.dtype).removeprefix("torch.")
     about += [f"From {origin}, written as {dtype} by `python -m utils.models.fetch`."]
     (partial / ORIGIN).write_text("\n\n".join(about) + "\n")
+    partial.chmod(0o755)  # a temporary folder is its owner's alone
     if folder.exists():
         shutil.rmtree(folder)
     os.replace(partial, folder)

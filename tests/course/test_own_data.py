@@ -1,0 +1,239 @@
+"""What people bring: their tables, numbers, files, chats, models and machines."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from solutions.ch0_sampling import get_completion_mask, sample_completions
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch5_rlvr import find_finished
+from tests.course.helpers import randomize
+from utils.models.decoding import get_end_ids
+from utils.models.export import save_merged
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
+from utils.prompts import write_prompt
+from utils.rewards import reward_fn_sum
+from utils.train import load_rows
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "batch_size": 8, "group_size": 4, "num_minibatches": 1, "batches_per_learning_phase": 1,
+    "total_phases": 1, "gen_len": 4, "device": "cpu", "samples_every": 0, "warmup_steps": 0,
+}  # fmt: skip
+
+
+def length(samples):
+    return [float(len(text)) for text in samples]
+
+
+def make_trainer(folder, **given):
+    return GrpoTrainer(GrpoArgs(**SMALL | {"runs_dir": folder, "reward_fn": length} | given))
+
+
+# --- Data -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [lambda t: t.iloc[[2, 0, 3, 1]], lambda t: t.sort_values("answer", ascending=False),
+     lambda t: t[t.answer > "a1"]],
+    ids=["shuffled", "sorted", "filtered"],
+)  # fmt: skip
+def test_rows_of_a_table_stay_together(choose, tmp_path):
+    table = choose(
+        pd.DataFrame({"prompt": ["p0", "p1", "p2", "p3"], "answer": ["a0", "a1", "a2", "a3"]})
+    )
+    met = []
+
+    def reward_fn(samples, prompts, answer):
+        met.extend(zip(prompts, answer, strict=True))
+        return length(samples)
+
+    columns = {"answer": table["answer"]}
+    prompts = table["prompt"].tolist()
+    make_trainer(tmp_path, prompts=prompts, columns=columns, reward_fn=reward_fn).train()
+    assert len(met) == 8
+    assert all(prompt[1] == answer[1] for prompt, answer in met)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [("12", 12, 1), ("-3", "-3", 1), ("9,801", "9801", 1), ("3.5", "3", 0), ("3,000", "3", 0),
+     ("3/4", "3", 0), ("3", "3", 1), (" 7\n8", "7", 1), ("35.5", "3", 0), ("3.", "3", 1),
+     ("3, then 4", "3", 1), ("no 3", "3", 0), ("1,2345", "1", 0), ("", "3", 0)],
+)  # fmt: skip
+def test_a_whole_number_is_read_as_one(text, answer, right):
+    assert reward_fn_sum([text], [answer]).tolist() == [right]
+
+
+def test_an_answer_that_is_no_whole_number_is_refused():
+    with pytest.raises(ValueError, match="answers should be whole numbers, but one is '3.5'"):
+        reward_fn_sum(["3"], ["3.5"])
+
+
+def test_lines_end_with_a_newline_alone(tmp_path):
+    texts = [f"One{code}line" for code in "\u2028\u2029\x85\x0c"]
+    jsonl, txt = tmp_path / "a.jsonl", tmp_path / "a.txt"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts]
+    jsonl.write_bytes("\ufeff".encode() + "".join(lines).encode())
+    txt.write_bytes("\ufeff".encode() + "\n".join(texts).encode())
+    for path in (jsonl, txt):
+        assert [row["prompt"] for row in load_rows(str(path))] == texts
+    jsonl.write_bytes('{"prompt": "x"}\n{"prompt": "schön"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match="a.jsonl, line 2 should be UTF-8"):
+        load_rows(str(jsonl))
+    jsonl.write_text('{"question": "x"}\n')
+    with pytest.raises(ValueError, match="rename 'question' to prompt"):
+        load_rows(str(jsonl))
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+def test_a_completion_ends_at_each_of_the_models_ends():
+    base = load_base_model("embedded", device="cpu")
+    letter = base.tokenizer(" ", add_special_tokens=False)["input_ids"][0]
+    base.original_model.generation_config.eos_token_id = [base.tokenizer.eos_token_id, letter]
+    assert get_end_ids(base) == [base.tokenizer.eos_token_id, letter]
+    generator = torch.Generator().manual_seed(0)
+    samples = sample_completions(base, ["This movie is"] * 32, 20, generator=generator)
+    masks = [get_completion_mask(samples.completion_ids, end) for end in get_end_ids(base)]
+    assert torch.equal(samples.completion_mask, masks[0] & masks[1])
+    held = (samples.completion_ids == letter).any(-1)
+    assert held.any()
+    assert find_finished(samples, get_end_ids(base))[held].all()
+
+
+def test_a_chat_that_ends_with_the_assistant_is_gone_on_with():
+    tokenizer = load_base_model("embedded", device="cpu").tokenizer
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    user = {"role": "user", "content": "Hi"}
+    assert write_prompt([user], tokenizer) == "<user>Hi</><assistant>"
+    begun = [user, {"role": "assistant", "content": "Well"}]
+    assert write_prompt(begun, tokenizer) == "<user>Hi</><assistant>Well"
+
+
+def test_a_special_token_beyond_the_embedding_is_named(tmp_path):
+    AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="its pad token has the id 512, and the embedding has 512"):
+        load_base_model(tmp_path, device="cpu")
+
+
+def test_an_exported_tokenizer_puts_the_bos_where_training_put_it(embedded, tmp_path):
+    randomize(embedded)
+    save_merged(embedded, tmp_path / "with")
+    save_merged(embedded, tmp_path / "without", prepend_bos=False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "with")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "with")
+    inputs = tokenizer("Q: 12+34\n", return_tensors="pt")
+    samples = sample_completions(embedded, ["Q: 12+34\n"], 20, temperature=0.0)
+    assert torch.equal(inputs["input_ids"], samples.input_ids[:, : samples.prompt_len])
+    found = plain.generate(**inputs, do_sample=False, max_new_tokens=20)
+    assert (
+        tokenizer.decode(found[0, samples.prompt_len :], skip_special_tokens=True)
+        == samples.texts[0]
+    )
+    bos = tokenizer.bos_token_id
+    assert bos not in AutoTokenizer.from_pretrained(tmp_path / "without")("Q")["input_ids"]
+
+
+def test_an_adapter_with_nan_is_refused(embedded, tmp_path):
+    state = {name: tensor.clone() for name, tensor in embedded.trainable_state().items()}
+    name = next(iter(state))
+    state[name][0, 0] = torch.nan
+    with pytest.raises(ValueError, match=f"{name} should be finite"):
+        embedded.load_trainable_state(state)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_equal_rewards_in_every_group_are_said_once_and_measured(tmp_path, capsys):
+    given = {"reward_fn": lambda samples: [1.0] * len(samples), "total_phases": 2, "top_k": 5}
+    history = make_trainer(tmp_path, **given).train()
+    assert [row["frac_reward_zero_std"] for row in history] == [1.0, 1.0]
+    said = "".join(capsys.readouterr())
+    assert said.count("the rewards are equal in every group") == 1
+    assert said.count("top_k is 5: samples are truncated") == 1
+
+
+def test_a_failed_first_phase_leaves_no_folder(tmp_path):
+    trainer = make_trainer(tmp_path, name="run", reward_fn=lambda samples: samples)
+    with pytest.raises(ValueError, match="reward_fn"):
+        trainer.train()
+    assert not (tmp_path / "run").exists()
+    trainer.args = dataclasses.replace(trainer.args, reward_fn=length)
+    assert len(trainer.train()) == 1
+
+
+def test_a_checkpoint_of_another_kind_of_device_changes_nothing(tmp_path):
+    make_trainer(tmp_path, name="run").train()
+    path = tmp_path / "run" / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {"generator": torch.zeros(16, dtype=torch.uint8)}, path)
+    trainer = make_trainer(tmp_path, name="run")
+    before = {name: tensor.clone() for name, tensor in trainer.model.trainable_state().items()}
+    with pytest.raises(ValueError, match="device should be of the kind"):
+        trainer.load_checkpoint(path)
+    after = trainer.model.trainable_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+NOTE = """
+import sys
+from utils.course import session
+session.is_solved, session.count_points = lambda _: True, lambda _: 1.0
+check = type("Check", (), {"is_core": True, "points": 1})
+verdict = type("Verdict", (), {"check": check, "passed": True})
+for i in range(50):
+    session._save_progress(f"{sys.argv[1]}::{i}", [verdict])
+"""
+
+
+def test_two_kernels_lose_no_notes(tmp_path):
+    env = os.environ | {"COURSE_PROGRESS": str(tmp_path / "progress.json"), "PYTHONPATH": str(ROOT)}
+    kernels = [subprocess.Popen([sys.executable, "-c", NOTE, name], env=env) for name in "AB"]
+    assert [kernel.wait() for kernel in kernels] == [0, 0]
+    assert len(json.loads((tmp_path / "progress.json").read_text())) == 100
+
+
+@pytest.mark.takes_long
+@pytest.mark.parametrize(("asked", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_asked_to_stop_says_last_how_to_go_on(asked, status, tmp_path):
+    command = [sys.executable, "-m", "utils.train", "grpo", "--device", "cpu", "--runs-dir",
+               str(tmp_path), "--name", "run", "--gen-len", "8"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(asked)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == status
+    assert "Traceback" not in output
+    assert output.splitlines()[-1].endswith(f"--resume {tmp_path / 'run'}")
+
+
+def test_an_ascii_locale_ends_no_check():
+    imports = "from utils.course import check; from solutions.ch0_sampling import masked_mean"
+    code = f"{imports}; check(masked_mean)"
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert "solved" in said.stdout
