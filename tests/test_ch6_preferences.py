@@ -1,6 +1,7 @@
 """Checks of chapter 6: preferences, the reward model, DPO, and picking samples."""
 
 import itertools
+import math
 from tempfile import TemporaryDirectory
 
 import torch
@@ -41,7 +42,7 @@ def worked_margins(student, rng):
     return [student.calc_preference_loss(chosen[:n], rejected[:n]) for n in (3, 1)]
 
 
-@check("calc_preference_loss", points=3, seeds=2, expected=preference_by_coins)
+@check("calc_preference_loss", public=True, points=3, seeds=2, expected=preference_by_coins)
 def losses_and_gradients(student, rng):
     """The loss and its gradients, of one pair and of many, for margins of either sign"""
     found = {}
@@ -53,7 +54,9 @@ def losses_and_gradients(student, rng):
     return found
 
 
-@check("calc_preference_loss", points=2, expected=preference_by_coins, tier="hardening")
+@check(
+    "calc_preference_loss", public=True, points=2, expected=preference_by_coins, tier="hardening"
+)
 def margins_of_a_thousand(student, rng):
     """Margins of ±1000, where exp overflows: the loss and its gradients are finite"""
     sizes = rng.uniform(2, low=500, high=1000)
@@ -81,7 +84,7 @@ def worked_accuracy(student, rng):
     return student.calc_preference_accuracy(chosen, rejected)
 
 
-@check("calc_preference_accuracy", points=3, seeds=3, expected=accuracy_by_loops)
+@check("calc_preference_accuracy", public=True, points=3, seeds=3, expected=accuracy_by_loops)
 def accuracies_with_ties(student, rng):
     """Pairs of which some tie: a tie counts half. One pair; ties alone"""
     chosen, rejected = rng.integers(0, 4, 37).to(rng.dtype), rng.integers(0, 4, 37).to(rng.dtype)
@@ -284,6 +287,7 @@ def rewards_of_texts(student, rng):
 
 @check(
     "make_reward_fn",
+    public=True,
     points=2,
     float64=False,
     expected=reward_fn_by_hugging_face,
@@ -340,7 +344,7 @@ def _draw_logprobs(rng, n):
     return dict(zip(NAMES, (*policy, *ref), strict=True))
 
 
-@check("calc_dpo_loss", points=4, seeds=2, expected=dpo_by_odds)
+@check("calc_dpo_loss", public=True, points=4, seeds=2, expected=dpo_by_odds)
 def dpo_losses(student, rng):
     """Loss, implicit rewards and the gradient for each argument: several betas, and the default"""
     found = {}
@@ -364,7 +368,7 @@ def dpo_far_from_the_reference(student, rng):
     return value_and_gradients(lambda **x: student.calc_dpo_loss(**x, beta=1.0)[0], **logprobs)
 
 
-@check("calc_dpo_loss", expected=dpo_by_odds, tier="hardening")
+@check("calc_dpo_loss", public=True, expected=dpo_by_odds, tier="hardening")
 def implicit_rewards_are_numbers(student, rng):
     """The rewards that are returned carry no gradient; the arguments stay as they were"""
     logprobs = _draw_logprobs(rng, 3)
@@ -396,7 +400,7 @@ def worked_best(student, rng):
     return student.best_of_n(["a", "b", "c", "d", "e", "f"], rewards, 3)
 
 
-@check("best_of_n", points=3, seeds=2, expected=best_by_sorting)
+@check("best_of_n", public=True, points=3, seeds=2, expected=best_by_sorting)
 def best_of_groups(student, rng):
     """Several prompts of different levels, n from 1 to all; as many prompts as completions each"""
     found = {}
@@ -464,19 +468,75 @@ def worked_picks(student, rng):
     return [picks[0].tolist(), sorted(picks[1].tolist())]
 
 
+# At this temperature a row is accepted with probability 2 ** (reward - max).
+HALF = 1 / math.log(2)
+# Rewards, and the probability of each result, worked by hand.
+WORKED_PICKS = {
+    "rewards 0 and 1, one pick": ([0.0, 1.0], {(0,): 1 / 4, (1,): 3 / 4}),
+    "rewards 0, 4 and 1, two picks": (
+        [0.0, 4.0, 1.0],
+        {
+            (1, 2): 1037 / 1536,
+            (1, 0): 359 / 1536,
+            (2, 1): 92 / 1536,
+            (0, 1): 44 / 1536,
+            (0, 2): 2 / 1536,
+            (2, 0): 2 / 1536,
+        },
+    ),
+}
+N_WORKED = 4000
+
+
+def _have_worked_frequencies(observed, reference):
+    for name, (_, probs) in WORKED_PICKS.items():
+        (num_samples,) = {len(rows) for rows in probs}
+        if bool((observed[f"{name}: numbers of rows"] != num_samples).any()):
+            return f"{name}: each result should have {num_samples} rows"
+        results = [tuple(rows) for rows in observed[name].tolist()]
+        if not set(results) <= probs.keys():
+            return f"{name}: each result should hold different rows, by their numbers"
+        for rows, p in probs.items():
+            n = results.count(rows)
+            if abs(n - N_WORKED * p) > 7 * (N_WORKED * p * (1 - p)) ** 0.5:
+                return (
+                    f"{name}: {list(rows)} should come in {p:.1%} of the calls, but does in "
+                    f"{n / N_WORKED:.1%}. Is each row accepted by a draw of its own? Is the order "
+                    "random in each pass, and the maximum that of the rows that remain?"
+                )
+    return None
+
+
+@check("rejection_sample", public=True, points=2, holds=_have_worked_frequencies, beside=True)
+def worked_frequencies(student, rng):
+    """Rewards 0, 1 at temperature 1 / ln 2: the first is accepted half the time, picked 1/4"""
+    generator, found = rng.new_generator(), {}
+    for name, (rewards, probs) in WORKED_PICKS.items():
+        (n,) = {len(rows) for rows in probs}
+        picks = [
+            student.rejection_sample(rng.tensor(rewards), n, HALF, generator)
+            for _ in range(N_WORKED)
+        ]
+        found[f"{name}: numbers of rows"] = torch.tensor([len(rows) for rows in picks])
+        found[name] = torch.stack([rows[:n] for rows in picks])
+    return found
+
+
 N_DRAWS = 1500
 
 
 def _draw_picks(student, rng, cases):
-    generator = torch.Generator().manual_seed(rng.seed % 2**31)
+    """The picks of each case, its rewards in a random order and moved by a random number, which
+    leaves the probabilities as they are."""
+    generator = rng.new_generator()
     found = {}
     for name, (rewards, num_samples, temperature) in cases.items():
-        tensor = rng.tensor(rewards)
+        moved = rng.tensor(rewards)[rng.permutation(len(rewards))] + rng.normal(1)
         picks = [
-            student.rejection_sample(tensor, num_samples, temperature, generator)
+            student.rejection_sample(moved.clone(), num_samples, temperature, generator)
             for _ in range(N_DRAWS)
         ]
-        found[name] = torch.stack(picks)
+        found[name], found[f"{name}: rewards"] = torch.stack(picks), moved
     return found
 
 
@@ -484,7 +544,8 @@ def _fit(cases):
     """What is wrong with the picks of these cases: their frequencies against enumeration."""
 
     def find_misfit(observed, reference):
-        for name, (rewards, num_samples, temperature) in cases.items():
+        for name, (_, num_samples, temperature) in cases.items():
+            rewards = reference[f"{name}: rewards"].tolist()
             picks = observed[name]
             if picks.shape != (N_DRAWS, num_samples):
                 return f"{name}: the result should be {num_samples} row numbers"
@@ -544,7 +605,7 @@ def _generator_decides(observed, reference):
     return None
 
 
-@check("rejection_sample", holds=_generator_decides, tier="hardening")
+@check("rejection_sample", public=True, holds=_generator_decides, tier="hardening", beside=True)
 def picks_of_a_generator(student, rng):
     """The generator alone decides; all rows, when as many are asked for"""
     rewards, seed = rng.normal(12, std=2), rng.seed % 2**31
@@ -556,7 +617,7 @@ def picks_of_a_generator(student, rng):
     return found | {"all": student.rejection_sample(rewards, 12, 1.0), "rewards": rewards}
 
 
-@check("rejection_sample", tier="hardening")
+@check("rejection_sample", tier="hardening", beside=True)
 def picks_that_are_refused(student, rng):
     """More rows than there are, none, a temperature of 0 or below: a ValueError names it"""
     rewards, f = rng.normal(4), student.rejection_sample
@@ -580,7 +641,7 @@ def _draw_kept(rng, pools, size, n):
     return torch.cat(rows)
 
 
-@check("pool_advantages", points=3, seeds=2, expected=pool_by_statistics)
+@check("pool_advantages", public=True, points=3, seeds=2, expected=pool_by_statistics)
 def kept_of_pools(student, rng):
     """Some rows of each pool, in any order, one of each, all; pools of different levels"""
     found = {}
@@ -594,7 +655,7 @@ def kept_of_pools(student, rng):
     return found | {"a shared score": student.pool_advantages(shared, torch.tensor([1, 3]), 3)}
 
 
-@check("pool_advantages", points=2, expected=pool_by_statistics, tier="hardening")
+@check("pool_advantages", public=True, points=2, expected=pool_by_statistics, tier="hardening")
 def pools_of_equal_scores(student, rng):
     """Pools whose scores are all equal give zeros; small spreads; no gradient"""
     constant = rng.uniform(2, low=-9, high=9).repeat_interleave(7)
