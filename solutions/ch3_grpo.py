@@ -39,8 +39,8 @@ def group_advantages(
     "none": 1 (Dr. GRPO). A group whose rewards are all equal gives exact zeros: it has nothing to
     compare. Standard deviations have ddof 1.
 
-    Raises ValueError if `group_size` is below 2 or does not divide the batch, or `scale` is none of
-    these.
+    Raises a ValueError that names the argument if `group_size` is below 2 or does not divide the
+    batch, or `scale` is none of these.
     """
     _check_group_size(group_size, len(rewards))
     require(
@@ -70,11 +70,12 @@ def process_advantages(
 
     The rewards of all steps of a group are normalised together, by their mean and std + eps. A
     token gets the sum of the normalised rewards of the steps that end at it or later: `step_ends`
-    are 0-based positions, inclusive, in any order; steps that end at one token all count. After the
-    last end, and in a row without steps, it is 0. A group with fewer than two steps, or whose steps
-    are all rewarded alike, gives zeros.
+    are 0-based positions, inclusive, in any order and of any integer type; steps that end at one
+    token all count. After the last end, and in a row without steps, it is 0. A group with fewer
+    than two steps, or whose steps are all rewarded alike, gives zeros. Stds have ddof 1.
 
-    Raises ValueError if the lists do not match or an end is outside the completion.
+    Raises a ValueError that names `group_size` if it is below 2 or does not divide the rows, and
+    one that names `step_ends` if the lists do not match or an end is outside the completion.
     """
     _check_group_size(group_size, len(step_rewards))
     require(
@@ -125,7 +126,7 @@ def calc_single_update_objective(
     `calc_grpo_objective` then gives the same gradient; this is all of it that is at work.
 
     What is masked out may be NaN or inf, and reaches neither the value nor the gradient. An empty
-    completion counts 0. `advantages` are constants: detached.
+    completion counts 0. Detach `advantages`: no gradient reaches them.
     """
     logprobs = logprobs.masked_fill(~mask, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -139,7 +140,7 @@ def calc_per_token_kl(
     """Return the k3 estimate of KL(policy ‖ reference) at each token (GRPO, eq. 4).
 
     k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs, never negative. `expm1` keeps the digits
-    that exp(d) - 1 loses where d is small. `ref_logprobs` is a constant: detached.
+    that exp(d) - 1 loses where d is small. Detach `ref_logprobs`: no gradient reaches them.
     """
     d = ref_logprobs.detach() - logprobs
     return torch.expm1(d) - d
@@ -159,10 +160,10 @@ def calc_grpo_objective(
     """Average min(ratio A, clip(ratio) A) - beta k3 over each completion, then over the batch.
 
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
-    clip_coef_high] (`clip_coef` unless given). An empty completion counts 0. `old_logprobs`,
-    `ref_logprobs` and `advantages` are constants: detached. What is masked out may be NaN or inf in
-    each of them, and reaches neither the value nor the gradient. With beta 0 `ref_logprobs` is not
-    read.
+    clip_coef_high] (`clip_coef` unless given; 0 is given). An empty completion counts 0. Detach
+    `old_logprobs`, `ref_logprobs` and `advantages`: no gradient reaches them. What is masked out
+    may be NaN or inf in each tensor, and reaches neither the value nor the gradient. With beta 0
+    `ref_logprobs` is not read.
 
     Raises ValueError if `ref_logprobs` is None, unless beta is 0.
     """
@@ -228,7 +229,10 @@ def make_grpo_memory(
 ) -> ReplayMemory:
     """Turn a GRPO rollout's scores into advantages, one per completion, and a memory.
 
-    Every field is stored detached.
+    Its fields are `input_ids`, `attention_mask`, `mask`, `logprobs`, `ref_logprobs` (or None) and
+    `advantages`, by `args.advantage_scale`. Every field is stored detached. Minibatches hold whole
+    groups: they are cut by `num_minibatches`, `batches_per_learning_phase` and `group_size` of
+    `args`.
     """
     return ReplayMemory(
         num_minibatches=args.num_minibatches,
@@ -254,8 +258,11 @@ class GrpoTrainer(RLHFTrainer):
     def rollout_phase(self) -> ReplayMemory:
         """Sample whole groups, and score them under the policy and the reference.
 
-        The reference scores with either `kl_kind`: kl_k3 is recorded. `get_sample_logprobs` gives
-        the old log-probs; with one update per rollout the sampler's own may stand in for them.
+        `batch_size` counts completions: `group_size` of them, side by side, for each prompt.
+
+        The reference scores with either `kl_kind`, as kl_k3 is recorded; with kl_coef 0 it does not
+        run. `get_sample_logprobs` gives the old log-probs; with one update per rollout the
+        sampler's own may stand in for them.
         """
         args = self.args
         # (1) sample, (2) score
@@ -298,10 +305,10 @@ class GrpoTrainer(RLHFTrainer):
 def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, float]:
     """Return GRPO's objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
-    The objective itself, which is maximised, not a loss. The old log-probs are those of the same
-    forward, so every ratio is 1, and each group's advantages sum to 0: it is 0 up to rounding. Its
-    gradient is not: watch the reward, not the objective. The trainer's parameters, generator and
-    metrics are left as they were.
+    The objective itself, which is maximised, not a loss; the norm of the adapters' gradients taken
+    together. The old log-probs are those of the same forward, so every ratio is 1, and each group's
+    advantages sum to 0: the objective is 0 up to rounding. Its gradient is not: watch the reward,
+    not the objective. The trainer's parameters, generator and metrics are left as they were.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """

@@ -203,7 +203,8 @@ class RewardModel(TransformerWithLora):
         """Return a reward for each row, from `ln_final.hook_out` at its last real token.
 
         That token has read the whole row. It is the last one that `attention_mask` marks: rows may
-        be padded on the left, on the right, or on both sides. Head and rewards are in float32.
+        be padded on the left, on the right, or on both sides. Head and rewards are in float32. The
+        adapters act as in the parent's `forward`, and no hook stays behind.
         """
         hidden: list[Float[Tensor, "batch seq d_model"]] = []
 
@@ -345,10 +346,10 @@ def calc_dpo_loss(
     """Return the preference loss of the implicit rewards, and those of chosen and rejected.
 
     The arguments are log-probs of whole completions: sums over their tokens. The implicit reward is
-    beta (log pi - log ref) (DPO, eq. 5), and with it the preference loss is DPO's (eq. 7). The
-    reference's log-probs are constants, and the rewards that are returned are detached.
+    beta (log pi - log ref) (DPO, eq. 5), and with it the preference loss is DPO's (eq. 7). Detach
+    the reference's log-probs, so that no gradient reaches them, and the rewards that are returned.
 
-    Raises ValueError unless beta is positive.
+    Raises a ValueError that names `beta` unless it is positive.
     """
     require(beta > 0, f"beta should be positive, but is {beta}")
     chosen_rewards = beta * (policy_chosen - ref_chosen.detach())
@@ -424,7 +425,8 @@ def measure_implicit_accuracy(
 def best_of_n(samples: list[str], rewards: Float[Tensor, "batch"], n: int) -> list[str]:
     """Return of each n samples that follow one another the one with the highest reward.
 
-    Raises ValueError unless n is positive and divides their number, and there is a reward for each.
+    Raises a ValueError that names `n` unless it is positive and divides their number, and one that
+    names `rewards` unless there is one for each.
     """
     require(
         len(rewards) == len(samples),
@@ -444,7 +446,7 @@ def calc_best_of_n_kl(n: int) -> float:
     An upper bound of the KL between best of n and the policy that it samples from. It is approached
     where every completion is improbable and no two have the same reward (Beirami et al.).
 
-    Raises ValueError unless n is positive.
+    Raises a ValueError that names `n` unless it is positive.
     """
     require(n >= 1, f"n should be positive, but is {n}")
     return math.log(n) - (n - 1) / n
@@ -462,10 +464,10 @@ def rejection_sample(
     In each pass the rows that remain come in a random order, and each is accepted with probability
     exp((reward - max) / temperature), max being the highest reward among those that remained when
     the pass began. Passes go on until enough rows are accepted, and the last one stops there. The
-    result is in the order of acceptance.
+    result is in the order of acceptance. All draws are made by `generator`.
 
-    A low temperature picks the best, a high one picks at random. Raises ValueError if `num_samples`
-    is not in [1, n], or the temperature is not positive.
+    A low temperature picks the best, a high one picks at random. Raises a ValueError that names the
+    argument if `num_samples` is not in [1, n], or `temperature` is not positive.
     """
     n = len(rewards)
     require(rewards.isfinite().all(), "rewards should be finite, but one is nan or inf")
@@ -490,10 +492,11 @@ def pool_advantages(
     """Return the advantages of the kept rows, against the whole pool of their prompt. Detached.
 
     Each prompt has `pool_size` scores that follow one another, and A = (score - mean of the pool) /
-    (std of the pool + 1e-4), as in `group_advantages`. `kept` holds rows of `scores`. Those that
+    (std of the pool + 1e-4), as in `group_advantages`: stds have ddof 1, and a pool of equal scores
+    gives zeros. `kept` holds rows of `scores`. Those that
     were picked are no sample of the policy, so their own mean is no baseline.
 
-    Raises ValueError if `pool_size` is below 2 or does not divide the scores.
+    Raises a ValueError that names `pool_size` if it is below 2 or does not divide the scores.
     """
     require(
         pool_size >= 2 and len(scores) % pool_size == 0,

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch3_grpo
-from solutions.ch0_sampling import get_logprobs
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import (
     ReplayMemory,
@@ -87,7 +86,7 @@ def worked_groups(student, rng):
     }
 
 
-@check("group_advantages", points=2, seeds=2, expected=advantages_by_statistics)
+@check("group_advantages", public=True, points=2, seeds=2, expected=advantages_by_statistics)
 def several_groups(student, rng):
     """Several groups of different means and spreads, every scale; ties; a high level"""
     found = {
@@ -109,7 +108,7 @@ def several_groups(student, rng):
     return found | {"defaults": student.group_advantages(grouped_rewards(rng, 3, 4), 4)}
 
 
-@check("group_advantages", expected=advantages_by_statistics)
+@check("group_advantages", public=True, expected=advantages_by_statistics)
 def the_level_of_a_prompt(student, rng):
     """A constant added to all rewards of a prompt leaves its advantages as they were"""
     rewards, levels = rng.normal(12), rng.normal(3, std=3).repeat_interleave(4)
@@ -133,7 +132,14 @@ def rewards_of_small_spread(student, rng):
     }
 
 
-@check("group_advantages", points=2, seeds=2, holds=constant_groups_are_zeros, tier="hardening")
+@check(
+    "group_advantages",
+    public=True,
+    points=2,
+    seeds=2,
+    holds=constant_groups_are_zeros,
+    tier="hardening",
+)
 def constant_groups(student, rng):
     """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
@@ -216,7 +222,12 @@ def worked_single_update(student, rng):
 
 
 @check(
-    "calc_single_update_objective", points=2, seeds=2, expected=reinforce_by_completions, atol=1e-7
+    "calc_single_update_objective",
+    public=True,
+    points=2,
+    seeds=2,
+    expected=reinforce_by_completions,
+    atol=1e-7,
 )
 def ragged_single_updates(student, rng):
     """Ragged, NaN, inf or -1 beyond the mask: the value, and REINFORCE's gradient"""
@@ -293,7 +304,7 @@ def worked_k3(student, rng):
     )
 
 
-@check("calc_per_token_kl", points=2, seeds=2, expected=k3_of_probabilities)
+@check("calc_per_token_kl", public=True, points=2, seeds=2, expected=k3_of_probabilities)
 def k3_of_every_shape(student, rng):
     """0 to 3 axes, transposed or not; a gradient for the policy's alone; inputs unchanged"""
     f, found = student.calc_per_token_kl, {}
@@ -310,6 +321,7 @@ def k3_of_every_shape(student, rng):
 
 @check(
     "calc_per_token_kl",
+    public=True,
     points=2,
     seeds=2,
     expected=k3_number_by_number,
@@ -415,7 +427,7 @@ def worked_completions(student, rng):
     )
 
 
-@check("calc_grpo_objective", points=2, seeds=2, expected=objective_by_cases)
+@check("calc_grpo_objective", public=True, points=2, seeds=2, expected=objective_by_cases)
 def ragged_objectives(student, rng):
     """Ragged, NaN or inf beyond the mask: the value, and a gradient for the log-probs alone"""
     mask = ragged_mask(rng)
@@ -430,7 +442,7 @@ def ragged_objectives(student, rng):
     }
 
 
-@check("calc_grpo_objective", points=2, seeds=2, expected=objective_by_cases)
+@check("calc_grpo_objective", public=True, points=2, seeds=2, expected=objective_by_cases)
 def clips_and_beta(student, rng):
     """Other clip_coef, clip_coef_high and beta; by position too; no reference at beta 0"""
     mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
@@ -481,7 +493,7 @@ def _every_case(student, rng, **options):
     )
 
 
-@check("calc_grpo_objective", points=2, expected=objective_by_cases)
+@check("calc_grpo_objective", public=True, points=2, expected=objective_by_cases)
 def every_case_of_the_minimum(student, rng):
     """Ratios from 0.05 to 20 with both signs of A, of exp(30) with A below 0: the gradient"""
     old = -rng.uniform(1, 3, low=35.0, high=40.0)
@@ -505,7 +517,7 @@ def no_room_above(student, rng):
     return _every_case(student, rng, clip_coef_high=0.0)
 
 
-@check("calc_grpo_objective", points=2, expected=objective_by_cases)
+@check("calc_grpo_objective", public=True, points=2, expected=objective_by_cases)
 def advantages_of_tokens(student, rng):
     """Advantages [batch completion] that differ within a row, some 0, NaN or inf beyond; one row"""
     found = {}
@@ -548,7 +560,7 @@ def objectives_of_many_shapes(student, rng):
     }
 
 
-@check("calc_grpo_objective", expected=single_update_without_kl)
+@check("calc_grpo_objective", public=True, expected=single_update_without_kl)
 def ratio_one(student, rng):
     """Old log-probs equal to the current ones, some 0, beta 0: the gradient of mean logprob * A"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
@@ -563,7 +575,7 @@ def ratio_one(student, rng):
     )
 
 
-@check("calc_grpo_objective", expected=ppo_without_values)
+@check("calc_grpo_objective", public=True, expected=ppo_without_values)
 def ppo_of_each_completion(student, rng):
     """PPO with values 0 and gamma = lam = 1, completion by completion; beta 0, higher clip 0.28"""
     mask, advantages = ragged_mask(rng), rng.normal(6)
@@ -655,7 +667,7 @@ def worked_steps(student, rng):
     return student.process_advantages(rewards, ends, 2, 5, eps=0.5)
 
 
-@check("process_advantages", points=2, seeds=2, expected=process_by_statistics)
+@check("process_advantages", public=True, points=2, seeds=2, expected=process_by_statistics)
 def ragged_steps(student, rng):
     """Several groups, uneven numbers of steps, a row without any, an outlier among 200"""
     found = {}
@@ -672,7 +684,7 @@ def ragged_steps(student, rng):
     return found | {"float64": student.process_advantages(rewards, ends, 2, 7).to(rng.dtype)}
 
 
-@check("process_advantages", expected=process_by_statistics)
+@check("process_advantages", public=True, expected=process_by_statistics)
 def steps_that_share_an_end(student, rng):
     """Several steps that end at one token, at the first and at the last, in any order"""
     ends = [[0, 0, 0], [5, 2, 5, 2], [2], [5]]
@@ -684,7 +696,7 @@ def steps_that_share_an_end(student, rng):
     ]
 
 
-@check("process_advantages", expected=process_by_statistics)
+@check("process_advantages", public=True, expected=process_by_statistics)
 def after_the_last_end(student, rng):
     """0 after the last end, where the completion is longer; one step a row, at any token"""
     rewards, ends = rewarded_steps(rng, [1, 1, 1, 1, 1, 1], 4)
@@ -824,7 +836,7 @@ def _make_grpo_memory(student, rng, scores, with_reference=True, with_gradients=
     }
 
 
-@check("make_grpo_memory", points=2, seeds=2, expected=grpo_memory_by_loops)
+@check("make_grpo_memory", public=True, points=2, seeds=2, expected=grpo_memory_by_loops)
 def memory_of_groups(student, rng):
     """Groups, one of equal scores; ragged rows, NaN beyond the mask; stored detached"""
     # Seven times 1e6 / 9 in float32 has another mean.
@@ -862,7 +874,7 @@ def _whole_groups(observed, reference):
     return None
 
 
-@check("make_grpo_memory", holds=_whole_groups)
+@check("make_grpo_memory", public=True, holds=_whole_groups)
 def groups_stay_together(student, rng):
     """Minibatches of whole groups: 12 groups of 2, 3 minibatches, 4 epochs"""
     args = _make_grpo_args(
@@ -1016,7 +1028,7 @@ def _right_ratio_with_the_exact_kl(observed, reference):
     return trainers.find_wrong_ratio(observed, reference)
 
 
-@check("GrpoTrainer.rollout_phase", holds=_right_ratio_with_the_exact_kl, beside=True)
+@check("GrpoTrainer.rollout_phase", public=True, holds=_right_ratio_with_the_exact_kl, beside=True)
 def first_ratio_is_one(student, rng):
     """In bfloat16, where the merged model's log-probs differ visibly; kl_kind "exact"; args.seed"""
     # Four prompts: args.seed decides them, too.
@@ -1032,23 +1044,45 @@ def first_ratio_is_one(student, rng):
 def _counts(observed, reference):
     if observed["forwards without adapters"] != reference["forwards without adapters"]:
         return "with kl_coef 0 the reference should never run"
+    if len(observed["prompts of groups"]) != 12:
+        return "a rollout should have batch_size completions"
+    groups = [observed["prompts of groups"][i : i + 3] for i in range(0, 12, 3)]
+    if any(len(set(group)) > 1 for group in groups):
+        return (
+            "each prompt should get group_size completions, side by side; here completions of "
+            f"{len(set(groups[0]))} prompts share the first group"
+        )
     if observed["sizes of what is trained"] != reference["sizes of what is trained"]:
         return "without a value head there is nothing to train but the adapters"
     if observed["prompts"] != ["This movie is"] * 12:  # six for each of two rollouts
         return "without prompts, every prompt should be the prefix"
     if observed["log-probs off by"] > 1e-3:
         return "the old log-probs should be those of the model"
-    pairs = list(zip(observed["texts"], observed["prompts"], strict=True))[:6]
-    scores = torch.tensor([trainers.score_text(*pair) for pair in pairs])
-    if not torch.allclose(observed["advantages"], advantages_by_loops(scores, 3), atol=2e-3):
-        return 'by default, the advantages should be those of the scale "group"'
+    if observed["reference off by"] > 1e-3:
+        return "ref_logprobs of the memory should be those of the model with its adapters off"
+    for scale, worked in {"group": [-1.0, 0.0, 1.0], "none": [-30.0, 0.0, 30.0]}.items():
+        found = observed[f"advantages, {scale}"].reshape(-1, 3)
+        if not torch.allclose(found, torch.tensor(worked).expand_as(found), atol=1e-3):
+            return (
+                f'with advantage_scale "{scale}" each group, rewarded by 0, 30 and 60, should have '
+                f"the advantages {worked}, but the first has {found[0].tolist()}"
+            )
     return None
+
+
+class CountingReward(trainers.RecordingReward):
+    """Rewards 0, 30, 60 and again, whatever the completions: a group of 3 has each of them."""
+
+    def __call__(self, samples, *, prompts):
+        start = len(self.samples)
+        super().__call__(samples, prompts=prompts)
+        return torch.tensor([30.0 * (i % 3) for i in range(start, start + len(samples))])
 
 
 @check("GrpoTrainer.rollout_phase", public=True, holds=_counts, beside=True)
 def no_value_head_and_no_reference(student, rng):
-    """No value head; kl_coef 0: no reference runs; prompts None; one more rollout, below gen_len"""
-    reward_fn = trainers.RecordingReward()
+    """No value head; kl_coef 0: no reference runs; prompts None; then 4 groups with a reference"""
+    reward_fn = CountingReward()
     args = _make_grpo_args(
         student,
         base_model=models.get_checkpoint("shallow"),
@@ -1077,13 +1111,23 @@ def no_value_head_and_no_reference(student, rng):
         trainer.learning_phase(trainer.rollout_phase())
     finally:
         type(model).reference = reference
+    groups = CountingReward()
+    options = {"batch_size": 12, "advantage_scale": "none", "reward_fn": groups}
+    other = make_model(student.GrpoTrainer.model_class, rng)
+    grouped = student.GrpoTrainer(_make_grpo_args(student, **options), other).rollout_phase()
+    ids, n_prompt = grouped.input_ids, grouped.input_ids.shape[1] - grouped.mask.shape[1]
+    with torch.no_grad(), other.reference():
+        ref_logprobs = trainers.score_rows(other(ids, grouped.attention_mask), ids, n_prompt)
+    ref_off = (grouped.ref_logprobs - ref_logprobs)[grouped.mask]
     return {
+        "prompts of groups": groups.prompts,
+        "reference off by": ref_off.abs().max().float(),
+        "advantages, none": grouped.advantages,
         "forwards without adapters": len(entered),
         "sizes of what is trained": sorted(p.numel() for p in model.trainable_parameters()),
         "prompts": reward_fn.prompts,
-        "texts": reward_fn.samples,
         "log-probs off by": off.abs().max().float(),
-        "advantages": memory.advantages,
+        "advantages, group": memory.advantages,
     }
 
 
@@ -1199,7 +1243,7 @@ GRPO_CHECK = {
 }
 
 
-@check("GrpoTrainer.compute_rlhf_objective", points=3, seeds=2, **GRPO_CHECK)
+@check("GrpoTrainer.compute_rlhf_objective", public=True, points=3, seeds=2, **GRPO_CHECK)
 def grpo_objective_and_gradient(student, rng):
     """GRPO objective with k3, entropy bonus, temperature 0.7, and the gradient"""
     return _grpo_objective(student, rng)
@@ -1219,7 +1263,7 @@ def objective_of_constant_groups(student, rng):
     return _grpo_objective(student, rng, advantages_are_zero=True, kl_kinds=("k3", "exact"))
 
 
-@check("GrpoTrainer.compute_rlhf_objective", **GRPO_CHECK)
+@check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
 def objective_without_kl(student, rng):
     """kl_coef and ent_coef 0: no ref_logprobs, whichever the kl_kind; large advantages, one 0"""
     options = {"kl_coef": 0.0, "ent_coef": 0.0, "kl_kinds": ("k3", "exact")}
@@ -1307,16 +1351,22 @@ def measure_by_reinforce(trainer):
     return 0.0, float(sum((g**2).sum() for g in gradients) ** 0.5)
 
 
-@check("measure_loss_and_gradient_at_start", points=2, expected=measure_by_reinforce, rtol=1e-3)
+@check(
+    "measure_loss_and_gradient_at_start",
+    public=True,
+    points=2,
+    expected=measure_by_reinforce,
+    rtol=1e-3,
+)
 def gradient_at_the_start(student, rng):
     """On a given rollout, one group constant: the gradient's norm, without KL and entropy"""
     options = {"batch_size": 18, "num_minibatches": 1, "ent_coef": 0.5, "kl_coef": 2.0}
     trainer = _make_grpo_trainer(student, rng, **options)
     samples = make_samples(rng, 18, empty_row=False)  # empty, it would break its group's balance
+    ids, temperature = samples.input_ids, trainer.args.temperature
     with torch.no_grad():
-        logits = trainer.model(samples.input_ids, samples.attention_mask)
-        ids = samples.input_ids
-        logprobs = get_logprobs(logits, ids, samples.prompt_len, trainer.args.temperature)
+        logits = trainer.model(ids, samples.attention_mask)
+    logprobs = trainers.score_rows(logits, ids, samples.prompt_len, temperature)
     # Not quite the model's: the ratio is taken against what its own forward gives.
     old, ref = (logprobs + rng.normal(*logprobs.shape, std=0.1) for _ in range(2))
     scores = rng.normal(18, mean=4)

@@ -468,58 +468,47 @@ def worked_picks(student, rng):
     return [picks[0].tolist(), sorted(picks[1].tolist())]
 
 
-# At this temperature a row is accepted with probability 2 ** (reward - max).
-HALF = 1 / math.log(2)
-# Rewards, and the probability of each result, worked by hand.
+# The probability of each result, worked by hand: at temperature 1 / ln 2 a row is accepted with
+# probability 2 ** (reward - max).
 WORKED_PICKS = {
-    "rewards 0 and 1, one pick": ([0.0, 1.0], {(0,): 1 / 4, (1,): 3 / 4}),
-    "rewards 0, 4 and 1, two picks": (
-        [0.0, 4.0, 1.0],
-        {
-            (1, 2): 1037 / 1536,
-            (1, 0): 359 / 1536,
-            (2, 1): 92 / 1536,
-            (0, 1): 44 / 1536,
-            (0, 2): 2 / 1536,
-            (2, 0): 2 / 1536,
-        },
-    ),
+    (1, 2): 1037 / 1536,
+    (1, 0): 359 / 1536,
+    (2, 1): 92 / 1536,
+    (0, 1): 44 / 1536,
+    (2, 0): 2 / 1536,
+    (0, 2): 2 / 1536,
 }
 N_WORKED = 4000
 
 
 def _have_worked_frequencies(observed, reference):
-    for name, (_, probs) in WORKED_PICKS.items():
-        (num_samples,) = {len(rows) for rows in probs}
-        if bool((observed[f"{name}: numbers of rows"] != num_samples).any()):
-            return f"{name}: each result should have {num_samples} rows"
-        results = [tuple(rows) for rows in observed[name].tolist()]
-        if not set(results) <= probs.keys():
-            return f"{name}: each result should hold different rows, by their numbers"
-        for rows, p in probs.items():
-            n = results.count(rows)
-            if abs(n - N_WORKED * p) > 7 * (N_WORKED * p * (1 - p)) ** 0.5:
-                return (
-                    f"{name}: {list(rows)} should come in {p:.1%} of the calls, but does in "
-                    f"{n / N_WORKED:.1%}. Is each row accepted by a draw of its own? Is the order "
-                    "random in each pass, and the maximum that of the rows that remain?"
-                )
+    if bool((observed["numbers of rows"] != 2).any()):
+        return "num_samples is 2, but there are results with another number of rows"
+    results = [tuple(rows) for rows in observed["picks"].tolist()]
+    if not set(results) <= WORKED_PICKS.keys():
+        return "each result should hold the numbers of two different rows of three"
+    for rows, p in WORKED_PICKS.items():
+        n = results.count(rows)
+        if abs(n - N_WORKED * p) > 6.5 * (N_WORKED * p * (1 - p)) ** 0.5:
+            return (
+                f"the result {list(rows)} should come in {p:.1%} of the calls, but does in "
+                f"{n / N_WORKED:.1%}: is each row accepted by a draw of its own, is the order of "
+                "each pass random, and is the maximum that of the rows that remain?"
+            )
     return None
 
 
 @check("rejection_sample", public=True, points=2, holds=_have_worked_frequencies, beside=True)
 def worked_frequencies(student, rng):
-    """Rewards 0, 1 at temperature 1 / ln 2: the first is accepted half the time, picked 1/4"""
-    generator, found = rng.new_generator(), {}
-    for name, (rewards, probs) in WORKED_PICKS.items():
-        (n,) = {len(rows) for rows in probs}
-        picks = [
-            student.rejection_sample(rng.tensor(rewards), n, HALF, generator)
-            for _ in range(N_WORKED)
-        ]
-        found[f"{name}: numbers of rows"] = torch.tensor([len(rows) for rows in picks])
-        found[name] = torch.stack([rows[:n] for rows in picks])
-    return found
+    """Rewards 0, 4 and 1, two picks at temperature 1 / ln 2: how often each result comes"""
+    rewards, generator = rng.tensor([0.0, 4.0, 1.0]), rng.new_generator()
+    picks = [
+        student.rejection_sample(rewards, 2, 1 / math.log(2), generator) for _ in range(N_WORKED)
+    ]
+    return {
+        "numbers of rows": torch.tensor([len(rows) for rows in picks]),
+        "picks": torch.stack([rows[:2] for rows in picks]),
+    }
 
 
 N_DRAWS = 1500
