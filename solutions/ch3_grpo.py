@@ -258,11 +258,10 @@ class GrpoTrainer(RLHFTrainer):
     def rollout_phase(self) -> ReplayMemory:
         """Sample whole groups, and score them under the policy and the reference.
 
-        `batch_size` counts completions: `group_size` of them, side by side, for each prompt.
-
-        The reference scores with either `kl_kind`, as kl_k3 is recorded; with kl_coef 0 it does not
-        run. `get_sample_logprobs` gives the old log-probs; with one update per rollout the
-        sampler's own may stand in for them.
+        `batch_size` counts completions: `sample_and_score` gives `group_size` of them, side by
+        side, for each prompt. `get_sample_logprobs` gives the old log-probs; with one update per
+        rollout the sampler's own may stand in for them. The reference scores with either `kl_kind`,
+        as kl_k3 is recorded, but not with kl_coef 0: `get_ref_logprobs`.
         """
         args = self.args
         # (1) sample, (2) score
@@ -275,10 +274,11 @@ class GrpoTrainer(RLHFTrainer):
         return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Return GRPO objective + entropy bonus (maximised); the KL is k3, or exact.
+        """Return GRPO objective + entropy bonus (maximised), of logits divided by the sampling
+        temperature; the KL is k3, or exact.
 
-        Records clip_frac, approx_kl and kl_k3 by `self.record_ratios`. With kl_coef 0 the reference
-        does not run.
+        Entropy and exact KL are means over all tokens of the completions. Records clip_frac,
+        approx_kl and kl_k3 by `self.record_ratios`. With kl_coef 0 the reference does not run.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
@@ -306,9 +306,10 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     """Return GRPO's objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
     The objective itself, which is maximised, not a loss; the norm of the adapters' gradients taken
-    together. The old log-probs are those of the same forward, so every ratio is 1, and each group's
-    advantages sum to 0: the objective is 0 up to rounding. Its gradient is not: watch the reward,
-    not the objective. The trainer's parameters, generator and metrics are left as they were.
+    together. The old log-probs are those of the same forward, at the sampling temperature, so every
+    ratio is 1, and each group's advantages sum to 0: the objective is 0 up to rounding. Its
+    gradient is not: watch the reward, not the objective. The trainer's parameters, generator and
+    metrics are left as they were.
 
     Raises ValueError if ten rollouts in a row have constant rewards in every group.
     """
