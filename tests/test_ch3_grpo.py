@@ -1047,10 +1047,10 @@ def _counts(observed, reference):
     if len(observed["prompts of groups"]) != 12:
         return "a rollout should have batch_size completions"
     groups = [observed["prompts of groups"][i : i + 3] for i in range(0, 12, 3)]
-    if any(len(set(group)) > 1 for group in groups):
+    if (n_prompts := max(len(set(group)) for group in groups)) > 1:
         return (
             "each prompt should get group_size completions, side by side; here completions of "
-            f"{len(set(groups[0]))} prompts share the first group"
+            f"{n_prompts} prompts share a group"
         )
     if observed["sizes of what is trained"] != reference["sizes of what is trained"]:
         return "without a value head there is nothing to train but the adapters"
