@@ -120,7 +120,8 @@ def checkpoint_blocks(model: TransformerWithLora) -> Iterator[TransformerWithLor
     the block anew.
 
     Gradients are the same bit for bit. Both passes have to be inside: the adapters' hooks are on
-    until it is left. It does not nest with `reference()` and `merged()`.
+    until it is left. Afterwards, also after an error inside, the model is as it was. It does not
+    nest with `reference()` and `merged()`.
     """
     adapters = model.adapters.items()
     hooks = [hook for site, layer in adapters for hook in make_lora_hooks(site, layer)]
@@ -167,8 +168,8 @@ def sync_gradients(
 ) -> None:
     """Replace every `.grad` by its mean over the ranks, in one all-reduce.
 
-    A parameter without a gradient on this rank counts as zeros, as others may have one. In one
-    process nothing happens.
+    A parameter without a gradient on this rank counts as zeros, as others may have one.
+    `parameters` may be a generator, which can be read only once. In one process nothing happens.
     """
     if not dist.is_initialized():
         return
@@ -355,8 +356,9 @@ def own_weights(model: TransformerWithLora) -> None:
 def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWithLora:
     """Shard a model over the ranks of `mesh`, in place (FSDP2), and return it.
 
-    Each block is gathered for as long as it runs, and the rest likewise. Build the optimizer
-    afterwards: the parameters are others. Gradients come out averaged over the ranks.
+    Each block is gathered for as long as it runs, and the rest likewise. FSDP gathers around
+    `forward` alone, so register `forward_with_value_head` as well, if the model has it. Build the
+    optimizer afterwards: the parameters are others. Gradients come out averaged over the ranks.
     """
     own_weights(model)
     for block in model.base.blocks:
@@ -371,7 +373,7 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
 
 @contextmanager
 def unsharded(model: TransformerWithLora) -> Iterator[TransformerWithLora]:
-    """Gather all weights inside, on every rank, and shard them again on leaving.
+    """Gather all weights inside, on every rank, and shard them again on leaving, also by an error.
 
     For sampling: `sample_completions` then decodes with the weights themselves, so the ranks may
     have different prompts. The model must not be called inside: FSDP's hooks would gather and free

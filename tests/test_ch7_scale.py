@@ -3,6 +3,8 @@
 Ranks are threads here (`tests.support.ranks`); real processes are in tests/course/test_scale.py.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -62,7 +64,7 @@ def _draw_shape(rng):
     }
 
 
-@check("estimate_memory", points=3, seeds=2, expected=bytes_of_shapes, rtol=0.0)
+@check("estimate_memory", points=3, seeds=2, public=True, expected=bytes_of_shapes, rtol=0.0)
 def bytes_of_random_shapes(student, rng):
     """Random shapes, with adapters on attention and on the MLP too"""
     shapes = [_draw_shape(rng) for _ in range(3)]
@@ -94,11 +96,13 @@ class _Scale(nn.Module):
 
 
 def _make_microbatches(rng, rows, width):
+    """The later ones are narrower."""
     microbatches = []
-    for n in rows:
-        mask = ragged_mask(rng, n, width)
-        ids = rng.integers(1, 9, n, width)
-        x = rng.normal(n, width)
+    for i, n in enumerate(rows):
+        shape = (n, width - i)
+        mask = ragged_mask(rng, *shape)
+        ids = rng.integers(1, 9, *shape)
+        x = rng.normal(*shape)
         microbatches.append(
             ReplayMinibatch(
                 input_ids=ids,
@@ -112,7 +116,8 @@ def _make_microbatches(rng, rows, width):
 
 
 def _per_token(model, m):
-    per_token = model.weight.tanh() * m.logprobs * m.advantages[:, None] + model.bias.square()
+    weight = model.weight[: m.mask.shape[1]].tanh()
+    per_token = weight * m.logprobs * m.advantages[:, None] + model.bias.square()
     return torch.where(m.mask, per_token, NAN)
 
 
@@ -151,7 +156,7 @@ def _accumulate(student, rng, mode, rows, max_len=None):
     return {"the value": float(value), "weight": model.weight.grad, "bias": model.bias.grad}
 
 
-@check("accumulate_gradients", points=4, seeds=2, expected=accumulate_by_one_batch)
+@check("accumulate_gradients", points=4, seeds=2, public=True, expected=accumulate_by_one_batch)
 def gradients_of_ragged_microbatches(student, rng):
     """Microbatches of 4, 1 and 3 ragged rows, NaN behind masks: each mode, and the default"""
     found = {"token": _accumulate(student, rng, "token", (4, 1, 3))}
@@ -166,15 +171,13 @@ def _one_at_a_time(observed, reference):
     if observed["gradients before the second"] == 0:
         return "a microbatch's backward pass should be over before the next one runs"
     if not torch.allclose(observed["afterwards"], reference["afterwards"], atol=1e-5):
-        return "gradients should be added to those that are there already"
-    if observed["type"] != "float":
-        return f"the objective should come back as a float, but is a {observed['type']}"
+        return "the gradient should be that of both microbatches"
     return None
 
 
-@check("accumulate_gradients", holds=_one_at_a_time, tier="hardening")
+@check("accumulate_gradients", public=True, beside=True, holds=_one_at_a_time)
 def one_microbatch_at_a_time(student, rng):
-    """Each microbatch is freed before the next; gradients are added to what is in `.grad`"""
+    """Each microbatch is freed before the next one runs"""
     model, microbatches = _Scale(rng, 4), _make_microbatches(rng, (2, 2), 4)
     seen = []
 
@@ -183,14 +186,20 @@ def one_microbatch_at_a_time(student, rng):
         seen.append(0.0 if grad is None else float(grad.abs().sum()))
         return _per_token(model, m)
 
-    value = student.accumulate_gradients(model, microbatches, per_token, "token")
+    student.accumulate_gradients(model, microbatches, per_token, "token")
     before = seen[1] if len(seen) > 1 else 0.0
-    again = student.accumulate_gradients(model, microbatches[:1], _per_token, "token")
-    return {
-        "gradients before the second": before,
-        "afterwards": model.weight.grad.clone(),
-        "type": "float" if isinstance(value, float) and isinstance(again, float) else "other",
-    }
+    return {"gradients before the second": before, "afterwards": model.weight.grad.clone()}
+
+
+@check("accumulate_gradients", expected=accumulate_by_one_batch, tier="hardening")
+def gradients_are_added(student, rng):
+    """What is in `.grad` stays: the gradient of a second batch comes on top of the first's"""
+    model, (first, second) = _Scale(rng, 4), _make_microbatches(rng, (3, 2), 4)
+    values = [
+        float(student.accumulate_gradients(model, [batch], _per_token, "token"))
+        for batch in (first, second)
+    ]
+    return {"the values": values, "weight": model.weight.grad}
 
 
 @check("accumulate_gradients", expected=accumulate_by_one_batch, tier="hardening")
@@ -218,11 +227,9 @@ def _checkpoint(student, rng, kind, sites):
     attention = (torch.arange(9) >= rng.integers(0, 4, 3, 1)).long()
     weights = rng.normal(3, 9, 1) * attention[..., None]
     found = {}
-    for name in ("with checkpoints", "without"):
-        if name == "with checkpoints":
-            with student.checkpoint_blocks(model):
-                (model(ids, attention).log_softmax(-1)[..., :7] * weights).sum().backward()
-        else:
+    for name in ("without", "with checkpoints"):
+        inside = student.checkpoint_blocks(model) if name != "without" else nullcontext()
+        with inside:
             (model(ids, attention).log_softmax(-1)[..., :7] * weights).sum().backward()
         gradients = [p.grad.clone() for p in model.trainable_parameters()]
         found[name] = trainers.canonical(gradients)
@@ -234,19 +241,21 @@ def _checkpoint(student, rng, kind, sites):
     "checkpoint_blocks",
     public=True,
     points=2,
+    beside=True,
     float64=False,
     expected=gradients_by_hugging_face("gpt2"),
     rtol=1e-3,
     atol=1e-3,
 )
 def gradients_of_gpt2_recomputed(student, rng):
-    """Adapters' gradients of a GPT-2 of two blocks, inside and after, against Hugging Face"""
+    """Adapters' gradients of a GPT-2 of two blocks, before and inside, against Hugging Face"""
     return _checkpoint(student, rng, "gpt2", ("attn.q", "attn.o"))
 
 
 @check(
     "checkpoint_blocks",
     points=2,
+    beside=True,
     float64=False,
     expected=gradients_by_hugging_face("llama"),
     rtol=1e-3,
@@ -279,6 +288,10 @@ def _is_recomputed(observed, reference):
         )
     if observed["kept inside"] > 0.5 * observed["kept outside"]:
         return "inside, the forward pass keeps nearly as much as outside"
+    if observed["kept afterwards"] != observed["kept outside"]:
+        return "afterwards, a forward pass keeps something else than before: are blocks recomputed?"
+    if not torch.allclose(observed["logits afterwards"], observed["logits"], atol=1e-4):
+        return "afterwards, the logits are others than inside"
     return _find_other_logits(observed["logits"], reference["logits"])
 
 
@@ -288,21 +301,22 @@ def _find_other_logits(observed, reference):
     return None
 
 
-@check("checkpoint_blocks", points=2, holds=_is_recomputed, float64=False)
+@check("checkpoint_blocks", public=True, points=2, holds=_is_recomputed, float64=False)
 def blocks_keep_their_inputs_alone(student, rng):
     """Inside, a forward pass keeps less than half as much, and each block runs twice"""
     model = make_model(TransformerWithLora, rng, "gpt2")
     ids = rng.integers(3, 512, 4, 30)
     runs = []
     original = model.base.blocks[1].attn.o.register_forward_hook(lambda *_: runs.append(1))
-    _, outside = _count_saved(lambda: model(ids).sum())
+    _, outside = _count_saved(lambda: model(ids))
     runs.clear()
     with student.checkpoint_blocks(model):
         output, inside = _count_saved(lambda: model(ids))
         output.sum().backward()
     original.remove()
     found = {"kept inside": inside, "kept outside": outside, "runs of a block": len(runs)}
-    return found | {"logits": output.detach()}
+    afterwards, found["kept afterwards"] = _count_saved(lambda: model(ids))
+    return found | {"logits": output.detach(), "logits afterwards": afterwards.detach()}
 
 
 def _is_left(observed, reference):
@@ -322,7 +336,14 @@ def _is_left(observed, reference):
     return _find_other_logits(observed["logits before"], reference["logits before"])
 
 
-@check("checkpoint_blocks", holds=_is_left, float64=False, tier="hardening")
+@check(
+    "checkpoint_blocks",
+    public=True,
+    beside=True,
+    holds=_is_left,
+    float64=False,
+    tier="hardening",
+)
 def the_model_is_as_before(student, rng):
     """Left in order or by an error: no hooks, no recomputation, the same logits; on bits"""
     model = make_model(TransformerWithLora, rng, "gpt2")
@@ -393,12 +414,13 @@ def global_means_of_ragged_rows(student, rng):
     """Two and three ranks with ragged masks: the value everywhere, and each rank's gradient"""
     found = {}
     for n in (2, 3):
-        masks = [ragged_mask(rng, 3, 5) for _ in range(n)]
-        found[f"{n} ranks"] = _average(student, [rng.normal(3, 5) for _ in masks], masks)
+        masks = [ragged_mask(rng, 3 + rank, 5) for rank in range(n)]  # 6 tokens on rank 0, or more
+        values = [rng.normal(*mask.shape) for mask in masks]
+        found[f"{n} ranks"] = _average(student, values, masks)
     return found
 
 
-@check("global_masked_mean", expected=means_of_joined_rows, tier="hardening")
+@check("global_masked_mean", public=True, expected=means_of_joined_rows, tier="hardening")
 def global_means_with_nan_and_empty_ranks(student, rng):
     """NaN behind the masks, a rank without tokens, one token, and none at all"""
     found = {}
@@ -419,16 +441,18 @@ def mean_of_a_group(student, rng):
     def be(rank):
         group = dist.new_group([0, 1])  # every rank has to call this
         if rank == 2:
+            dist.barrier()
             return None
         x = leaf(values[rank])
         mean = student.global_masked_mean(x, masks[rank], group)
         mean.backward()
+        dist.barrier()
         return [mean.detach(), x.grad]
 
     return run_on_ranks(be, 3)[:2]
 
 
-@check("global_masked_mean", expected=means_of_joined_rows)
+@check("global_masked_mean", public=True, beside=True, expected=means_of_joined_rows)
 def mean_in_one_process(student, rng):
     """Without a process group it is the mean over the mask"""
     x, mask = leaf(rng.normal(4, 6)), ragged_mask(rng, 4, 6)
@@ -452,7 +476,8 @@ def _sync(student, gradients):
         for parameter, grad in zip(parameters, gradients[rank], strict=True):
             parameter.grad = None if grad is None else grad.clone()
         student.sync_gradients(parameters)
-        return [p.grad.clone() for p in parameters]
+        dist.barrier()  # or a rank that waits for a message in vain would wait long
+        return [None if p.grad is None else p.grad.clone() for p in parameters]
 
     dtype = next(g.dtype for of_rank in gradients for g in of_rank if g is not None)
     return {f"rank {i}": grads for i, grads in enumerate(run_on_ranks(be, len(gradients)))}
@@ -468,7 +493,7 @@ def gradients_of_two_ranks(student, rng):
     return found
 
 
-@check("sync_gradients", points=2, expected=mean_of_gradients)
+@check("sync_gradients", public=True, points=2, expected=mean_of_gradients)
 def gradients_that_are_missing(student, rng):
     """A parameter without a gradient on one rank counts as zeros there"""
     return _sync(student, [[rng.normal(2, 2), None], [rng.normal(2, 2), rng.normal(3)]])
@@ -486,7 +511,7 @@ def _is_one_message(observed, reference):
     return None
 
 
-@check("sync_gradients", holds=_is_one_message, float64=False, tier="hardening")
+@check("sync_gradients", public=True, holds=_is_one_message, float64=False, tier="hardening")
 def gradients_in_one_message(student, rng):
     """One process; a group of ranks; many parameters travel together, also from a generator"""
     alone = nn.Parameter(torch.zeros(2))
@@ -574,6 +599,7 @@ def _learn_sharded(student, rng, kind, model_class=TransformerWithLora):
     "shard_model",
     public=True,
     points=3,
+    beside=True,
     float64=False,
     expected=stays_whole,
     rtol=1e-3,
@@ -584,13 +610,22 @@ def a_sharded_gpt2_learns(student, rng):
     return _learn_sharded(student, rng, "gpt2")
 
 
-@check("shard_model", points=2, float64=False, expected=stays_whole, rtol=1e-3, atol=1e-3)
+@check(
+    "shard_model",
+    public=True,
+    points=2,
+    beside=True,
+    float64=False,
+    expected=stays_whole,
+    rtol=1e-3,
+    atol=1e-3,
+)
 def a_sharded_value_head_learns(student, rng):
     """PPO's model: forward_with_value_head works on shards too"""
     return _learn_sharded(student, rng, "shallow", TransformerWithValueHeadLora)
 
 
-@check("shard_model", float64=False, expected=stays_whole, rtol=1e-3, atol=1e-3)
+@check("shard_model", beside=True, float64=False, expected=stays_whole, rtol=1e-3, atol=1e-3)
 def a_sharded_llama_learns(student, rng):
     """A Llama, whose q, k and v have weights of their own already"""
     return _learn_sharded(student, rng, "llama")
@@ -618,7 +653,7 @@ def _is_sharded(observed, reference):
     return _find_other_logits(observed["logits"], reference["logits"])
 
 
-@check("shard_model", points=2, holds=_is_sharded, float64=False)
+@check("shard_model", public=True, points=2, holds=_is_sharded, float64=False)
 def each_rank_holds_half(student, rng):
     """Half of the numbers on each of two ranks, also after a forward pass; a unit for each block"""
     ranks = [make_model(TransformerWithLora, rng, "gpt2") for _ in range(2)]
@@ -692,7 +727,7 @@ def ranks_sample_apart(student, rng):
     return found
 
 
-@check("unsharded", points=1, float64=False, tier="hardening")
+@check("unsharded", public=True, points=1, float64=False, tier="hardening")
 def sharded_again_after_an_error(student, rng):
     """An error inside comes out, and the model is sharded again"""
     ranks = [make_model(TransformerWithLora, rng, "shallow") for _ in range(2)]
@@ -708,7 +743,7 @@ def sharded_again_after_an_error(student, rng):
             again = [hasattr(p, "to_local") for p in model.parameters()]
             with torch.no_grad():
                 logits = model(ids).clone()
-            found = {"gathered inside": all(whole), "sharded again": all(again)}
+            found = {"tensors gathered inside": sum(whole), "sharded again": all(again)}
             return found | {"logits afterwards": logits}
 
     first, second = run_on_ranks(be)
@@ -720,12 +755,13 @@ def sharded_again_after_an_error(student, rng):
 
 def _make_args(rng, args_class=GrpoArgs, **options):
     """Arguments of which none is TRL's default."""
-    group_size, n_minibatches = rng.integer(2, 5), rng.integer(2, 4)
+    # All different, so that none can stand for another.
+    group_size, n_minibatches, n_epochs, n_groups = (2 + rng.permutation(4)).tolist()
     given = {
         "group_size": group_size,
         "num_minibatches": n_minibatches,
-        "batch_size": group_size * n_minibatches * rng.integer(2, 4),
-        "batches_per_learning_phase": rng.integer(2, 4),
+        "batch_size": group_size * n_minibatches * n_groups,
+        "batches_per_learning_phase": n_epochs,
         "total_phases": rng.integer(5, 50),
         "gen_len": rng.integer(7, 100),
         "temperature": 0.5 + rng.integer(1, 5) / 10 + 0.03,
@@ -758,7 +794,7 @@ def arguments_as_they_come(student, rng):
     return found | {"some defaults": trl.read(student.to_trl_config(_make_args(rng, **few)))}
 
 
-@check("to_trl_config", points=2, expected=config_by_table, rtol=1e-6)
+@check("to_trl_config", public=True, points=2, expected=config_by_table, rtol=1e-6)
 def arguments_of_descendants(student, rng):
     """Chapter 5's token and constant means, sequence ratios, and masked truncation"""
     options = [
@@ -771,7 +807,7 @@ def arguments_of_descendants(student, rng):
     }
 
 
-@check("to_trl_config", tier="hardening")
+@check("to_trl_config", public=True, beside=True, tier="hardening")
 def arguments_that_trl_lacks(student, rng):
     """An exact KL, leave-one-out, dynamic sampling, a penalty: an error with the argument's name"""
     cases = {
