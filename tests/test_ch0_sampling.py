@@ -439,7 +439,7 @@ def _get_ranks(order, tokens):
     return (order == tokens[:, None]).int().argmax(1)
 
 
-@check("sample_next_token", holds=_fits_the_crossing)
+@check("sample_next_token", beside=True, holds=_fits_the_crossing)
 def the_token_that_crosses_p(student, rng):
     """Probabilities 1/2, 1/4, 1/8, 1/8: top-p keeps the token that crosses p, and no more"""
     order = rng.permutation(1000)[:4]  # the others are too unlikely to count

@@ -1470,13 +1470,19 @@ def _merge_and_leave(student, rng, kind: str, dtype=torch.float32) -> dict[str, 
     return found | {"hooks left behind": count_hooks(model) - hooks}
 
 
-@check("TransformerWithLora.merged", points=2, holds=_is_the_same_model)
+@check("TransformerWithLora.merged", points=2, beside=True, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
     """Other adapters on each site, float64: merged equals hooked; all restored, after errors too"""
     return _merge_and_leave(student, rng, "gpt2", torch.float64)
 
 
-@check("TransformerWithLora.merged", slow=True, holds=_is_the_same_model, tier="hardening")
+@check(
+    "TransformerWithLora.merged",
+    slow=True,
+    beside=True,
+    holds=_is_the_same_model,
+    tier="hardening",
+)
 def merged_in_eleven_blocks(student, rng):
     """11 blocks, each with adapters of its own: merged equals hooked; all is restored"""
     return _merge_and_leave(student, rng, "deep")
@@ -1848,7 +1854,7 @@ def _save_random(student, rng, folder: str, alpha: int) -> tuple[Any, Path]:
     return model, path
 
 
-@check("TransformerWithLora.save_adapter", tier="hardening")
+@check("TransformerWithLora.save_adapter", beside=True, tier="hardening")
 def the_scaling_is_noted(student, rng):
     """What was saved with one alpha / rank does not go into a model with another"""
     with tempfile.TemporaryDirectory() as folder:
@@ -1873,7 +1879,7 @@ def loaded_into_eleven_blocks(student, rng):
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter")
 
 
-@check("TransformerWithLora.load_adapter", tier="hardening")
+@check("TransformerWithLora.load_adapter", beside=True, tier="hardening")
 def refused_files_change_nothing(student, rng):
     """A file with another alpha / rank, or a last matrix of another shape: no parameter changes"""
     with tempfile.TemporaryDirectory() as folder:

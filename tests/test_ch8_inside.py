@@ -270,7 +270,7 @@ def _is_left_alone(observed, reference):
     return None
 
 
-@check("truncate_rank", holds=_is_left_alone, float64=False, tier="hardening")
+@check("truncate_rank", beside=True, holds=_is_left_alone, float64=False, tier="hardening")
 def ranks_that_cut_nothing(student, rng):
     """A rank that is the adapters' own, or more: inside they are the same, to the bit"""
     model = make_policy(rng, "shallow")
