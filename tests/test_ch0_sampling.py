@@ -66,7 +66,7 @@ def logprobs_and_gradient(student, logits, tokens, *options):
     )
 
 
-@check("get_logprobs", points=2, seeds=2, expected=logprobs_by_categorical)
+@check("get_logprobs", public=True, points=2, seeds=2, expected=logprobs_by_categorical)
 def every_prefix_and_temperature(student, rng):
     """Random logits, prefixes of several lengths, temperatures from 0.05 to 5; gradients"""
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
@@ -182,7 +182,7 @@ def worked_entropies(student, rng):
     return student.calc_entropy(rng.tensor([[1.0, 1.0], [3.0, 1.0], [1.0, 0.0]]).log())
 
 
-@check("calc_entropy", seeds=2, expected=entropy_by_categorical)
+@check("calc_entropy", public=True, seeds=2, expected=entropy_by_categorical)
 def entropy_of_any_shape(student, rng):
     """One distribution, several with one to three leading axes, slices, a vocabulary of 20,000"""
     shapes = [(5,), (3, 5), (2, 3, 5), (2, 1, 3, 7), (20_000,)]
@@ -195,14 +195,14 @@ def entropy_of_any_shape(student, rng):
     }
 
 
-@check("calc_entropy", points=2, expected=entropy_by_categorical)
+@check("calc_entropy", public=True, points=2, expected=entropy_by_categorical)
 def gradient_of_the_entropy(student, rng):
     """The gradient for the logits"""
     return value_and_gradients(student.calc_entropy, logits=rng.normal(3, 4, 6, std=2))
 
 
 # Numbers near 200 are 1.5e-5 apart in float32: a difference of two is off by as much.
-@check("calc_entropy", expected=entropy_by_categorical, atol=5e-5, tier="hardening")
+@check("calc_entropy", public=True, expected=entropy_by_categorical, atol=5e-5, tier="hardening")
 def entropy_of_huge_logits(student, rng):
     """Logits of 1e4, and small differences on top of 200 and of -200: no overflow, no nan"""
     # Far from each other, as numbers near 1e4 are 1e-3 apart.
@@ -252,7 +252,7 @@ def worked_means(student, rng):
     }
 
 
-@check("masked_mean", points=2, seeds=2, expected=mean_of_selected)
+@check("masked_mean", public=True, points=2, seeds=2, expected=mean_of_selected)
 def ragged_means(student, rng):
     """Ragged masks with an empty row, true zeros, NaN or inf beyond, every dim; slices stay"""
     mask = ragged_mask(rng, 5, 4)
@@ -281,7 +281,7 @@ def other_ranks(student, rng):
     }
 
 
-@check("masked_mean", expected=mean_of_selected, tier="hardening")
+@check("masked_mean", public=True, expected=mean_of_selected, tier="hardening")
 def gradient_of_the_mean(student, rng):
     """The gradient where NaN or inf is masked out, in a row without true positions too"""
     mask = ragged_mask(rng, 5, 4)
@@ -472,7 +472,7 @@ def _is_repeatable(observed, reference):
     return None
 
 
-@check("sample_next_token", holds=_is_repeatable)
+@check("sample_next_token", public=True, holds=_is_repeatable)
 def generator(student, rng):
     """The generator decides the draws, and the logits stay as they were"""
     logits = rng.normal(200, 6)
@@ -641,7 +641,7 @@ def worked_padding(student, rng):
     return {"the ids": ids, "the attention mask": mask, "the sequences afterwards": sequences}
 
 
-@check("left_pad", points=2, seeds=2, expected=pad_by_loops)
+@check("left_pad", public=True, points=2, seeds=2, expected=pad_by_loops)
 def random_sequences(student, rng):
     """Random lengths, up to 1,100, ids that equal the pad id or are large, an empty sequence"""
     sequences = [rng.integers(0, 4, rng.integer(1, 7)).tolist() for _ in range(6)]
@@ -800,7 +800,7 @@ def greedy_llama(student, rng):
     return _greedy(student, model, prompts, rng, prepend_bos=False)
 
 
-@check("get_samples", expected=_greedy_by_hugging_face("ending"), float64=False)
+@check("get_samples", public=True, expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
     """Rows end at different steps, all of them or not, none by its prompt's eos; one prompt"""
     # Greedy, "A<eos>" goes on; of the others one has 10 tokens, a bos among them, the most.
@@ -1023,7 +1023,7 @@ def worked_objective(student, rng):
     return student.calc_reinforce_objective(logprobs, advantages, ~logprobs.isnan())
 
 
-@check("calc_reinforce_objective", points=2, seeds=2, expected=reinforce_by_loops)
+@check("calc_reinforce_objective", public=True, points=2, seeds=2, expected=reinforce_by_loops)
 def reinforce_and_its_gradient(student, rng):
     """Ragged, some advantages 0, log-probs of -30, NaN beyond: the value and the gradient"""
     mask = ragged_mask(rng)
@@ -1038,7 +1038,7 @@ def reinforce_and_its_gradient(student, rng):
     )
 
 
-@check("calc_reinforce_objective", expected=reinforce_by_loops, tier="hardening")
+@check("calc_reinforce_objective", public=True, expected=reinforce_by_loops, tier="hardening")
 def reinforce_edges(student, rng):
     """1 and 150 rows, slices, advantages near 1000, inf or numbers beyond; nothing true, NaN"""
     f = student.calc_reinforce_objective
@@ -1087,6 +1087,7 @@ def a_coin_of_3_to_1(student, rng):
 # Numbers near 200 are 1.5e-5 apart in float32: a difference of two is off by as much.
 @check(
     "calc_expected_policy_gradient",
+    public=True,
     points=2,
     seeds=2,
     expected=policy_gradient_by_autograd,

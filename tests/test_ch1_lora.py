@@ -136,7 +136,7 @@ def _starts_right(observed, reference):
     return None
 
 
-@check("LoraLayer", points=2, holds=_starts_right)
+@check("LoraLayer", public=True, points=2, holds=_starts_right)
 def new_adapters(student, rng):
     """How a new adapter starts: A uniform in ±1/sqrt(d_in), B zero, all of it trained"""
     found = []
@@ -164,7 +164,7 @@ def new_adapters(student, rng):
     return found
 
 
-@check("LoraLayer", points=2, seeds=2, expected=LoraByOuterProducts)
+@check("LoraLayer", public=True, points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
     """Random A and B, ranks, alphas, leading axes; gradients; eval(); frozen; other dtypes"""
     found = {}
@@ -273,7 +273,7 @@ HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
 }
 
 
-@check("make_lora_hooks", points=2, seeds=2, expected=hooks_by_position)
+@check("make_lora_hooks", public=True, points=2, seeds=2, expected=hooks_by_position)
 def head_axes(student, rng):
     """Head axes in, out, on both, in groups and on neither; views, eval(), B = 0; the gradients"""
     found = {}
@@ -665,7 +665,7 @@ def _build_everywhere(student, rng, kind: str) -> dict[str, Any]:
     return found | {"logits after .train()": score(model, ids, mask)}
 
 
-@check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
+@check("TransformerWithLora.from_pretrained", public=True, expected=ByHuggingFace, **CLOSE)
 def every_site_of_gpt2(student, rng):
     """Adapters on every site of GPT-2, whose weights are of two kinds; the rest is frozen"""
     return _build_everywhere(student, rng, "gpt2")
@@ -784,7 +784,7 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
     return found
 
 
-@check("TransformerWithLora.from_pretrained", expected=OfTheClassAsked(), **CLOSE)
+@check("TransformerWithLora.from_pretrained", public=True, expected=OfTheClassAsked(), **CLOSE)
 def initial_adapters(student, rng):
     """On each of two blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
     return _look_at_new_adapters(student, rng, "gpt2")
@@ -909,7 +909,13 @@ def _is_cut(model, rng) -> bool:
         return False
 
 
-@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("gpt2"), **CLOSE)
+@check(
+    "TransformerWithLora.forward",
+    public=True,
+    points=2,
+    expected=forward_by_hugging_face("gpt2"),
+    **CLOSE,
+)
 def padded_gpt2(student, rng):
     """Rows padded left and right on a model with absolute positions; each adapter's gradient"""
     ids, mask = ragged_batch(rng)
@@ -980,7 +986,9 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
     return found
 
 
-@check("TransformerWithLora.forward", expected=forward_by_hugging_face("shallow"), **CLOSE)
+@check(
+    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("shallow"), **CLOSE
+)
 def key_value_cache(student, rng):
     """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
@@ -1195,7 +1203,9 @@ def inside_and_after(student, rng):
     return found | {"after": model(ids)}
 
 
-@check("TransformerWithLora.reference", points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE)
+@check(
+    "TransformerWithLora.reference", public=True, points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE
+)
 def between_forward_and_backward(student, rng):
     """A forward, the reference's on the same rows, a backward through both; no_grad afterwards"""
     ids, mask = ragged_batch(rng)
@@ -1220,6 +1230,7 @@ def between_forward_and_backward(student, rng):
 
 @check(
     "TransformerWithLora.reference",
+    public=True,
     points=2,
     expected=NEVER_ADAPTED["llama"],
     **CLOSE,
@@ -1470,7 +1481,7 @@ def _merge_and_leave(student, rng, kind: str, dtype=torch.float32) -> dict[str, 
     return found | {"hooks left behind": count_hooks(model) - hooks}
 
 
-@check("TransformerWithLora.merged", points=2, beside=True, holds=_is_the_same_model)
+@check("TransformerWithLora.merged", public=True, points=2, beside=True, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
     """Other adapters on each site, float64: merged equals hooked; all restored, after errors too"""
     return _merge_and_leave(student, rng, "gpt2", torch.float64)
@@ -1879,7 +1890,7 @@ def loaded_into_eleven_blocks(student, rng):
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter")
 
 
-@check("TransformerWithLora.load_adapter", beside=True, tier="hardening")
+@check("TransformerWithLora.load_adapter", public=True, beside=True, tier="hardening")
 def refused_files_change_nothing(student, rng):
     """A file with another alpha / rank, or a last matrix of another shape: no parameter changes"""
     with tempfile.TemporaryDirectory() as folder:
@@ -2050,7 +2061,7 @@ def worked_sft_loss(student, rng):
     return student.calc_sft_loss(logits, torch.tensor(tokens), torch.tensor(loss_mask))
 
 
-@check("calc_sft_loss", points=2, seeds=2, expected=sft_loss_by_loops)
+@check("calc_sft_loss", public=True, points=2, seeds=2, expected=sft_loss_by_loops)
 def random_targets(student, rng):
     """Ragged targets with gaps, one row without any; the gradient for the logits"""
     return sft_loss_and_gradient(student, *sft_batch(rng))

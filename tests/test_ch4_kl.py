@@ -51,7 +51,7 @@ def worked_estimates(student, rng):
     return found | {"k4, sampled from 0.4, 0.4, 0.2": student.calc_kl_estimate(p, q, "k4", old)}
 
 
-@check("calc_kl_estimate", points=2, seeds=2, expected=estimate_of_probabilities)
+@check("calc_kl_estimate", public=True, points=2, seeds=2, expected=estimate_of_probabilities)
 def estimates_of_every_shape(student, rng):
     """Random log-probs, 0 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
     f, found = student.calc_kl_estimate, {}
@@ -148,7 +148,7 @@ def worked_kl(student, rng):
     return student.calc_exact_kl(p, q)
 
 
-@check("calc_exact_kl", points=2, seeds=2, expected=kl_by_distributions)
+@check("calc_exact_kl", public=True, points=2, seeds=2, expected=kl_by_distributions)
 def kl_of_every_shape(student, rng):
     """Random logits, 1 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
     f, found = student.calc_exact_kl, {}
@@ -219,7 +219,7 @@ def worked_stats(student, rng):
     return {kind: student.calc_estimator_stats(logits, ref_logits, kind) for kind in KINDS}
 
 
-@check("calc_estimator_stats", points=2, seeds=3, expected=stats_by_loops, atol=1e-5)
+@check("calc_estimator_stats", public=True, points=2, seeds=3, expected=stats_by_loops, atol=1e-5)
 def stats_of_random_policies(student, rng):
     """Random policies and references, near and far, several vocabularies; logits unchanged"""
     found = {}
@@ -319,7 +319,14 @@ def gradients_on_policy(student, rng):
     }
 
 
-@check("calc_expected_gradient", points=3, seeds=3, expected=gradient_by_the_score, atol=1e-5)
+@check(
+    "calc_expected_gradient",
+    public=True,
+    points=3,
+    seeds=3,
+    expected=gradient_by_the_score,
+    atol=1e-5,
+)
 def gradients_off_policy(student, rng):
     """Samples of an older policy: every estimator, in the loss and in the reward"""
     ref_logits, direction = rng.normal(6), rng.normal(6)

@@ -76,7 +76,7 @@ def worked_texts(student, rng):
     return [student.extract_answer(text) for text in texts]
 
 
-@check("extract_answer", points=2, seeds=2, expected=answer_by_characters)
+@check("extract_answer", public=True, points=2, seeds=2, expected=answer_by_characters)
 def completions_of_the_corpus(student, rng):
     """Direct and worked answers of one to five digits, negative ones, and ones cut off"""
     texts = [f"A: {draw_number(rng)}" for _ in range(4)]
@@ -129,7 +129,7 @@ def worked_corrections(student, rng):
     return student.reward_fn_correct(samples, ["12"] * 5)
 
 
-@check("reward_fn_correct", points=2, seeds=2, expected=correct_by_characters)
+@check("reward_fn_correct", public=True, points=2, seeds=2, expected=correct_by_characters)
 def each_its_own_answer(student, rng):
     """Direct and worked completions, some right, some alike, each with an answer of its own"""
     pairs = [work_out(rng) for _ in range(8)]
@@ -145,7 +145,7 @@ def each_its_own_answer(student, rng):
     return found | {"the texts afterwards": texts, "the answers afterwards": answers}
 
 
-@check("reward_fn_correct", points=2, seeds=2, expected=correct_by_characters)
+@check("reward_fn_correct", public=True, points=2, seeds=2, expected=correct_by_characters)
 def answers_that_look_alike(student, rng):
     """A digit more or less, another sign, the answer elsewhere in the text, or followed by more"""
     n = rng.integer(10, 1000)
@@ -190,7 +190,7 @@ def worked_formats(student, rng):
     return student.reward_fn_format([f"{steps}A: 111", "A: 111", f"{steps}A:", f"{steps}A: 5"])
 
 
-@check("reward_fn_format", points=2, seeds=2, expected=format_by_characters)
+@check("reward_fn_format", public=True, points=2, seeds=2, expected=format_by_characters)
 def formats_of_completions(student, rng):
     """Worked and direct, right and wrong, cut off anywhere, gone on after the answer"""
     texts = [work_out(rng, slip)[0] for slip in (0, 0, 1, -10)]
@@ -204,7 +204,7 @@ def formats_of_completions(student, rng):
     return found | {"one text": student.reward_fn_format(texts[:1]), "texts afterwards": texts}
 
 
-@check("reward_fn_format", points=2, expected=format_by_characters)
+@check("reward_fn_format", public=True, points=2, expected=format_by_characters)
 def steps_that_are_missing(student, rng):
     """One or two of the steps left out, another order, wrong sums, more than the steps"""
     text, answer = work_out(rng)
@@ -262,7 +262,7 @@ def weights_of_every_kind(student, rng):
     return {name: student.combine_rewards(rewards, w) for name, w in weights.items()}
 
 
-@check("combine_rewards", expected=combine_by_loops, tier="hardening")
+@check("combine_rewards", public=True, expected=combine_by_loops, tier="hardening")
 def rewards_afterwards(student, rng):
     """The result carries no gradient and is new; rewards and weights stay as they were"""
     f, found = student.combine_rewards, {}
@@ -307,7 +307,7 @@ def worked_passes(student, rng):
 PASS_CHECK = {"rtol": 1e-6, "atol": 1e-9}
 
 
-@check("pass_at_k", points=2, seeds=3, expected=pass_by_enumeration, **PASS_CHECK)
+@check("pass_at_k", public=True, points=2, seeds=3, expected=pass_by_enumeration, **PASS_CHECK)
 def every_way_to_take_k(student, rng):
     """Random n up to 9, c and k, against all subsets of size k"""
     cases = []
@@ -356,7 +356,7 @@ def worked_selection(student, rng):
     return student.select_informative_groups(rewards, 3)
 
 
-@check("select_informative_groups", points=2, seeds=3, expected=informative_by_sets)
+@check("select_informative_groups", public=True, points=2, seeds=3, expected=informative_by_sets)
 def groups_of_every_size(student, rng):
     """Rewards of 0 and 1 in groups of 2 to 5, one alone, all alike, one different anywhere"""
     found = {}
@@ -417,7 +417,7 @@ def worked_others(student, rng):
     return student.leave_one_out_advantages(rewards, 3)
 
 
-@check("leave_one_out_advantages", points=2, seeds=2, expected=leave_one_out_by_loops)
+@check("leave_one_out_advantages", public=True, points=2, seeds=2, expected=leave_one_out_by_loops)
 def others_of_several_groups(student, rng):
     """Several groups of different means and spreads; two rewards a group; 0 or 1; an outlier"""
     f = student.leave_one_out_advantages
@@ -448,7 +448,7 @@ def constant_groups_left_out(student, rng):
     }
 
 
-@check("leave_one_out_advantages", expected=leave_one_out_by_loops, tier="hardening")
+@check("leave_one_out_advantages", public=True, expected=leave_one_out_by_loops, tier="hardening")
 def others_that_require_gradient(student, rng):
     """The advantages carry no gradient, and the rewards stay as they were"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
@@ -524,7 +524,7 @@ def worked_penalties(student, rng):
     return student.apply_missing_eos_penalty(rng.tensor([1.0, 0, 0, 1]), finished, 0.5)
 
 
-@check("apply_missing_eos_penalty", points=2, seeds=2, expected=penalize_by_loops)
+@check("apply_missing_eos_penalty", public=True, points=2, seeds=2, expected=penalize_by_loops)
 def penalties_of_every_size(student, rng):
     """Scores of both signs; penalties of 0, 2, 0.3 and 100; some, all and none finished"""
     f, found = student.apply_missing_eos_penalty, {}
@@ -587,7 +587,7 @@ def worked_aggregates(student, rng):
     return found | {"constant": f(per_token, mask, "constant", 5), "default": f(per_token, mask)}
 
 
-@check("aggregate_tokens", points=2, seeds=2, expected=aggregate_by_loops)
+@check("aggregate_tokens", public=True, points=2, seeds=2, expected=aggregate_by_loops)
 def ragged_aggregates(student, rng):
     """Ragged, with an empty row; NaN or inf beyond the mask: the values and the gradients"""
     mask = ragged_mask(rng)
@@ -648,7 +648,7 @@ def worked_sequence_ratios(student, rng):
     return student.calc_sequence_ratio(old + ratios.log(), old, ~ratios.isnan())
 
 
-@check("calc_sequence_ratio", points=2, seeds=2, expected=geometric_mean_of_ratios)
+@check("calc_sequence_ratio", public=True, points=2, seeds=2, expected=geometric_mean_of_ratios)
 def ragged_sequence_ratios(student, rng):
     """Ragged, NaN or inf beyond the mask: the ratios, and a gradient for the log-probs alone"""
     mask, weights = ragged_mask(rng), rng.normal(6)
@@ -729,7 +729,7 @@ def worked_levels(student, rng):
     }
 
 
-@check("calc_rlvr_objective", points=2, seeds=2, expected=rlvr_by_cases)
+@check("calc_rlvr_objective", public=True, points=2, seeds=2, expected=rlvr_by_cases)
 def ragged_rlvr_objectives(student, rng):
     """Both levels and all modes, ragged, NaN or inf beyond the mask: values and gradients"""
     mask = ragged_mask(rng)
@@ -755,7 +755,7 @@ def defaults_are_grpo(student, rng):
     }
 
 
-@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
+@check("calc_rlvr_objective", public=True, points=2, expected=rlvr_by_cases)
 def rlvr_clips(student, rng):
     """Other clips at both levels, an upper clip of 0, all arguments by position"""
     mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
@@ -1084,7 +1084,7 @@ def without_dynamic_sampling(student, rng):
     ]
 
 
-@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
+@check("RlvrTrainer.sample_groups", public=True, points=2, seeds=2, **SAMPLE_CHECK)
 def penalties_before_the_selection(student, rng):
     """truncation "penalty": it can make a group informative, and the scores carry it"""
     script = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
@@ -1195,7 +1195,7 @@ def memories_of_each_baseline(student, rng):
     return [_roll_out(student, rng, kl_coef=0.0, **kind) for kind in kinds]
 
 
-@check("RlvrTrainer.rollout_phase", points=2, **ROLLOUT_CHECK)
+@check("RlvrTrainer.rollout_phase", public=True, points=2, **ROLLOUT_CHECK)
 def memories_of_what_was_cut_off(student, rng):
     """truncation "mask" drops the rows that did not finish; "keep" and "penalty" keep them"""
     return [
@@ -1324,7 +1324,7 @@ def objective_of_sequences(student, rng):
     ]
 
 
-@check("RlvrTrainer.compute_rlhf_objective", **OBJECTIVE_CHECK)
+@check("RlvrTrainer.compute_rlhf_objective", public=True, **OBJECTIVE_CHECK)
 def objective_with_either_kl(student, rng):
     """kl_kind "exact" in place of k3, not both; kl_coef 0: no reference"""
     return [

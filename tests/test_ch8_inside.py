@@ -244,7 +244,7 @@ def logits_of_each_rank_of_llama(student, rng):
     return _truncate(student, rng, "llama")
 
 
-@check("truncate_rank", points=2, holds=_nothing_is_left, float64=False)
+@check("truncate_rank", public=True, points=2, holds=_nothing_is_left, float64=False)
 def adapters_after_truncating(student, rng):
     """Bit for bit as before on leaving, also after an error, which is passed on"""
     model = make_policy(rng)
@@ -551,7 +551,7 @@ def steered_samples(student, rng):
     return found
 
 
-@check("steer", points=2, holds=_nothing_is_left, float64=False)
+@check("steer", public=True, points=2, holds=_nothing_is_left, float64=False)
 def model_after_steering(student, rng):
     """As before on leaving, also after an error, which is passed on"""
     model = make_policy(rng)

@@ -79,5 +79,5 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
                     setattr(part.original_component, name, nn.Parameter(own, requires_grad=False))
             del attention._modules["qkv"], attention.original_component._modules["c_attn"]
     for module in [*model.base.blocks, model]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        fully_shard(module, mesh=mesh)
     return model
