@@ -314,7 +314,8 @@ class TransformerWithLora(nn.Module):
     def load_adapter(self, path: str | Path) -> None:
         """Read what `save_adapter` wrote.
 
-        Raises ValueError if the file is missing or damaged, or of other sites, shapes or scaling.
+        Raises ValueError if the file is missing or damaged, or of other sites, shapes or scaling;
+        then no parameter changes.
         """
         require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")
         try:
