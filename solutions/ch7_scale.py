@@ -366,8 +366,9 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
     # Unless told, the root stays gathered after a forward pass, and with it the adapters: then
     # an optimizer would hold the gathered copies.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    if hasattr(model, "forward_with_value_head"):
-        register_fsdp_forward_method(model, "forward_with_value_head")
+    method = "forward_with_value_head"
+    if hasattr(model, method):
+        register_fsdp_forward_method(model, method)
     return model
 
 

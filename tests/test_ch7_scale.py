@@ -577,7 +577,7 @@ def _learn_sharded(student, rng, kind, model_class=TransformerWithLora):
         optimizer = torch.optim.SGD(model.trainable_parameters(), lr=1e-3)
         for _ in range(2):
             optimizer.zero_grad()
-            if hasattr(model, "forward_with_value_head"):
+            if model_class is TransformerWithValueHeadLora:
                 logits, values = model.forward_with_value_head(ids)
                 objective = values.square().sum()
             else:

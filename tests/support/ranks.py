@@ -70,8 +70,7 @@ def run_on_ranks(function: Callable[[int], Any], n_ranks: int = 2) -> list[Any]:
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
     """Shard a model, block by block, without the help of chapter 7."""
-    for block in model.base.blocks:
-        attention = block.attn
+    for attention in [block.attn for block in model.base.blocks]:
         if "qkv" in attention._modules:
             for part in (attention.q, attention.k, attention.v):
                 for name in ("weight", "bias"):
