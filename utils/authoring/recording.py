@@ -1,30 +1,82 @@
 """Recording what a student's bundle is judged by; `utils.grading.recorded` reads it there."""
 
+import itertools
+import sys
 from typing import Any
 
-from utils.grading.checks import get_checks
-from utils.grading.diagnosis import grade_answer
-from utils.grading.judging import measure_reference_gap, observe_expected, observe_reference
-from utils.grading.known_answers import get_mistakes
+from utils.grading.calls import find_called
+from utils.grading.checks import Check, get_checks
+from utils.grading.diagnosis import grade_answer, is_same_as_recorded
+from utils.grading.judging import (
+    grade,
+    measure_reference_gap,
+    observe_expected,
+    observe_reference,
+)
+from utils.grading.known_answers import Answer, combine, get_mistakes
+from utils.grading.observation import Answers
 from utils.grading.recorded import SAME
+from utils.grading.substitution import build_module
 from utils.grading.wire import pack
+
+MAX_BYTES = 20_000  # of an exercise's mistakes, if their pairs are to be recorded
 
 
 def record(chapter: str) -> bytes:
-    """Run the reference, the oracles and the mistakes of a chapter on its quick public checks."""
+    """Run the reference, the oracles, the mistakes of a chapter and pairs of those on its quick
+    public checks; note how many checks an exercise has in all, and what its solution calls."""
     found: dict[str, Any] = {"reference": {}, "expected": {}, "gap": {}, "mistakes": []}
+    found["n_checks"] = {name: len(checks) for name, checks in get_checks(chapter).items()}
+    found["calls"] = {name: [*find_called(chapter, name)] for name in get_checks(chapter)}
     public = {e: [c for c in checks if c.public] for e, checks in get_checks(chapter).items()}
     for check in (check for checks in public.values() for check in checks):
         seeds = range(check.seeds)
         found["reference"][check.path] = [observe_reference(check, i) for i in seeds]
         found["expected"][check.path] = [observe_expected(check, i) for i in seeds]
         found["gap"][check.path] = [measure_reference_gap(check, i) for i in seeds]
-    for mistake in get_mistakes(chapter):
-        verdicts = [grade_answer(c, mistake) for c in public[mistake.exercise] if not c.slow]
-        if all(verdict.passed for verdict in verdicts):
-            continue  # hidden checks alone tell it
-        observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}
-        found["mistakes"].append(
-            {"exercise": mistake.exercise, "sentence": mistake.sentence, "observed": observed}
-        )
+    for exercise, checks in public.items():
+        quick = [check for check in checks if not check.slow]
+        mistakes = [m for m in get_mistakes(chapter) if m.exercise == exercise]
+        found["mistakes"] += _record_mistakes(mistakes, quick)
     return pack(found)
+
+
+def _record_mistakes(mistakes: list[Answer], checks: list[Check]) -> list[dict[str, Any]]:
+    """Record the mistakes that public checks see and, where that is cheap, pairs of them."""
+    seen: list[tuple[Answer, dict[str, Any]]] = []
+    for mistake in mistakes:
+        verdicts = [grade_answer(check, mistake) for check in checks]
+        if not all(verdict.passed for verdict in verdicts):
+            observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}
+            seen.append((mistake, observed))
+    if "." not in mistakes[0].exercise and len(pack({"": [o for _, o in seen]})) <= MAX_BYTES:
+        for one, other in list(itertools.combinations(seen, 2)):
+            seen += _record_pair(one, other, checks)
+    return [
+        {"exercise": m.exercise, "sentence": m.sentence, "observed": o, "n": len(m.mistakes)}
+        for m, o in seen
+    ]
+
+
+def _record_pair(
+    one: tuple[Answer, dict[str, Any]], other: tuple[Answer, dict[str, Any]], checks: list[Check]
+) -> list[tuple[Answer, dict[str, Any]]]:
+    """Record two mistakes at once, unless on each check the two do what one of them does: that is
+    told from their own observations."""
+    pair = combine(one[0], other[0])
+    try:
+        module = build_module(pair.chapter, pair.make_source())
+    except Exception:  # they change the same lines, or make no program together
+        return []
+    try:
+        verdicts = [grade(check, Answers(vars(module))) for check in checks]
+    finally:
+        del sys.modules[module.__name__]
+    observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}
+    alone = (one[1], other[1])
+    is_new = any(
+        not any(is_same_as_recorded(v, o[v.check.path]) for o in alone)
+        for v in verdicts
+        if not v.passed
+    )
+    return [(pair, observed)] if is_new else []

@@ -3,10 +3,11 @@
 import contextlib
 import inspect
 import os
-import re
 import sys
 from typing import Any
 
+from utils.course import in_bundle
+from utils.grading.calls import say_called
 from utils.grading.checks import (
     Check,
     find_chapter,
@@ -15,7 +16,7 @@ from utils.grading.checks import (
     get_reference,
     has_reference,
 )
-from utils.grading.diagnosis import SEARCH_SECONDS, grade_exercise
+from utils.grading.diagnosis import SEARCH_SECONDS, grade_exercise, is_same_as_recorded
 from utils.grading.judging import (
     Verdict,
     count_points,
@@ -24,7 +25,7 @@ from utils.grading.judging import (
     grade,
 )
 from utils.grading.known_answers import get_chapter_source
-from utils.grading.observation import Answers, Raised, usual_settings
+from utils.grading.observation import Answers, usual_settings
 from utils.grading.substitution import alone, find_answer, find_owner, is_stub, replaced
 
 Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
@@ -69,16 +70,10 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     if not verdicts:
         print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
         return chapter, exercise, []
-    note = None
-    if not has_reference(chapter) and all(verdict.passed for verdict in verdicts):
-        note = "These are the public checks: your work may be graded by more."
-    elif not has_reference(chapter) and (lacking := _find_lacking(verdicts, chapter)):
-        names = ", ".join(sorted(lacking - {""}))
-        others = (
-            f"what is not written yet ({names})" if names else "others that are not written yet"
-        )
-        note = f"This needs {others}: check it again after that."
-    elif has_reference(chapter) and not all(verdict.passed for verdict in verdicts):
+    first = note = None
+    if not has_reference(chapter):
+        first, note = in_bundle.comment(exercise, verdicts, sentence, student, caller, hardening)
+    elif not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
             again = grade_exercise(
                 chapter,
@@ -98,8 +93,17 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
             note += "With your own it fails too, in another way."
         if note is not None:
             verdicts, sentence = again
-    print(format_verdicts(exercise, verdicts, sentence, note, hardening))
+        elif not all(map(_went_alike, verdicts, again[0])):
+            note = say_called(chapter, exercise)
+    print(format_verdicts(exercise, verdicts, sentence, note, hardening, first))
     return chapter, exercise, verdicts
+
+
+def _went_alike(verdict: Verdict, other: Verdict) -> bool:
+    """Return whether a check fails in the same way for two, or for neither."""
+    if verdict.passed or other.passed:
+        return verdict.passed and other.passed
+    return is_same_as_recorded(verdict, [*other.observations])
 
 
 def _is_of_an_earlier_chapter(chapter: str, exercise: str, cls: type | None) -> bool:
@@ -148,24 +152,6 @@ def _find_culprit(
     return f"because your {culprit} fails here." if culprit else "as it fails with yours."
 
 
-def _find_lacking(verdicts: list[Verdict], chapter: str) -> set[str]:
-    """Return other exercises that an answer needs and that are not written; "" for one unknown."""
-    exercises = {exercise.rpartition(".")[2]: exercise for exercise in get_checks(chapter)}
-    lacking = set()
-    for verdict in verdicts:
-        last = verdict.observations[-1]
-        if not isinstance(last, Raised) or verdict.is_stub:
-            continue
-        if found := re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", last.message):
-            if f"{found[1]}.{found[2]}" in exercises.values():  # it has no cell yet
-                lacking.add(f"{found[1]}.{found[2]}")
-        elif last.kind in ("NotImplementedError", "NotDefined"):
-            found = re.search(r'(\w+) is not defined|required "(\w+)" function', last.message)
-            name = (found[1] or found[2]) if found else last.place
-            lacking.add(exercises.get(name, ""))
-    return lacking
-
-
 def _get_exercise(answer: Any, caller: dict[str, Any]) -> str:
     """Return the name under which the caller has it, or under which it was defined.
 
@@ -211,14 +197,22 @@ def format_verdicts(
     sentence: str | None = None,
     note: str | None = None,
     hardening: bool = False,
+    first: str | None = None,
 ) -> str:
     """Format a line per core check, what differs below those that failed, and the mistake's
-    sentence; one line for all that is hardening, unless that is asked for."""
+    sentence; one line for all that is hardening, unless that is asked for. What comes `first`
+    stands above them, a `note` below."""
     if all(verdict.is_stub for verdict in verdicts):
         return f"{exercise}: not written yet"
-    earned, total = count_points(verdicts), sum(verdict.check.points for verdict in verdicts)
-    solved = ", solved" if is_solved(verdicts) else ""
-    lines = [paint(f"{exercise}: {earned:.3g} of {total:g} points{solved}", BOLD)]
+    chapter = verdicts[0].check.chapter
+    if has_reference(chapter):
+        earned, total = count_points(verdicts), sum(verdict.check.points for verdict in verdicts)
+        went = f"{earned:.3g} of {total:g} points{', solved' if is_solved(verdicts) else ''}"
+    else:
+        went = in_bundle.say_passed(verdicts)
+    lines = [paint(f"{exercise}: {went}", BOLD)]
+    if first is not None:
+        lines.append(paint(first, YELLOW))
     points = dict(zip([v.check for v in verdicts], get_points(verdicts), strict=True))
     harder = [verdict for verdict in verdicts if not verdict.check.is_core]
     seen: set[str] = set()
@@ -237,7 +231,6 @@ def format_verdicts(
         lines.append(paint(f"→ {sentence}", YELLOW))
     if note is not None:
         lines.append(note)
-    chapter = verdicts[0].check.chapter
     if left := len(get_checks(chapter)[exercise]) - len(verdicts):
         more = "1 slow check was" if left == 1 else f"{left} slow checks were"
         lines.append(f"({more} not run: check({exercise}, slow=True))")

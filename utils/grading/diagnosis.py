@@ -3,6 +3,7 @@
 Where none does, two at once are tried, and then the one that explains most.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -23,11 +24,12 @@ from utils.grading.judging import (
     judge,
     measure_reference_gap,
 )
-from utils.grading.known_answers import Answer
+from utils.grading.known_answers import AND, Answer
 from utils.grading.observation import Answers, Raised, run_check
 from utils.grading.substitution import build_module
 
 SEARCH_SECONDS = 5  # in a notebook, after which no mistake and no pair is tried any more
+EITHER = "Either: {} Or: {}"  # two mistakes that the public checks of a bundle do not tell apart
 AT_LEAST = "At least in part: "  # before a sentence that does not explain all that fails
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
 
@@ -46,9 +48,9 @@ def diagnose(
 
     Where none's do, and there are `seconds` to look, those of the two mistakes that do together;
     else, unless it has to be `exact`, that of the mistake which explains most of the core checks
-    that fail, and half of them at least. None for a tie of two that fit, for a name that is
-    missing, and for an error in slow checks alone, as to run every known mistake takes longer than
-    reading the error.
+    that fail, and half of them at least. None for a tie of two that fit (in a bundle, whose public
+    checks tell fewer apart, the sentences of both), for a name that is missing, and for an error in
+    slow checks alone, as to run every known mistake takes longer than reading the error.
     """
     # The telling ones first, and the quick ones of them: each mistake is run until one differs.
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
@@ -66,7 +68,7 @@ def diagnose(
             return None
         mine: list[Any] = list(known_answers.get_mistakes(first.chapter))
     else:
-        mine = list(known.mistakes)
+        mine = [mistake for mistake in known.mistakes if mistake.n == 1]
     mine = [mistake for mistake in mine if mistake.exercise == first.exercise]
     compare = _same_as_mistake if known is None else _same_as_recorded
     deadline = None if seconds is None else time.monotonic() + seconds
@@ -79,7 +81,13 @@ def diagnose(
         n_same = _count_while(compare, verdicts, mistake, secret)
         fitting += [mistake] * (n_same == len(verdicts))
         alike += [mistake] * (n_same > 0)
-    if not fitting and known is None and deadline is not None:
+    if known is not None and len(fitting) == 2:  # on public checks more mistakes are alike
+        return EITHER.format(*(mistake.sentence for mistake in fitting))
+    if not fitting and known is not None:
+        pairs = [m for m in known.mistakes if m.exercise == first.exercise and m.n == 2]
+        fitting = [m for m in pairs if _count_while(compare, verdicts, m, secret) == len(verdicts)]
+        fitting += _find_recorded_pairs(verdicts, mine)
+    elif not fitting and deadline is not None:
         fitting = _find_pairs(verdicts, mine, secret, deadline)
     if fitting or exact:
         return fitting[0].sentence if len(fitting) == 1 else None
@@ -142,6 +150,21 @@ def _find_pairs(
     return found
 
 
+def _find_recorded_pairs(
+    verdicts: list[Verdict], mistakes: list[recorded.RecordedMistake]
+) -> list[recorded.RecordedMistake]:
+    """Return the pairs of mistakes that fit by what each does alone: on every check that fails one
+    of the two does what the student's code does, and neither fails another."""
+    same = [[_same_as_recorded(verdict, m, "") for verdict in verdicts] for m in mistakes]
+    found = []
+    for i, j in itertools.combinations(range(len(mistakes)), 2):
+        both = zip(verdicts, same[i], same[j], strict=True)
+        if all(a and b if verdict.passed else a or b for verdict, a, b in both):
+            sentence = AND.format(mistakes[i].sentence, mistakes[j].sentence)
+            found.append(dataclasses.replace(mistakes[i], sentence=sentence, n=2))
+    return found
+
+
 def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
     """Return whether two mistakes together do what the student's code did; keep nothing of them."""
     try:
@@ -162,7 +185,15 @@ def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
 
 
 def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
-    observed = mistake.observed.get(verdict.check.path, recorded.SAME)
+    return is_same_as_recorded(verdict, _get_recorded(verdict, mistake), secret)
+
+
+def _get_recorded(verdict: Verdict, mistake: recorded.RecordedMistake) -> Any:
+    return mistake.observed.get(verdict.check.path, recorded.SAME)
+
+
+def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bool:
+    """Return whether a verdict's observations are those that were recorded of a mistake."""
     if observed == recorded.SAME or verdict.passed:
         return verdict.passed and observed == recorded.SAME
     return len(observed) == len(verdict.observations) and all(

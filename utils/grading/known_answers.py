@@ -31,6 +31,7 @@ from utils.grading.observation import Answers
 from utils.grading.substitution import ChapterSource, build_module
 
 SOURCES = Path(__file__).parents[2] / "chapters" / "source"
+AND = "{} And: {}"  # the sentences of two mistakes that are made at once
 IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is collected
 
 
@@ -103,7 +104,7 @@ def get_mistakes(chapter: str) -> tuple[Answer, ...]:
 
 def combine(one: Answer, other: Answer) -> Answer:
     """Return the answer that makes two mistakes at once."""
-    name, sentence = f"{one.name} and {other.name}", f"{one.sentence} And: {other.sentence}"
+    name, sentence = f"{one.name} and {other.name}", AND.format(one.sentence, other.sentence)
     return Answer(one.chapter, one.exercise, name, sentence, one.mistakes + other.mistakes)
 
 

@@ -17,20 +17,24 @@ SAME = "same as expected"  # a mistake's observation that the check accepts take
 
 @dataclass(frozen=True)
 class RecordedMistake:
-    """By the path of each check, what was observed with each seed."""
+    """By the path of each check, what was observed with each seed; of `n` mistakes at once."""
 
     exercise: str
     sentence: str
     observed: dict[str, list[Any]]
+    n: int = 1
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """By the path of each check: the reference, what is expected, and the reference's gap."""
+    """By the path of each check: the reference, what is expected, and the reference's gap. By
+    exercise: how many checks it has, hidden ones too, and which of the others it calls."""
 
     reference: dict[str, list[Any]]
     expected: dict[str, list[Any]]
     gap: dict[str, list[Any]]
+    n_checks: dict[str, int]
+    calls: dict[str, list[str]]
     mistakes: tuple[RecordedMistake, ...]
 
 

@@ -1,0 +1,100 @@
+"""What `check` says in a course bundle, which has the public checks of its chapter and neither its
+solutions nor its other checks."""
+
+import re
+import time
+from typing import Any
+
+from utils.grading import recorded
+from utils.grading.calls import find_called, say_called
+from utils.grading.checks import get_checks
+from utils.grading.judging import Verdict, get_quick_checks, grade
+from utils.grading.observation import Answers, Raised
+from utils.grading.substitution import find_answer, is_stub
+
+SECONDS = 1.0  # after which no more of what an exercise calls is checked
+UNKNOWN = "No single known mistake does this; it may be two at once."
+
+
+def count_checks(chapter: str, exercise: str) -> int:
+    """Count all checks of an exercise, those that the bundle does not hold too."""
+    known = recorded.load(chapter)
+    return known.n_checks[exercise] if known is not None else len(get_checks(chapter)[exercise])
+
+
+def say_passed(verdicts: list[Verdict]) -> str:
+    """Say how many checks pass, never that the exercise is solved: what hidden checks see is not
+    known here."""
+    n_passed = sum(verdict.passed for verdict in verdicts)
+    check = verdicts[0].check
+    n_checks = count_checks(check.chapter, check.exercise)
+    if n_passed == len(verdicts):
+        return f"passes the public checks: {n_passed} of {n_checks} checks"
+    return f"passes {n_passed} of {len(verdicts)} public checks ({n_checks} checks in all)"
+
+
+def comment(
+    exercise: str,
+    verdicts: list[Verdict],
+    sentence: str | None,
+    student: Answers,
+    caller: dict[str, Any],
+    hardening: bool,
+) -> tuple[str | None, str | None]:
+    """Return what to read before the checks and what after them, beside a mistake's sentence."""
+    chapter = verdicts[0].check.chapter
+    if all(verdict.passed for verdict in verdicts):
+        left = count_checks(chapter, exercise) - len(get_checks(chapter)[exercise])
+        which = "1 check is" if left == 1 else f"{left} checks are"
+        return None, f"{which} not here, and may be run when your work is graded." if left else None
+    if lacking := _find_lacking(verdicts, chapter):
+        names = ", ".join(sorted(lacking - {""}))
+        others = (
+            f"what is not written yet ({names})" if names else "others that are not written yet"
+        )
+        return None, f"This needs {others}: check it again after that."
+    failing = _find_failing(chapter, exercise, student, caller)
+    called = say_called(chapter, exercise)
+    if failing:
+        what = (
+            "fails its own check: mend that" if len(failing) == 1 else "fail their own: mend those"
+        )
+        return f"Your {' and '.join(failing)} {what} first.", called
+    shown = [v for v in verdicts if not v.passed and (hardening or v.check.is_core)]
+    is_odd = any(v.mismatch is not None and not v.mismatch.is_error for v in shown)
+    unknown = UNKNOWN if is_odd and sentence is None else None
+    return None, "\n".join(text for text in (unknown, called) if text is not None) or None
+
+
+def _find_failing(
+    chapter: str, exercise: str, student: Answers, caller: dict[str, Any]
+) -> list[str]:
+    """Return those of the student's exercises that this one calls and that fail their own checks,
+    as far as there is time."""
+    start, failing = time.perf_counter(), []
+    for other in find_called(chapter, exercise):
+        answer = find_answer(caller, other)
+        if answer is None or is_stub(answer) or time.perf_counter() - start > SECONDS:
+            continue
+        core = [check for check in get_quick_checks(chapter, other) if check.is_core]
+        if not all(grade(check, student).passed for check in core):
+            failing.append(other)
+    return failing
+
+
+def _find_lacking(verdicts: list[Verdict], chapter: str) -> set[str]:
+    """Return other exercises that an answer needs and that are not written; "" for one unknown."""
+    exercises = {exercise.rpartition(".")[2]: exercise for exercise in get_checks(chapter)}
+    lacking = set()
+    for verdict in verdicts:
+        last = verdict.observations[-1]
+        if not isinstance(last, Raised) or verdict.is_stub:
+            continue
+        if found := re.fullmatch(r"'(\w+)' object has no attribute '(\w+)'", last.message):
+            if f"{found[1]}.{found[2]}" in exercises.values():  # it has no cell yet
+                lacking.add(f"{found[1]}.{found[2]}")
+        elif last.kind in ("NotImplementedError", "NotDefined"):
+            found = re.search(r'(\w+) is not defined|required "(\w+)" function', last.message)
+            name = (found[1] or found[2]) if found else last.place
+            lacking.add(exercises.get(name, ""))
+    return lacking
