@@ -13,6 +13,9 @@ filled from the solutions:
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
                           `loop` is the chapter's diagram
 
+Text in <repository>...</repository> stands where the whole repository is at hand, text in
+<bundle>...</bundle> in a course bundle, which has no experiments, course tests or Makefile.
+
 `chapters/<chapter>.ipynb` has stubs, `solutions/<chapter>.ipynb` the solutions in their place,
 executed.
 """
@@ -47,6 +50,9 @@ ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
 FIGURES = CHAPTERS / "figures"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+BY_PLACE = re.compile(r"<(repository|bundle)>(.*?)</\1>", re.DOTALL)
+MADE_BY = re.compile(r"^#.* python -m chapters\.experiments\.[^\n]*\n", re.MULTILINE)
+SCRIPT = re.compile(r"(a script in )?chapters/experiments[\w/.]*")
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
 OPTIONAL = {False: "", True: " · optional", "lent": " · optional where the solutions are at hand"}
 FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional"}
@@ -84,6 +90,10 @@ class Edition:
 
     solved: bool = False
     folded_solutions: bool = True
+
+    @property
+    def place(self) -> str:
+        return "repository" if self.solved or self.folded_solutions else "bundle"
 
 
 @dataclass
@@ -176,6 +186,9 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     """
     builder = _Builder(chapter, edition)
     source = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+    source = BY_PLACE.sub(lambda match: match[2] if match[1] == edition.place else "", source)
+    if edition.place == "bundle":  # which has what the scripts found, not the scripts
+        source = SCRIPT.sub("a recorded run", MADE_BY.sub("", source))
     for cell in jupytext.reads(source, fmt="md:myst").cells:
         if cell.cell_type == "code":
             builder.code(cell.source, *cell.metadata.get("tags", []))

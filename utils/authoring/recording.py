@@ -49,7 +49,8 @@ def _record_mistakes(mistakes: list[Answer], checks: list[Check]) -> list[dict[s
         if not all(verdict.passed for verdict in verdicts):
             observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}
             seen.append((mistake, observed))
-    if "." not in mistakes[0].exercise and len(pack({"": [o for _, o in seen]})) <= MAX_BYTES:
+    is_cheap = not any("." in mistake.exercise for mistake in mistakes)  # a method makes a model
+    if is_cheap and len(pack({"": [o for _, o in seen]})) <= MAX_BYTES:
         for one, other in list(itertools.combinations(seen, 2)):
             seen += _record_pair(one, other, checks)
     return [
