@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -16,7 +17,6 @@ from utils.authoring.notebooks import Edition, build, execute
 from utils.authoring.release import collect_autograder, collect_course, write_zip
 from utils.authoring.stubs import cut_exercise
 from utils.grading.checks import get_chapters, get_checks
-from utils.grading.judging import get_quick_checks
 from utils.grading.known_answers import get_definitions, get_mistakes, get_source
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +99,37 @@ def test_a_bundle_holds_no_hidden_check_and_no_mistake(chapter, bundles):
                 assert json.dumps(edit.replacement)[1:-1] not in text, mistake.name
 
 
+def find_names(text: str) -> set[str]:
+    """Find what a text names of the course: files, modules, commands and links."""
+    names = set(re.findall(r"(?<![\w./])(?:chapters|solutions|tests|utils)(?:[./]\w+)+", text))
+    names |= {f"link:{link}" for link in re.findall(r"\]\(((?!http|#)[^)\s]+)\)", text)}
+    names |= {f"module:{module}" for module in re.findall(r"python3? -m ([\w.]+)", text)}
+    return names | {f"make:{target}" for target in re.findall(r"`make ([\w-]+)", text)}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_bundle_holds_what_its_notebook_and_its_readme_name(chapter, bundles):
+    files = bundles(chapter)
+    there = set(files) | {parent.as_posix() for name in files for parent in Path(name).parents}
+    modules = {name.removesuffix(".py") for name in files if name.endswith(".py")}
+    notebook = nbformat.reads(files[f"chapters/{chapter}.ipynb"].decode(), as_version=4)
+    texts = {"": files["README.md"].decode()}
+    texts |= {"chapters/": "\n".join(cell.source for cell in notebook.cells)}
+    lacking = set()
+    for folder, text in texts.items():
+        assert "is solved" not in text
+        for name in find_names(text):
+            kind, _, value = name.rpartition(":")
+            path = os.path.normpath(folder + value) if kind == "link" else value
+            if kind == "module" and value.partition(".")[0] in ("jupyterlab", "venv", "pip"):
+                continue
+            if kind != "link" and "/" not in path:  # of a module, or of a name in one
+                path = path.replace(".", "/")
+            if path not in there | modules and str(Path(path).parent) not in modules:
+                lacking.add(name)
+    assert not lacking
+
+
 def is_exercise(cell) -> bool:
     return cell.metadata.get("tags", [""])[0] == "exercise"
 
@@ -147,10 +178,12 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
         if cell.metadata.get("tags", [""])[0] in ("check", "inherited")
     }
     assert set(said) == set(get_checks(chapter))
-    failed = {name: text for name, text in said.items() if "✗" in text or " points" not in text}
+    passed = "passes the public checks: "
+    failed = {name: text for name, text in said.items() if "✗" in text or passed not in text}
     assert not failed
-    with_checks = [name for name in said if get_quick_checks(chapter, name)]
-    assert all("These are the public checks" in said[name] for name in with_checks)
+    for name, text in said.items():
+        assert f" of {len(get_checks(chapter)[name])} checks" in text
+        assert "solved" not in text
     if chapter == FIRST:
         *_, left, last = ("".join(o.get("text", "") for o in c.outputs) for c in executed.cells)
         assert left == "Not written yet, and there are no solutions here: left_pad\n"

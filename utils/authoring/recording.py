@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from utils.grading.calls import find_called
@@ -25,20 +26,28 @@ MAX_BYTES = 20_000  # of an exercise's mistakes, if their pairs are to be record
 def record(chapter: str) -> bytes:
     """Run the reference, the oracles, the mistakes of a chapter and pairs of those on its quick
     public checks; note how many checks an exercise has in all, and what its solution calls."""
-    found: dict[str, Any] = {"reference": {}, "expected": {}, "gap": {}, "mistakes": []}
-    found["n_checks"] = {name: len(checks) for name, checks in get_checks(chapter).items()}
-    found["calls"] = {name: [*find_called(chapter, name)] for name in get_checks(chapter)}
-    public = {e: [c for c in checks if c.public] for e, checks in get_checks(chapter).items()}
-    for check in (check for checks in public.values() for check in checks):
-        seeds = range(check.seeds)
-        found["reference"][check.path] = [observe_reference(check, i) for i in seeds]
-        found["expected"][check.path] = [observe_expected(check, i) for i in seeds]
-        found["gap"][check.path] = [measure_reference_gap(check, i) for i in seeds]
-    for exercise, checks in public.items():
-        quick = [check for check in checks if not check.slow]
+    return pack(collect(chapter, get_checks(chapter)))
+
+
+def collect(chapter: str, exercises: Iterable[str]) -> dict[str, Any]:
+    """Return the record of some exercises as it is packed."""
+    found: dict[str, Any] = {
+        key: {} for key in ("reference", "expected", "gap", "n_checks", "calls")
+    }
+    found["mistakes"] = []
+    for exercise in exercises:
+        checks = get_checks(chapter)[exercise]
+        found["n_checks"][exercise] = len(checks)
+        found["calls"][exercise] = [*find_called(chapter, exercise)]
+        public = [check for check in checks if check.public]
+        for check in public:
+            seeds = range(check.seeds)
+            found["reference"][check.path] = [observe_reference(check, i) for i in seeds]
+            found["expected"][check.path] = [observe_expected(check, i) for i in seeds]
+            found["gap"][check.path] = [measure_reference_gap(check, i) for i in seeds]
         mistakes = [m for m in get_mistakes(chapter) if m.exercise == exercise]
-        found["mistakes"] += _record_mistakes(mistakes, quick)
-    return pack(found)
+        found["mistakes"] += _record_mistakes(mistakes, [c for c in public if not c.slow])
+    return found
 
 
 def _record_mistakes(mistakes: list[Answer], checks: list[Check]) -> list[dict[str, Any]]:

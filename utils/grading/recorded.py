@@ -44,6 +44,10 @@ def load(chapter: str) -> Recorded | None:
     path = FOLDER / f"{chapter}.bin"
     if not path.exists():
         return None
-    data = unpack(path.read_bytes(), max_nodes=10**7)
-    mistakes = tuple(RecordedMistake(**mistake) for mistake in data.pop("mistakes"))
-    return Recorded(**data, mistakes=mistakes)
+    return make(unpack(path.read_bytes(), max_nodes=10**7))
+
+
+def make(data: dict[str, Any]) -> Recorded:
+    """Make a record of what `utils.authoring.recording` collected."""
+    mistakes = tuple(RecordedMistake(**mistake) for mistake in data["mistakes"])
+    return Recorded(**(data | {"mistakes": mistakes}))

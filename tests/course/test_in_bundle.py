@@ -1,0 +1,156 @@
+"""What `check` says in a course bundle: how many checks pass, which mistakes, what is called."""
+
+import dataclasses
+import re
+
+import pytest
+
+from utils.authoring.recording import collect
+from utils.course import checking, session
+from utils.course.checking import run_and_print
+from utils.grading import diagnosis, recorded
+from utils.grading.calls import find_called
+from utils.grading.checks import get_checks, get_reference
+from utils.grading.diagnosis import AT_LEAST, diagnose, grade_answer, grade_exercise
+from utils.grading.known_answers import combine, get_chapter_source, get_mistakes
+from utils.grading.wire import pack, unpack
+
+
+@pytest.fixture
+def in_a_bundle(monkeypatch, tmp_path):
+    """Take the solutions away, and have the record of some exercises of a chapter in their place,
+    with public checks alone."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(session, "PROGRESS", tmp_path / "progress.json")
+
+    def take(chapter, *exercises):
+        known = recorded.make(unpack(pack(collect(chapter, exercises)), max_nodes=10**7))
+        public = {e: tuple(c for c in get_checks(chapter)[e] if c.public) for e in exercises}
+        monkeypatch.setattr(recorded, "load", lambda name: known if name == chapter else None)
+        for place in (checking, session):
+            monkeypatch.setattr(place, "has_reference", lambda name: False)
+        for place in (checking, diagnosis, session, checking.in_bundle):
+            monkeypatch.setattr(place, "get_checks", lambda name: public)
+        quick = lambda name, e: [c for c in public[e] if not c.slow]  # noqa: E731
+        for place in (checking, diagnosis, checking.in_bundle):
+            monkeypatch.setattr(place, "get_quick_checks", quick)
+        monkeypatch.setattr(checking, "get_chapters", lambda: (chapter,))
+        monkeypatch.setattr(session, "get_chapters", lambda: (chapter,))
+        return known
+
+    return take
+
+
+def test_a_bundle_never_says_solved_nor_points(in_a_bundle, capsys):
+    in_a_bundle("ch0_sampling", "masked_mean")
+    names = dict(vars(get_reference("ch0_sampling")))
+    *graded, verdicts = run_and_print(names["masked_mean"], names)
+    said = capsys.readouterr().out
+    assert said.startswith("masked_mean: passes the public checks: 1 of 5 checks\n")
+    session._save_progress("::".join(graded), verdicts)
+    session.progress()
+    said += capsys.readouterr().out
+    assert re.search("masked_mean  +passes the public checks: 1 of 5 checks", said)
+    assert "1 of 1" in said
+    names["masked_mean"] = lambda values, mask, dim=None: values.mean()
+    run_and_print(names["masked_mean"], names)
+    said += capsys.readouterr().out
+    assert "masked_mean: passes 0 of 1 public checks (5 checks in all)" in said
+    assert "solved" not in said
+    assert " points" not in said
+
+
+def test_a_bundle_knows_two_mistakes_at_once(in_a_bundle):
+    exercise = "calc_entropy"
+    known = in_a_bundle("ch0_sampling", exercise)
+    mistakes = {m.sentence: m for m in get_mistakes("ch0_sampling") if m.exercise == exercise}
+    pairs = [mistake for mistake in known.mistakes if mistake.n == 2]
+    assert len(pairs) > 5
+    found = {}
+    for pair in pairs:
+        one, other = (mistakes[sentence] for sentence in pair.sentence.split(" And: "))
+        student = combine(one, other).build()
+        found[pair.sentence] = grade_exercise("ch0_sampling", exercise, student)[1]
+    own = [sentence for sentence, said in found.items() if said == sentence]
+    assert len(own) >= len(pairs) / 2
+    # Some pairs do the same on the public check, as one of the two alone or another pair.
+    assert all(said is None or said == sentence or " And: " not in said
+               for sentence, said in found.items())  # fmt: skip
+
+
+def test_a_bundle_knows_two_mistakes_that_fail_different_checks(in_a_bundle, monkeypatch):
+    exercise = "normalize_reward"
+    checks = [check for check in get_checks("ch2_ppo")[exercise] if check.public]
+    mistakes = [m for m in get_mistakes("ch2_ppo") if m.exercise == exercise]
+    known = in_a_bundle("ch2_ppo", exercise)
+    first, second = checks[:2]
+    failing = next(m for m in mistakes if not grade_answer(first, m).passed)
+    bad, good = grade_answer(first, failing), grade_answer(second, failing)
+    observed = [*bad.observations]
+    one, other = (
+        recorded.RecordedMistake(exercise, sentence, {path: observed, rest: recorded.SAME})
+        for sentence, path, rest in (
+            ("One.", first.path, second.path),
+            ("Other.", second.path, first.path),
+        )
+    )
+    known = dataclasses.replace(known, mistakes=(one, other))
+    monkeypatch.setattr(recorded, "load", lambda chapter: known)
+    monkeypatch.setattr(diagnosis, "same_observation", lambda check, a, b, i, secret: a is b)
+    also = dataclasses.replace(bad, check=second)
+    assert diagnose([bad, also], seconds=5) == "One. And: Other."
+    passed = dataclasses.replace(good, check=second, mismatch=None)
+    assert diagnose([bad, passed], seconds=5) == "One."
+
+
+def test_a_bundle_shows_both_of_two_mistakes_that_it_cannot_tell_apart(in_a_bundle, monkeypatch):
+    known = in_a_bundle("ch0_sampling", "masked_mean")
+    single = [mistake for mistake in known.mistakes if mistake.n == 1]
+    alike = dataclasses.replace(single[0], sentence="Something else.")
+    known = dataclasses.replace(known, mistakes=(single[0], alike))
+    monkeypatch.setattr(recorded, "load", lambda chapter: known)
+    (mistake,) = (m for m in get_mistakes("ch0_sampling") if m.sentence == single[0].sentence)
+    said = grade_exercise("ch0_sampling", "masked_mean", mistake.build())[1]
+    assert said == f"Either: {mistake.sentence} Or: Something else."
+
+
+def test_a_bundle_says_that_no_single_mistake_is_known(in_a_bundle, capsys):
+    in_a_bundle("ch0_sampling", "masked_mean")
+    names = dict(vars(get_reference("ch0_sampling")))
+    names["masked_mean"] = lambda values, mask, dim=None: values[mask].sum() * 0.123
+    run_and_print(names["masked_mean"], names)
+    said = capsys.readouterr().out
+    assert ("→" in said) == (AT_LEAST in said)
+    assert ("No single known mistake does this; it may be two at once." in said) == (
+        "→" not in said
+    )
+
+
+def test_a_bundle_names_what_an_answer_calls(in_a_bundle, capsys):
+    in_a_bundle("ch0_sampling", "masked_mean", "calc_reinforce_objective")
+    names = get_chapter_source("ch0_sampling").build()
+    names["masked_mean"] = lambda values, mask, dim=None: values.mean()
+    run_and_print(names["calc_reinforce_objective"], names)
+    _, first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "Your masked_mean fails its own check: mend that first."
+    said = "It is calc_reinforce_objective, or something that it calls: masked_mean."
+    assert said in rest
+
+
+def test_what_an_exercise_calls_is_found_through_its_class_and_helpers():
+    called = find_called("ch2_ppo", "RLHFTrainer.learning_phase")
+    assert {"get_optimizer_and_scheduler", "RLHFTrainer.compute_rlhf_objective"} <= {*called}
+    assert "left_pad" in find_called("ch0_sampling", "get_samples")  # by way of encode_prompts
+    inherited = find_called("ch3_grpo", "GrpoTrainer.train")
+    assert "GrpoTrainer.compute_rlhf_objective" in inherited
+    assert find_called("ch4_kl", "calc_exact_kl") == ()
+
+
+def test_beside_solutions_what_an_answer_calls_is_named_where_it_matters(capsys):
+    """With the solutions in the others' place it fails too, in another way."""
+    names = get_chapter_source("ch4_kl").build()
+    stats, estimate = names["calc_estimator_stats"], names["calc_kl_estimate"]
+    names["calc_kl_estimate"] = lambda *args: 2 * estimate(*args)
+    names["calc_estimator_stats"] = lambda *args: [x + 1 for x in stats(*args)]
+    run_and_print(names["calc_estimator_stats"], names)
+    assert "or something that it calls: calc_kl_estimate" in capsys.readouterr().out
