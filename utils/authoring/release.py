@@ -3,9 +3,9 @@
     python -m utils.authoring.release [CHAPTER ...]
 
 A course bundle is a zip with the chapter's notebook without solutions, the solutions of chapters
-before it, its public checks, and what the reference and known mistakes give on those. It holds no
-code of this or a later chapter's solutions, of a hidden check or of a mistake. An autograder grades
-its own chapter, whatever else is handed in.
+before it, its public checks, what the reference and known mistakes give on those, and how many
+checks there are in all. It holds no code of this or a later chapter's solutions, of a hidden check
+or of a mistake. An autograder grades its own chapter, whatever else is handed in.
 """
 
 import argparse
