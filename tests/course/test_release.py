@@ -29,6 +29,7 @@ from utils.grading.known_answers import (
     get_source,
     replace_definition,
 )
+from utils.grading.observation import Answers
 from utils.grading.substitution import find_answer
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,8 @@ def test_a_bundle_holds_what_its_notebook_and_its_readme_name(chapter, bundles):
 # them. The autograder refuses to import them. The others do no harm as answers, but take minutes.
 LEFT_OUT = ("utils/models/forward.py", "utils/models/decoding.py")
 LEFT_OUT += ("utils/models/pretrain.py", "utils/models/fetch.py", "utils/scale/ranks.py")
+# Given since chapter 0, and taught there: half of chapter 5's answer, which also has to read others.
+GIVEN = {("reward_fn_correct", "utils/rewards.py reward_fn_addition")}
 
 
 def find_shipped(files: dict[str, bytes]) -> dict[str, Any]:
@@ -218,6 +221,10 @@ def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(observation, "MAX_SECONDS", 2)  # of one that computes for long
     shipped, earned = find_shipped(bundles(chapter)), {}
+    reference = Answers(vars(get_reference(chapter)))
+    for check in (check for checks in get_checks(chapter).values() for check in checks):
+        if not check.slow:  # what is expected is known before a model is changed in place
+            assert grade(check, reference).passed
     for exercise in get_checks(chapter):
         solution = find_answer(vars(get_reference(chapter)), exercise)
         for name, found in shipped.items():
@@ -231,7 +238,7 @@ def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch,
                     points = count_points(chapter, exercise, answer, raised)
                     earned[exercise, name + how] = points
     assert len(earned) > 20
-    assert not {key: points for key, points in earned.items() if points}
+    assert not {key: points for key, points in earned.items() if points and key not in GIVEN}
 
 
 def is_exercise(cell) -> bool:
