@@ -688,7 +688,7 @@ def _sample_unsharded(student, rng, kind):
     seed = rng.integer(0, 1000)
 
     def be(rank):
-        model = shard(ranks[rank], dist.init_device_mesh("cpu", (2,)))
+        model = student.shard_model(ranks[rank], dist.init_device_mesh("cpu", (2,)))
         # Different prompts and lengths: through FSDP, the ranks would wait for each other.
         prompts = trainers.PROMPTS[2 * rank : 2 * rank + 2]
         generator = torch.Generator().manual_seed(seed)

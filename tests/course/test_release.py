@@ -152,6 +152,13 @@ LEFT_OUT += ("utils/models/pretrain.py", "utils/models/fetch.py", "utils/scale/r
 GIVEN = {("reward_fn_correct", "utils/rewards.py reward_fn_addition")}
 
 
+def raise_nothing_useful(*args, **kwargs):
+    raise TypeError
+
+
+NULLS = (lambda *args, **kwargs: None, lambda *args, **kwargs: args[0], raise_nothing_useful)
+
+
 def find_shipped(files: dict[str, bytes]) -> dict[str, Any]:
     """Find every function and class in the modules of a bundle's tests and utils."""
     found = {}
@@ -218,17 +225,19 @@ def count_points(chapter: str, exercise: str, answer: Any, raised: list[Exceptio
 @needs_time
 @pytest.mark.parametrize("chapter", get_chapters())
 def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch, tmp_path):
-    """Each function of a bundle's tests and utils, as it is and with what it returns detached."""
+    """Each function of a bundle's tests and utils, as it is and with what it returns detached,
+    earns no more than a null answer, which other tests see to."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(observation, "MAX_SECONDS", 2)  # of one that computes for long
-    monkeypatch.setattr(ranks, "SECONDS", 2)  # of ranks that wait for each other
     shipped, earned = find_shipped(bundles(chapter)), {}
     reference = Answers(vars(get_reference(chapter)))
     for check in (check for checks in get_checks(chapter).values() for check in checks):
         if not check.slow:  # what is expected is known before a model is changed in place
             assert grade(check, reference).passed
+    monkeypatch.setattr(observation, "MAX_SECONDS", 2)  # of one that computes for long
+    monkeypatch.setattr(ranks, "SECONDS", 2)  # of ranks that wait for each other
     for exercise in get_checks(chapter):
         solution = find_answer(vars(get_reference(chapter)), exercise)
+        nothing = max(count_points(chapter, exercise, null, []) for null in NULLS)
         for name, found in shipped.items():
             raised: list[Exception] = []
             if inspect.isclass(found) or inspect.isclass(solution):
@@ -238,7 +247,7 @@ def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch,
             for how, answer in zip(("", " detached"), answers, strict=False):
                 if answer is not None and len(raised) < 2:
                     points = count_points(chapter, exercise, answer, raised)
-                    earned[exercise, name + how] = points
+                    earned[exercise, name + how] = max(points - nothing, 0)
     assert len(earned) > 20
     assert not {key: points for key, points in earned.items() if points and key not in GIVEN}
 

@@ -55,7 +55,7 @@ def _find_used(chapter: str, name: str) -> set[str]:
     return used
 
 
-def _find_definition(chapter: str, name: str) -> tuple[str, ast.AST | None]:
+def _find_definition(chapter: str, name: str) -> tuple[str, ast.stmt | None]:
     """Find a function or method, inherited ones too, and its chapter; no node for anything else."""
     top, _, method = name.partition(".")
     place = vars(get_reference(chapter)).get(top)
