@@ -27,14 +27,14 @@ from utils.grading.extraction import (
 
 MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
 MAX_SAID = 20  # errors that are kept
-COURSE = str(Path(__file__).parents[1])
+COURSE_CODE = str(Path(__file__).parents[1])
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def _is_of_the_course(error: BaseException) -> bool:
     """Return whether a file of the course may not be read here: what its notebooks import for their
     experiments, and no exercise needs."""
-    return isinstance(error, PermissionError) and str(error.filename).startswith(COURSE)
+    return isinstance(error, PermissionError) and str(error.filename).startswith(COURSE_CODE)
 
 
 class Runner:

@@ -95,7 +95,11 @@ def agrees(
     way: what is compared, in words, for a warning.
     compare: given the trained parameters, whose numbers are random at that moment, it returns None
         or what differs. It is called once for each state of the model's code.
+
+    A sharded model whose weights are gathered is not tried: a call of it would free them.
     """
+    if any(type(m).__name__.startswith("FSDP") for m in model.modules()):
+        return True
     known, code = _known.setdefault(model, {}), list_code(model, functions)
     key = (way, get_mode(model), *map(id, code))
     if key not in known:
