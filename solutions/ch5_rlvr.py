@@ -300,8 +300,9 @@ class RlvrArgs(GrpoArgs):
 
 def find_finished(samples: Samples, eos_token_id: int | list[int]) -> Bool[Tensor, "batch"]:
     """Mark the completions that ended by themselves, with the eos or with one of several."""
-    ends = torch.tensor(eos_token_id, device=samples.completion_ids.device)
-    return (torch.isin(samples.completion_ids, ends) & samples.completion_mask).any(-1)
+    ends = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+    is_end = [(samples.completion_ids == end) & samples.completion_mask for end in ends]
+    return torch.stack(is_end).any(0).any(-1)
 
 
 def join_samples(parts: list[Samples], pad_token_id: int) -> Samples:

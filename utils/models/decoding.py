@@ -76,7 +76,7 @@ def compare_merged(model: Any, merged: Any) -> str | None:
     they do not."""
     ids = torch.arange(8, device=next(merged.parameters()).device).view(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
-    given = {"attention_mask": mask}
+    given: dict[str, Any] = {"attention_mask": mask}
     if merged is not model:
         given |= {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": True}
     try:

@@ -256,8 +256,8 @@ def get_scorer(model: Any, formulas: Formulas | None = None) -> "BridgeScorer":
 
     def compare(parameters: list[Tensor]) -> str | None:
         try:
-            tried = (try_scorer(scorer, parameters) for scorer in (native, bridge))
-            return find_difference(*tried, next(model.parameters()).dtype)
+            found, expected = (try_scorer(scorer, parameters) for scorer in (native, bridge))
+            return find_difference(found, expected, next(model.parameters()).dtype)
         except Exception as error:  # of a reader's code, of any kind: it is met where it is run
             return f"{type(error).__name__}: {error}"
 
