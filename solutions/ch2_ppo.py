@@ -183,7 +183,7 @@ def compute_advantages(
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. V_t is the value of
     the state before token t is emitted. After the last true token V is 0, for rows that were cut
-    short too. Outside the mask A is 0, whatever stands there, NaN too. Detached. Returns are A + V.
+    short too. Outside the mask A is 0, even where the inputs are NaN. Detached. Returns are A + V.
     """
     values = values.masked_fill(~mask, 0.0)
     token_rewards = token_rewards.masked_fill(~mask, 0.0)
@@ -203,8 +203,8 @@ def normalize_advantages(
     mask: Bool[Tensor, "batch completion"],
     eps: float = 1e-8,
 ) -> Float[Tensor, "batch completion"]:
-    """Return (advantages - mean) / (std + eps) of the true positions; 0 outside, whatever stands
-    there, NaN too, and zeros for one true position or equal ones (max == min).
+    """Return (advantages - mean) / (std + eps) of the true positions; 0 outside, even where the
+    input is NaN, and zeros if one position is true or all are equal.
 
     Computed once for a whole rollout: in a small minibatch the mean is so noisy that subtracting it
     could flip the sign of an advantage. Detached.
@@ -232,8 +232,8 @@ def calc_clipped_surrogate_objective(
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
     given. The minimum takes away what the policy would gain beyond the interval, and leaves what
-    it would lose there. `old_logprobs` and `advantages` are constants: detached. There may be NaN
-    outside the mask: it reaches neither the result nor a gradient. Without a true position it is 0.
+    it would lose there. `old_logprobs` and `advantages` are constants: detached. NaN outside the
+    mask has no effect, in a gradient either; with no true position the result is 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     ratio = calc_ratio(logprobs, old_logprobs, mask)
@@ -271,8 +271,8 @@ def calc_value_function_loss(
 
     With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
     of `old_values` (the value clipping of the N+ details). `old_values` and `returns` are
-    constants: detached. There may be NaN outside the mask: it reaches neither the result nor a
-    gradient. Without a true position the loss is 0.
+    constants: detached. NaN outside the mask has no effect, in a gradient either; with no true
+    position the loss is 0.
     """
     values = values.masked_fill(~mask, 0.0)
     old_values = old_values.detach().masked_fill(~mask, 0.0)
@@ -292,8 +292,8 @@ def calc_entropy_bonus(
 ) -> Float[Tensor, ""]:
     """Return ent_coef times the masked mean of the policy's entropy, in nats.
 
-    There may be NaN outside the mask: it reaches neither the result nor a gradient. Without a true
-    position the bonus is 0. Logits of some hundreds, or -inf, give no NaN, in the gradient either.
+    NaN outside the mask has no effect, in a gradient either; with no true position the bonus is 0.
+    Logits in the hundreds, or -inf, give no NaN, in the gradient either.
     """
     entropies = calc_entropy(logits[mask])  # [true positions]: nothing is computed for the others
     return ent_coef * entropies.sum() / max(entropies.numel(), 1)
@@ -309,8 +309,8 @@ def calc_kl_penalty(
     """Return kl_coef times the masked mean of the exact KL(policy ‖ reference), nats per token.
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
-    The reference is a constant: detached. There may be NaN outside the mask: it reaches neither the
-    result nor a gradient. Without a true position the penalty is 0.
+    The reference is a constant: detached. NaN outside the mask has no effect, in a gradient either;
+    with no true position the penalty is 0.
     """
     logprobs = at_least_float32(logits[mask]).log_softmax(-1)  # [true positions, vocab]
     ref_logprobs = at_least_float32(ref_logits.detach()[mask]).log_softmax(-1)
@@ -405,7 +405,7 @@ class RLHFArgs:
             isinstance(self.columns, dict) and "prompts" not in self.columns,
             f"columns should be a dict without 'prompts', but is {reprlib.repr(self.columns)}",
         )
-        # By position: a table that was sorted or filtered finds its rows by their old labels.
+        # As lists: a pandas column that was sorted or filtered would be read by its old labels.
         self.columns = {name: list(column) for name, column in self.columns.items()}
         for name, column in self.columns.items():
             require(
@@ -681,8 +681,8 @@ class RLHFTrainer:
         `values` where the model has a value head, each [batch completion]; mask them before use.
 
         What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
-        values, sooner (`utils/models/forward.py`); by these functions themselves if a try on a few
-        tokens gives something else. Inside `reference()`, under the reference.
+        values, faster (`utils/models/forward.py`); if a trial on a few tokens differs, these
+        functions run instead. Inside `reference()`, under the reference.
         """
         args = self.args
         return get_scorer(self.model, self.get_formulas()).measure(
@@ -690,7 +690,7 @@ class RLHFTrainer:
         )
 
     def get_formulas(self) -> Formulas:
-        """Return what the objective has of logits, as it is written above."""
+        """Return the functions that turn logits into parts of the objective, as you wrote them."""
         return Formulas(get_logprobs, calc_entropy_bonus, calc_kl_penalty)
 
     def get_sample_logprobs(self, samples: Samples) -> Float[Tensor, "batch completion"]:

@@ -357,7 +357,7 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
     """Shard a model over the ranks of `mesh`, in place (FSDP2), and return it.
 
     Each block is gathered for as long as it runs, and the rest likewise. FSDP gathers around
-    `forward` alone, so register `forward_with_value_head` as well, if the model has it. Build the
+    `forward` alone; `forward_with_value_head`, if there is one, has to gather too. Build the
     optimizer afterwards: the parameters are others. Gradients come out averaged over the ranks.
     """
     own_weights(model)

@@ -252,7 +252,7 @@ def worked_means(student, rng):
     }
 
 
-@check("masked_mean", public=True, points=2, seeds=2, expected=mean_of_selected)
+@check("masked_mean", points=2, seeds=2, expected=mean_of_selected)
 def ragged_means(student, rng):
     """Ragged masks with an empty row, true zeros, NaN or inf beyond, every dim; slices stay"""
     mask = ragged_mask(rng, 5, 4)

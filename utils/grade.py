@@ -200,9 +200,10 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         count = sum(len(report["not_graded"]) for report in failed)
         names = ", ".join(report["submission"] for report in failed[:10])
         names += f" and {len(failed) - 10} more" if len(failed) > 10 else ""
-        print(f"errors of the grader: {count} checks are not graded, and their points neither"
-              f" earned nor counted, of {names}: see \"not_graded\" in report.json, and run this"
-              " again once it is mended", file=sys.stderr)  # fmt: skip
+        checks = "1 check" if count == 1 else f"{count} checks"
+        print(f"The grader failed on {checks} of {names}. Their points are neither earned nor"
+              " counted. See \"not_graded\" in report.json, and run this again once the grader is"
+              " fixed.", file=sys.stderr)  # fmt: skip
     if lacking and args.require_isolation:
         return 3
     return 1 if unreadable or failed else 0

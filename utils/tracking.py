@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 from tabulate import tabulate
 from tqdm import tqdm
 
+from utils.models.fast_path import forget
 from utils.plotting import plot_history
 
 
@@ -59,6 +60,7 @@ class Run:
                            " every update is off-policy")  # fmt: skip
         self.state = trainer.get_state()
         self.start = time.perf_counter()
+        forget(trainer.model)  # it may have been edited since
         return self
 
     def end_phase(self) -> None:
@@ -75,7 +77,7 @@ class Run:
             heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
             self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
         if row.get("frac_reward_zero_std") == 1 and not self.is_told:
-            self.bar.write(f"phase {trainer.phase}: the rewards are equal in every group, so this "
+            self.bar.write(f"phase {trainer.phase}: in every group all rewards are equal, so this "
                            "update has nothing to learn from them")  # fmt: skip
             self.is_told = True
         self.bar.set_postfix(shown)

@@ -363,7 +363,9 @@ def test_the_tokenizer_and_its_chat_template_come_along(checkpoints, tmp_path):
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     chat = [{"role": "user", "content": "This movie is"}]
     assert found.apply_chat_template(chat, tokenize=False) == "This movie is<|im_end|>"
-    assert found("A film.<|im_end|>")["input_ids"] == tokenizer("A film.<|im_end|>")["input_ids"]
+    text = "A film.<|im_end|>"
+    expected = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]  # as prompts begin
+    assert found(text)["input_ids"] == expected
     assert found.padding_side == tokenizer.padding_side
     assert found.get_vocab() == tokenizer.get_vocab()
 

@@ -3,14 +3,21 @@
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.course.helpers import randomize
 from utils.grading.substitution import build_module
+from utils.models import decoding, forward
+from utils.models.fast_path import forget
+from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 
 ROOT = Path(__file__).parents[2]
+twist = ModuleType("twist")  # a reader's own module
+twist.values = lambda values: values
 CHAPTERS = ("ch0_sampling", "ch1_lora", "ch2_ppo")
 TASK = {
     "total_phases": 2, "batch_size": 8, "gen_len": 8, "num_minibatches": 2, "warmup_steps": 0,
@@ -77,7 +84,7 @@ def train(monkeypatch, folder, *edit):
         warnings.simplefilter("always")
         trainer.train()
     numbers = torch.cat([x.flatten() for x in trainer.model.trainable_state().values()])
-    return numbers, [str(w.message) for w in said if "as it is written" in str(w.message)]
+    return numbers, [str(w.message) for w in said if "so your own code runs" in str(w.message)]
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +104,60 @@ def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeyp
     assert (numbers - unedited[0]).abs().max() > 1e-4
     assert len(said) == is_said  # once, and not in each minibatch
     assert unedited[1] == []
+
+
+@pytest.mark.parametrize("name", ["alpha alone", "the maximum", "no half"])
+def test_what_stays_native_trains_what_the_slow_path_trains(name, unedited, tmp_path, monkeypatch):
+    old, new, _ = EDITS[name]
+    fast, _ = train(monkeypatch, tmp_path / "fast", old, new)
+    for place in (decoding, forward):
+        monkeypatch.setattr(place, "find_native", lambda model: None)
+    slow, _ = train(monkeypatch, tmp_path / "slow", old, new)
+    assert (fast - slow).norm() < 0.1 * (fast - unedited[0]).norm()  # Adam enlarges rounding
+
+
+class Gated(TransformerWithValueHeadLora):
+    """A reader's class with a number and a function that may change, and a detached head."""
+
+    gate, detached = 1.0, False
+
+    def forward_with_value_head(self, input_ids, attention_mask=None):
+        logits, values = super().forward_with_value_head(input_ids, attention_mask)
+        values = values.detach() if self.detached else values
+        return logits, self.gate * twist.values(values)
+
+
+@pytest.fixture
+def gated():
+    model = TransformerWithValueHeadLora.from_pretrained("embedded", device="cpu")
+    model.__class__ = Gated
+    return randomize(model)
+
+
+def test_a_change_of_what_a_model_calls_is_seen(gated):
+    assert type(get_scorer(gated)) is NativeScorer
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(twist, "values", lambda values: 1.005 * values)
+        assert type(get_scorer(gated)) is BridgeScorer
+    assert type(get_scorer(gated)) is NativeScorer
+    gated.gate = 3.0
+    forget(gated)  # as train() does
+    assert type(get_scorer(gated)) is BridgeScorer
+
+
+def test_gradients_are_compared_after_a_call_in_inference_mode(gated):
+    gated.detached = True
+    with torch.inference_mode():
+        get_scorer(gated)
+    assert type(get_scorer(gated)) is BridgeScorer
+
+
+def test_a_try_leaves_everything_as_it_was(gated):
+    gated.value_head.weight.grad = torch.ones_like(gated.value_head.weight)
+    state = {name: tensor.clone() for name, tensor in gated.trainable_state().items()}
+    random_state = torch.get_rng_state()
+    get_scorer(gated)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in gated.trainable_state().items())
+    assert (gated.value_head.weight.grad == 1).all()
+    assert all(layer.lora_A.grad is None for layer in gated.adapters.values())

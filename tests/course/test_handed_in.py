@@ -497,7 +497,7 @@ def test_the_courses_own_files_are_left_out(tmp_path):
     for path, prefix in ((tmp_path / "bundle.zip", "up/ch1/"), (tmp_path / "folder", "ch1/")):
         read = read_submission("x", path)
         assert [name for name, _ in read.files] == [f"{prefix}chapters/ch1_lora.ipynb"]
-        assert "4 files of the course itself were left out" in read.problems[0]
+        assert "4 of the course's own files left out" in read.problems[0]
     # A folder that somebody calls "solutions" is none of the course's.
     (tmp_path / "own.zip").write_bytes(zipped({"solutions/hw.py": PLAIN.encode()}))
     assert read_submission("x", tmp_path / "own.zip").files
@@ -521,7 +521,7 @@ def test_the_courses_own_files_are_known_however_they_come(files, tmp_path, monk
     (tmp_path / "hw.zip").write_bytes(zipped(files))
     kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
     assert not [name for name in kept if name.endswith(".py")]
-    assert "files of the course itself were left out" in str(problems)
+    assert "of the course's own files left out" in str(problems)
 
 
 def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], dict]:
@@ -600,7 +600,7 @@ def test_copies_of_the_solutions_beside_the_work_are_left_out(files, tmp_path, m
     (tmp_path / "hw.zip").write_bytes(zipped(files))
     kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
     assert [name.rpartition("/")[2] for name in kept] == ["mine.ipynb"]
-    assert "1 files of the course itself were left out" in str(problems)
+    assert "1 of the course's own files left out" in str(problems)
 
 
 @pytest.mark.parametrize("is_zipped", [True, False])

@@ -216,9 +216,7 @@ class Grader:
             return inspected
         if copies:
             names = ", ".join(f"{name} ({chapter})" for name, chapter in copies.items())
-            problems.append(
-                f"{len(copies)} files of the course itself were left out: {names[:300]}"
-            )
+            problems.append(f"{len(copies)} of the course's own files left out: {names[:300]}")
         return [(file, seen) for file, seen in inspected if file[0] not in copies]
 
     def _describe(
@@ -407,9 +405,7 @@ class _Exercise:
 
     def _clean_raised(self, raised: Raised) -> Raised:
         name = self.exercise.rpartition(".")[2]
-        known = {exercise.rpartition(".")[2] for exercise in get_checks(self.chapter)} | {
-            "__init__"
-        }
+        known = {part for name in get_checks(self.chapter) for part in name.split(".")}
         place = raised.place if raised.place in known else name
         kind, message = raised.kind, raised.message
         if kind == "NotDefined" and message.removesuffix(" is not defined") not in known:

@@ -149,7 +149,7 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
             problems.append(f"{entry} cannot be read: {_say(error)}")
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
-        problems.append(f"{len(left_out)} files of the course itself were left out: {places}")
+        problems.append(f"{len(left_out)} of the course's own files left out: {places}")
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
     return SubmittedFiles(name, tuple(sorted(files)), tuple(problems))

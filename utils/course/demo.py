@@ -10,12 +10,16 @@ import shutil
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
+import torch
 from tabulate import tabulate
 
+from solutions.ch0_sampling import sample_completions
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils.course.evaluation import evaluate_additions, evaluate_reviews
+from utils.course.session import choose_threads
 from utils.models.corpus import (
     addition_prompt,
     held_out_pairs,
@@ -70,7 +74,7 @@ def _get_run_args(name: str, out: Path, seed: int) -> dict:
     return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
 
 
-def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
+def run_ppo(out: Path, seed: int, **overrides) -> dict[str, Any]:
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
     trainer = make_ppo_trainer(out, seed, **overrides)
     print(f"\nPPO on the sentiment of reviews, seed {seed}: measure, train, measure again")
@@ -80,10 +84,15 @@ def run_ppo(out: Path, seed: int, **overrides) -> dict[str, float]:
     trainer.train()
     seconds = time.perf_counter() - start
     after = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
-    return _before_and_after(before, after) | {"kl": after["kl"], "seconds": seconds}
+    return {
+        **_before_and_after(before, after),
+        "kl": after["kl"],
+        "seconds": seconds,
+        "samples": _sample(trainer, prompts, seed),
+    }
 
 
-def run_grpo(out: Path, seed: int, **overrides) -> dict[str, float]:
+def run_grpo(out: Path, seed: int, **overrides) -> dict[str, Any]:
     """Train GRPO and measure additions before and after, on all held-out pairs.
 
     The run has fewer phases than those that the chapters record, enough to see it learn.
@@ -96,7 +105,21 @@ def run_grpo(out: Path, seed: int, **overrides) -> dict[str, float]:
     trainer.train()
     seconds = time.perf_counter() - start
     after = evaluate_additions(trainer.model, pairs, seed=seed)
-    return _before_and_after(before, after) | {"kl": after["kl"], "seconds": seconds}
+    return {
+        **_before_and_after(before, after),
+        "kl": after["kl"],
+        "seconds": seconds,
+        "samples": _sample(trainer, [addition_prompt(a, b) for a, b in pairs], seed),
+    }
+
+
+def _sample(trainer: RLHFTrainer, prompts: list[str], seed: int) -> list[list[str]]:
+    """Return three prompts that were not trained on, and what the trained model makes of them."""
+    model, args = trainer.model, trainer.args
+    generator = torch.Generator(trainer.device).manual_seed(seed)
+    chosen = prompts[:: max(len(prompts) // 3, 1)][:3]
+    texts = sample_completions(model, chosen, args.gen_len, generator=generator).texts
+    return [[prompt, text] for prompt, text in zip(chosen, texts, strict=True)]
 
 
 def _before_and_after(before: dict, after: dict) -> dict[str, float]:
@@ -170,6 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.seeds is not None and args.seeds < 1:
         parser.error(f"--seeds should be at least 1, but is {args.seeds}")
+    choose_threads()
     try:
         _run_and_report(args)
     except KeyboardInterrupt:
@@ -185,7 +209,12 @@ def _run_and_report(args: argparse.Namespace) -> None:
         (args.out / "seeds.json").write_text(json.dumps(summaries, indent=2) + "\n")
     table = format_summary(summaries)
     (args.out / "summary.md").write_text(table + "\n")
-    print(f"\n{table}\n\nplots and summary.json: {args.out}")
+    print(f"\n{table}\n")
+    for name, summary in summaries[-1].items():
+        print(f"What the model writes after {name.upper()}, on prompts that it was not trained on:")
+        for prompt, text in summary["samples"]:
+            print("    " + f"{prompt}|{text}".strip().replace("\n", "⏎"))
+    print(f"\nplots and summary.json: {args.out}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from utils.grading.observation import Answers, Raised
 from utils.grading.substitution import find_answer, is_stub
 
 SECONDS = 1.0  # after which no more of what an exercise calls is checked
-UNKNOWN = "No single known mistake does this; it may be two at once."
+UNKNOWN = "This matches no mistake that we know, alone or with another."
 
 
 def count_checks(chapter: str, exercise: str) -> int:
@@ -45,24 +45,25 @@ def comment(
     chapter = verdicts[0].check.chapter
     if all(verdict.passed for verdict in verdicts):
         left = count_checks(chapter, exercise) - len(get_checks(chapter)[exercise])
-        which = "1 check is" if left == 1 else f"{left} checks are"
-        return None, f"{which} not here, and may be run when your work is graded." if left else None
+        which = "1 more check isn't" if left == 1 else f"{left} more checks aren't"
+        said = f"{which} in this bundle, and may run when your work is graded."
+        return None, said if left else None
     if lacking := _find_lacking(verdicts, chapter):
         names = ", ".join(sorted(lacking - {""}))
-        others = (
-            f"what is not written yet ({names})" if names else "others that are not written yet"
-        )
-        return None, f"This needs {others}: check it again after that."
+        which = f" ({names})" if names else ""
+        said = f"This calls exercises that you haven't written yet{which}"
+        return None, f"{said}. Write them, then check again."
     failing = _find_failing(chapter, exercise, student, caller)
     called = say_called(chapter, exercise)
     if failing:
-        what = (
-            "fails its own check: mend that" if len(failing) == 1 else "fail their own: mend those"
-        )
+        is_one = len(failing) == 1
+        what = "fails its own check, so fix that" if is_one else "fail their own, so fix those"
         return f"Your {' and '.join(failing)} {what} first.", called
     shown = [v for v in verdicts if not v.passed and (hardening or v.check.is_core)]
     is_odd = any(v.mismatch is not None and not v.mismatch.is_error for v in shown)
-    unknown = UNKNOWN if is_odd and sentence is None else None
+    if sentence is not None:
+        return None, None
+    unknown = UNKNOWN if is_odd else None
     return None, "\n".join(text for text in (unknown, called) if text is not None) or None
 
 

@@ -40,8 +40,6 @@ SOLVED = "COURSE_SOLVED"  # set when the edition with solutions is executed: it 
 
 def start(chapter: str) -> None:
     """Begin a chapter: what there is to do, and how far you are."""
-    if (ROOT / "utils" / "models" / "embedded").exists():
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     tolerate_encoding()
     choose_threads()
     stale_cells.watch()

@@ -34,7 +34,8 @@ def find_called(chapter: str, exercise: str) -> tuple[str, ...]:
 def say_called(chapter: str, exercise: str) -> str | None:
     """Say that what fails where a student's other exercises run may be one of those."""
     called = find_called(chapter, exercise)
-    return f"It is {exercise}, or something that it calls: {', '.join(called)}." if called else None
+    said = f"The fault is in {exercise}, or something that it calls: {', '.join(called)}."
+    return said if called else None
 
 
 def _find_used(chapter: str, name: str) -> set[str]:
@@ -44,6 +45,10 @@ def _find_used(chapter: str, name: str) -> set[str]:
         return set()  # of a class that is given, making one is what counts
     used = get_used_names(node) & vars(get_reference(chapter)).keys() if home == chapter else set()
     used |= {f"{top}.__init__" for top in used}
+    exercises = get_checks(chapter)
+    for part in ast.walk(node):  # an object is called as a function is
+        if isinstance(part, ast.arg) and part.annotation is not None:
+            used |= {f"{ast.unparse(part.annotation)}.forward"} & exercises.keys()
     methods = {e.partition(".")[2]: e for e in get_checks(chapter) if "." in e}
     for part in ast.walk(node):
         if not isinstance(part, ast.Attribute):

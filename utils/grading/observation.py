@@ -92,7 +92,7 @@ def observe(
         except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
             trace, origin = _format_frames(frames, probe), _find_origin(frames)
-            observed = Raised(type(error).__name__, _say(error), trace, frames[-1].name, origin)
+            observed = Raised(type(error).__name__, _say(error), trace, _name_place(error), origin)
     return observed, printed.getvalue()
 
 
@@ -122,6 +122,13 @@ def _limited(seconds: float) -> Iterator[None]:
 class _Unclosable(io.StringIO):
     def close(self) -> None:
         """Stay open: whoever prints next to it may not close it."""
+
+
+def _name_place(error: BaseException) -> str:
+    """Return the function that raised; of a method such as `__init__` its class."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    owner, _, name = frame.f_code.co_qualname.rpartition(".")
+    return owner.rpartition(".")[2] if name.startswith("__") and owner else name
 
 
 def _say(error: BaseException) -> str:

@@ -113,7 +113,9 @@ def get_end_ids(model: Any) -> list[int]:
     named = getattr(config, "eos_token_id", None)
     named = named if isinstance(named, list) else [named]
     ends = dict.fromkeys([model.tokenizer.eos_token_id, *named])
-    return [end for end in ends if end is not None]
+    known = [end for end in ends if end is not None]
+    require(known, "the tokenizer should have an eos token, but has none")
+    return known
 
 
 def draw(

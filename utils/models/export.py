@@ -439,15 +439,15 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{args.out} holds the {len(model.adapters)} adapters of {args.run}, as {args.format}.")
     kind = {"merged": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}[args.format]
     library = {"merged": "transformers", "peft": "peft"}[args.format]
-    temperature = model.args.get("temperature", 1.0)
+    sampling = f"top_k={model.args.get('top_k') or 0}, max_new_tokens={model.args['gen_len']}"
+    sampling += f", temperature={model.args['temperature']}"
     print(f"""To load it, and sample as in training (top_k=0 keeps every token):
     from transformers import AutoTokenizer
     from {library} import {kind}
     tokenizer = AutoTokenizer.from_pretrained({str(args.out)!r})
     model = {kind}.from_pretrained({str(args.out)!r})
     inputs = tokenizer("your prompt", return_tensors="pt")
-    ids = model.generate(**inputs, do_sample=True, top_k=0, temperature={temperature},
-                         max_new_tokens=40)
+    ids = model.generate(**inputs, do_sample=True, {sampling})
     print(tokenizer.decode(ids[0], skip_special_tokens=True))""")
 
 

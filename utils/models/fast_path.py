@@ -4,7 +4,8 @@
 You may have edited the model, its adapters, its value head, or the functions that make a trainer's
 objective of its logits. So both ways are run once on a few tokens, with random numbers in place of
 what is trained, and compared: values and gradients. If they differ, your own code runs, and a
-warning says so. When the model's code or its modules change, they are compared anew.
+warning says so. They're compared anew when the code or the modules of the model change, and
+whenever `train()` begins: a number that you change in a model's attribute counts from then on.
 """
 
 import functools
@@ -12,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "transformer_len
              "numpy", "einops", "safetensors", "pydantic", "tqdm"}  # fmt: skip
 CODE = FunctionType | MethodType | classmethod | staticmethod | property | type
 UNTOLD = {"__doc__", "__module__", "__qualname__", "__annotations__", "__firstlineno__"}
-TOLERANCE, ROUGH_TOLERANCE = 0.01, 0.1  # of a norm, and in shorter dtypes: rounding, with room
+TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1  # of a norm, and in shorter dtypes: rounding, with room
 SIZE = 0.3  # of the random numbers, so that what is trained changes what comes out
 
 # By model, and by what it was asked and the objects that its code consists of: a reason if the ways
@@ -96,18 +97,27 @@ def agrees(
     compare: given the trained parameters, whose numbers are random at that moment, it returns None
         or what differs. It is called once for each state of the model's code.
 
-    A sharded model whose weights are gathered is not tried: a call of it would free them.
+    A sharded model whose weights are gathered can't be tried, as a call would free them: what was
+    found before it was sharded holds, and if nothing was, it is taken to be as the course's.
     """
+    known = _known.setdefault(model, {})
     if any(type(m).__name__.startswith("FSDP") for m in model.modules()):
-        return True
-    known, code = _known.setdefault(model, {}), list_code(model, functions)
-    key = (way, get_mode(model), *map(id, code))
+        return all(reason is None for key, (reason, _) in known.items() if key[0] == way)
+    code = list_code(model, functions)
+    key = (way, get_mode(model), torch.is_inference_mode_enabled(), *map(id, code))
     if key not in known:
-        with randomized(model) as parameters:
+        device = next(model.parameters()).device
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), randomized(model) as parameters:
             known[key] = (compare(parameters), code)
         if (reason := known[key][0]) is not None:
-            _say_once(model, f"{way} would differ ({reason})")
+            _say_once(model, f"{way}: {reason}")
     return known[key][0] is None
+
+
+def forget(model: Any) -> None:
+    """Forget how a model compared, so that it is tried anew."""
+    _known.pop(model, None)
 
 
 def _say_once(model: Any, reason: str) -> None:
@@ -116,9 +126,8 @@ def _say_once(model: Any, reason: str) -> None:
     key = ("said", *map(id, code))
     if key not in _known[model]:
         _known[model][key] = (reason, code)
-        name = type(model).__name__
-        said = f"{name} is run as it is written, which takes longer: {reason}"
-        warnings.warn(said, stacklevel=5)
+        said = f"Your {type(model).__name__} doesn't compute what the fast path computes ({reason})"
+        warnings.warn(f"{said}, so your own code runs. That takes longer.", stacklevel=5)
 
 
 @contextmanager
@@ -159,8 +168,8 @@ def find_difference(
 
 
 def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
-    """Return all code that a model and these functions run which is not a library's, the constants
-    that it reads, and the kinds of the model's modules: the very same until one of them changes."""
+    """Return the code that a model and these functions run, without a library's, and the kinds of
+    the model's modules: the very same objects until one of them is replaced."""
     modules = list(model.modules())
     found: list[Any] = [x for m in modules for x in (type(m), m.training)]
     waiting: list[Any] = [*functions, *{type(m): None for m in modules}]
@@ -172,9 +181,7 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, int | float | str):
-            found.append(thing)
-        elif not isinstance(thing, CODE) or _is_of_a_library(thing):
+        if not isinstance(thing, CODE) or _is_of_a_library(thing):
             continue
         elif isinstance(thing, type):
             waiting += [cls for cls in thing.__mro__ if cls is not thing]
@@ -186,13 +193,19 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
         else:
             found += [thing.__code__, thing.__defaults__]
             waiting += [cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell)]
-            known = thing.__globals__
-            waiting += [known[name] for name in _get_names(thing.__code__) if name in known]
+            names, known = _get_names(thing.__code__), thing.__globals__
+            used = [known[name] for name in names if name in known]
+            modules = [vars(x) for x in used if isinstance(x, ModuleType) and not _is_library(x)]
+            waiting += used + [held[name] for held in modules for name in names if name in held]
     return found
 
 
 def _is_of_a_library(thing: Any) -> bool:
     return str(getattr(thing, "__module__", "")).partition(".")[0] in LIBRARIES
+
+
+def _is_library(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] in LIBRARIES
 
 
 @functools.cache

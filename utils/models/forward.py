@@ -209,9 +209,20 @@ class Scores:
         return self.measure_kl().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
+@dataclass
+class NativeScores(Scores):
+    """The same, where the KL is native too unless a try gives another one: then the bridge's."""
+
+    find_bridged: Any = None  # () -> None, or the bridge's scores in the native KL's place
+
+    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        bridged = self.find_bridged()
+        return super().calc_mean_kl(mask) if bridged is None else bridged.calc_mean_kl(mask)
+
+
 @dataclass(frozen=True)
 class Formulas:
-    """What a trainer's objective has of logits, as its reader wrote it (chapters 0 and 2)."""
+    """The functions that turn logits into parts of an objective, as you wrote them."""
 
     get_logprobs: Callable[..., Float[Tensor, "row completion"]]
     calc_entropy_bonus: Callable[..., Float[Tensor, ""]]
@@ -251,20 +262,27 @@ def get_scorer(model: Any, formulas: Formulas | None = None) -> "BridgeScorer":
     bridge, found = BridgeScorer(model, formulas), find_native(model)
     if found is None:
         return bridge
-    native = NativeScorer(model, *found)
-    functions = tuple(vars(formulas).values()) if formulas else ()
+    native = NativeScorer(model, *found, formulas)
+    return native if is_the_same(native, bridge, "scoring") else bridge
+
+
+def is_the_same(native: "NativeScorer", bridge: "BridgeScorer", way: str) -> bool:
+    """Return whether both give the same: scores, or "the KL", where alone the reference runs."""
+    model, formulas = bridge.model, bridge.formulas
 
     def compare(parameters: list[Tensor]) -> str | None:
         try:
-            found, expected = (try_scorer(scorer, parameters) for scorer in (native, bridge))
+            found, expected = (try_scorer(s, parameters, way) for s in (native, bridge))
             return find_difference(found, expected, next(model.parameters()).dtype)
         except Exception as error:  # of a reader's code, of any kind: it is met where it is run
             return f"{type(error).__name__}: {error}"
 
-    return native if agrees(model, functions, "scoring", compare) else bridge
+    return agrees(model, tuple(vars(formulas).values()) if formulas else (), way, compare)
 
 
-def try_scorer(scorer: "BridgeScorer", parameters: list[Tensor]) -> dict[str, Tensor]:
+def try_scorer(
+    scorer: "BridgeScorer", parameters: list[Tensor], way: str = "scoring"
+) -> dict[str, Tensor]:
     """Return what a scorer gives on three rows of a few tokens, and the gradients of it."""
     model = scorer.model
     base = getattr(model, "base", model)
@@ -276,15 +294,16 @@ def try_scorer(scorer: "BridgeScorer", parameters: list[Tensor]) -> dict[str, Te
     is_trained = get_mode(model) == "hooked" and not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(is_trained):
         scores = scorer.measure(ids, attention_mask, 4, temperature=0.7)
-        found = {"log-probs": scores.logprobs[mask], "entropy": scores.calc_mean_entropy(mask)}
-        if get_mode(model) == "hooked":
-            found["KL"] = scores.calc_mean_kl(mask)
-        if scores.values is not None:
-            found["values"] = scores.values[mask]
-        if not isinstance(scorer, NativeScorer):  # what is sampled from, without values
-            logits = model(ids, attention_mask=attention_mask)
-            scores = read_logits(model, logits, ids, attention_mask, 4, 0.7)
-        found["log-probs without values"] = scores.logprobs[mask]
+        if way == "the KL":
+            found = {"KL": scores.measure_kl()[mask], "mean KL": scores.calc_mean_kl(mask)}
+        else:
+            found = {"log-probs": scores.logprobs[mask], "entropy": scores.calc_mean_entropy(mask)}
+            if scores.values is not None:
+                found["values"] = scores.values[mask]
+            if not isinstance(scorer, NativeScorer):  # what is sampled from, without values
+                logits = model(ids, attention_mask=attention_mask)
+                scores = read_logits(model, logits, ids, attention_mask, 4, 0.7)
+            found["log-probs without values"] = scores.logprobs[mask]
         for name, part in list(found.items()) if is_trained and parameters else ():
             found[f"gradient of {name}"] = _get_gradient(part, parameters)
     return {name: part.detach() for name, part in found.items()}
@@ -405,9 +424,12 @@ class BridgeScorer:
 class NativeScorer(BridgeScorer):
     """Scores without hooks, padding or kept logits."""
 
-    def __init__(self, model: Any, native: NativeModel, adapted: bool):
-        super().__init__(model)
+    def __init__(
+        self, model: Any, native: NativeModel, adapted: bool, formulas: Formulas | None = None
+    ):
+        super().__init__(model, formulas)
         self.native, self.adapted = native, adapted
+        self.is_tried = False  # as a KL is trusted while it is compared
 
     def compute(
         self,
@@ -421,25 +443,41 @@ class NativeScorer(BridgeScorer):
 
         Rows with gaps, whose positions the bridge alone knows, are left to it.
         """
+        given = (input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
         rows = flatten(input_ids, attention_mask, prompt_len)
         if rows is None:
-            given = (input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
             return super().compute(*given)
         unembedding = self.native.unembedding
         h = self.read(rows, self.adapted)
 
+        def find_bridged() -> Scores | None:
+            return None if self.has_same_kl() else BridgeScorer.compute(self, *given)
+
         def measure_kl() -> Tensor:
+            if (bridged := find_bridged()) is not None:
+                return bridged.measure_kl()
             with torch.no_grad(), self.model.reference():
                 ref_h = self.read(rows, adapted=False)
             return rows.fill(KlHead.apply(h, ref_h, unembedding, temperature))
 
         found = ScoreHead.apply(h, unembedding, rows.targets, temperature, has_entropy_grad)
         entropies = rows.fill(found[1] if has_entropy_grad else found[1].detach())
-        scores = Scores(rows.fill(found[0]), entropies, measure_kl)
+        scores = NativeScores(rows.fill(found[0]), entropies, measure_kl, None, find_bridged)
         head = getattr(self.model, "value_head", None)
         if head is not None:
             scores.values = rows.fill(head(h.to(head.weight.dtype)).squeeze(-1))
         return scores
+
+    def has_same_kl(self) -> bool:
+        """Return whether the model's KL from its reference is the native one."""
+        if self.is_tried:
+            return True
+        self.is_tried = True
+        try:
+            bridge = BridgeScorer(self.model, self.formulas)
+            return is_the_same(self, bridge, "the KL")
+        finally:
+            self.is_tried = False
 
     def read(self, rows: FlatRows, adapted: bool) -> Float[Tensor, "scored d_model"]:
         """Return the final norm's output at the token before each that is scored."""

@@ -151,8 +151,8 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
 
 
 def _require_known_ids(tokenizer: Any, n_rows: int, name: str) -> None:
-    """Raise ValueError for a special token that the model has no embedding of."""
-    for which in ("bos", "eos", "pad"):
+    """Raise ValueError for a special token that the model would read and has no embedding of."""
+    for which in ("bos", "eos" if tokenizer.pad_token_id is None else "pad"):
         found = getattr(tokenizer, f"{which}_token_id")
         require(
             found is None or found < n_rows,
