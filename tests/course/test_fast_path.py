@@ -113,7 +113,8 @@ def test_what_stays_native_trains_what_the_slow_path_trains(name, unedited, tmp_
     for place in (decoding, forward):
         monkeypatch.setattr(place, "find_native", lambda model: None)
     slow, _ = train(monkeypatch, tmp_path / "slow", old, new)
-    assert (fast - slow).norm() < 0.1 * (fast - unedited[0]).norm()  # Adam enlarges rounding
+    # Adam makes a whole step of a gradient that is rounding alone.
+    assert (fast - slow).norm() < 0.25 * (fast - unedited[0]).norm()
 
 
 class Gated(TransformerWithValueHeadLora):

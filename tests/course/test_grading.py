@@ -430,15 +430,15 @@ def test_without_solutions_a_method_that_another_check_needs_is_said_to_be_missi
     names = get_chapter_source("ch1_lora").without("TransformerWithLora.load_adapter").build()
     monkeypatch.setattr(checking, "has_reference", lambda chapter: False)
     monkeypatch.setattr(checking, "SEARCH_SECONDS", 0)  # of mistakes, which a bundle has not
-    said = "This needs what is not written yet"
+    said = "This calls exercises that you haven't written yet"
     run_and_print(names["TransformerWithLora"].save_adapter, names)
-    assert f"{said} (TransformerWithLora.load_adapter): " in capsys.readouterr().out
+    assert f"{said} (TransformerWithLora.load_adapter). " in capsys.readouterr().out
     names["TransformerWithLora"].reference = lambda self: None.merged()
     run_and_print(names["TransformerWithLora"].reference, names)
     assert said not in capsys.readouterr().out
     del names["TransformerWithLora"].forward  # torch's own says that it is missing
     run_and_print(names["TransformerWithLora"].trainable_parameters, names)
-    assert f"{said} (TransformerWithLora.forward): " in capsys.readouterr().out
+    assert f"{said} (TransformerWithLora.forward). " in capsys.readouterr().out
 
 
 def test_the_notebook_says_that_checks_are_slow(capsys):
