@@ -679,6 +679,7 @@ class RLHFTrainer:
     ) -> Scores:
         """Return `logprobs` and `entropies` of completions at the sampling temperature, and
         `values` where the model has a value head, each [batch completion]; mask them before use.
+        The entropies carry a gradient unless `ent_coef` is 0.
 
         What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
         values, faster (`utils/models/forward.py`); if a trial on a few tokens differs, these

@@ -297,8 +297,9 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the entropy over the tokens of all ranks."""
-        entropies = self._read_scores(minibatch, scored).entropies
-        entropy = global_masked_mean(entropies, minibatch.mask)
+        mask = minibatch.mask
+        here = self._read_scores(minibatch, scored).calc_mean_entropy(mask)
+        entropy = global_masked_mean(here.expand(mask.shape), mask)  # each rank by its tokens
         self.metrics["entropy"].append(entropy.item())
         return entropy
 
@@ -306,8 +307,9 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the exact KL from the reference over the tokens of all ranks."""
-        kls = self._read_scores(minibatch, scored).measure_kl()
-        kl = global_masked_mean(kls, minibatch.mask)
+        mask = minibatch.mask
+        here = self._read_scores(minibatch, scored).calc_mean_kl(mask)
+        kl = global_masked_mean(here.expand(mask.shape), mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl
 

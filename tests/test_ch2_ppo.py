@@ -230,7 +230,7 @@ def repeated_words(student, rng):
     return by_case(found)
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening")
+@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening", beside=True)
 def no_word_of_the_lists(student, rng):
     """Texts without any of the words, and empty ones: 0.0, in a batch of only such texts too"""
     texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]

@@ -511,7 +511,7 @@ def every_case_of_the_minimum(student, rng):
     }
 
 
-@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
+@check("calc_grpo_objective", public=True, expected=objective_by_cases, tier="hardening")
 def no_room_above(student, rng):
     """clip_coef_high 0 is a value, not a missing one: ratios are clipped at 1 from above"""
     return _every_case(student, rng, clip_coef_high=0.0)

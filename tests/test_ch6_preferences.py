@@ -415,7 +415,7 @@ def best_of_groups(student, rng):
     return found | {"the same rewards for each prompt": student.best_of_n(texts, same, 5)}
 
 
-@check("best_of_n", tier="hardening")
+@check("best_of_n", tier="hardening", beside=True)
 def numbers_that_do_not_fit(student, rng):
     """n that does not divide the samples, or is 0; not one reward each: a ValueError names it"""
     texts, rewards, f = list("abcdef"), rng.normal(6), student.best_of_n

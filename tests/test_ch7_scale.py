@@ -72,7 +72,7 @@ def bytes_of_random_shapes(student, rng):
     return found | {"MLP": dict(student.estimate_memory(**shapes[0], mlp_adapters=True))}
 
 
-@check("estimate_memory", expected=bytes_of_shapes, rtol=0.0, tier="hardening")
+@check("estimate_memory", public=True, expected=bytes_of_shapes, rtol=0.0, tier="hardening")
 def bytes_in_other_dtypes(student, rng):
     """Weights in bfloat16 and float64: adapters, what they read, and logits, at least in float32"""
     shape = _draw_shape(rng)
@@ -191,7 +191,7 @@ def one_microbatch_at_a_time(student, rng):
     return {"gradients before the second": before, "afterwards": model.weight.grad.clone()}
 
 
-@check("accumulate_gradients", expected=accumulate_by_one_batch, tier="hardening")
+@check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
 def gradients_are_added(student, rng):
     """What is in `.grad` stays: the gradient of a second batch comes on top of the first's"""
     model, (first, second) = _Scale(rng, 4), _make_microbatches(rng, (3, 2), 4)
@@ -202,7 +202,7 @@ def gradients_are_added(student, rng):
     return {"the values": values, "weight": model.weight.grad}
 
 
-@check("accumulate_gradients", expected=accumulate_by_one_batch, tier="hardening")
+@check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
 def microbatches_without_tokens(student, rng):
     """A microbatch without any token, all of them, and one token in all: never NaN"""
     found = {}

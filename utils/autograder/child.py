@@ -166,7 +166,7 @@ def run_probe(
     stand_in: this chapter's solutions without the exercise.
     given: what the chapter's notebook imports of the course, by module.
     """
-    facades.shut(stand_in.chapter, given)
+    facades.shut(stand_in.chapter, exercise, given)
     namespace, log = load(files, helpers, stand_in, is_alone)
     answer = find_written(stand_in, exercise, namespace)
     seen = {"log": log, "is_stub": is_stub(answer)}

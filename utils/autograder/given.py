@@ -23,6 +23,7 @@ SETUP = {"utils.course": {"catch_up", "check", "progress", "shorten", "show_resu
 # many nodes that nobody else writes them alike.
 COPIED_SHARE, LONG_NODES = 0.75, 40
 MARKED_SHARE = 1 / 3  # and in a file that begins as one of the course does, of whatever version
+PART_SHARE = 0.25  # in each of several files that are a copy together
 MAX_SAID = 5  # imports that are named
 
 
@@ -134,6 +135,20 @@ def find_copy(definitions: dict[str, list[str]], first_line: str = "") -> str | 
         if measure_copied(definitions, chapter) >= least:
             return chapter
     return None
+
+
+def find_parts(files: dict[str, dict[str, list[str]]]) -> dict[str, str]:
+    """Return files that are the course's solutions of a chapter taken together, by name, with the
+    chapter: those that hold a quarter of them or more."""
+    together: dict[str, list[str]] = defaultdict(list)
+    for definitions in files.values():
+        for name, digests in definitions.items():
+            together[name] += digests
+    chapter = find_copy(together)
+    if chapter is None:
+        return {}
+    shares = {name: measure_copied(definitions, chapter) for name, definitions in files.items()}
+    return {name: chapter for name, share in shares.items() if share >= PART_SHARE}
 
 
 def measure_copied(definitions: dict[str, list[str]], chapter: str) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 from utils.autograder import zygote
 from utils.autograder.given import (
     find_copy,
+    find_parts,
     get_given,
     is_in_solutions,
     list_solved,
@@ -211,6 +212,7 @@ class Grader:
             file[0]: find_copy(seen["digests"], seen["first_line"]) for file, seen in inspected
         }
         copies = {name: chapter for name, chapter in copies.items() if chapter}
+        copies = copies or find_parts({file[0]: seen["digests"] for file, seen in inspected})
         if len(submitted.files) == 1 and not any(map(is_in_solutions, copies)):
             problems += [f"{name} is the course's solution of {c}" for name, c in copies.items()]
             return inspected

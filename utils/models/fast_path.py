@@ -4,8 +4,8 @@
 You may have edited the model, its adapters, its value head, or the functions that make a trainer's
 objective of its logits. So both ways are run once on a few tokens, with random numbers in place of
 what is trained, and compared: values and gradients. If they differ, your own code runs, and a
-warning says so. They're compared anew when the code or the modules of the model change, and
-whenever `train()` begins: a number that you change in a model's attribute counts from then on.
+warning says so. They're compared anew when the model's code, its modules or their plain attributes
+change, and whenever `train()` begins.
 """
 
 import functools
@@ -18,16 +18,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from utils.models.blocks import SITES, NativeModel, is_covered
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "transformer_lens", "jaxtyping",
              "numpy", "einops", "safetensors", "pydantic", "tqdm"}  # fmt: skip
 CODE = FunctionType | MethodType | classmethod | staticmethod | property | type
+PLAIN = (bool, int, float, str)
+MAX_REPR = 300  # characters of a global
 UNTOLD = {"__doc__", "__module__", "__qualname__", "__annotations__", "__firstlineno__"}
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1  # of a norm, and in shorter dtypes: rounding, with room
 SIZE = 0.3  # of the random numbers, so that what is trained changes what comes out
+SCALING = 8  # for which that is so: of adapters that are scaled otherwise, B is larger or smaller
+MAX_KNOWN = 100  # states of a model's code that are remembered
 
 # By model, and by what it was asked and the objects that its code consists of: a reason if the ways
 # differ, and those objects, so that no other gets the identity of one of them.
@@ -103,9 +107,11 @@ def agrees(
     known = _known.setdefault(model, {})
     if any(type(m).__name__.startswith("FSDP") for m in model.modules()):
         return all(reason is None for key, (reason, _) in known.items() if key[0] == way)
-    code = list_code(model, functions)
-    key = (way, get_mode(model), torch.is_inference_mode_enabled(), *map(id, code))
+    code, state = list_code(model, functions)
+    key = (way, get_mode(model), torch.is_inference_mode_enabled(), state, *map(id, code))
     if key not in known:
+        if len(known) > MAX_KNOWN:
+            known.clear()
         device = next(model.parameters()).device
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), randomized(model) as parameters:
@@ -122,7 +128,7 @@ def forget(model: Any) -> None:
 
 def _say_once(model: Any, reason: str) -> None:
     """Warn, unless something was said already of the model as its code is now."""
-    code = list_code(model, ())
+    code, _ = list_code(model, ())
     key = ("said", *map(id, code))
     if key not in _known[model]:
         _known[model][key] = (reason, code)
@@ -132,19 +138,24 @@ def _say_once(model: Any, reason: str) -> None:
 
 @contextmanager
 def randomized(model: Any) -> Iterator[list[Any]]:
-    """Put random numbers in the place of what adapters and a value head hold, until the end.
+    """Put random numbers in place of all that a model has beside its base, until the end, and give
+    what of it is trained.
 
     Bit for bit as before afterwards; autograd sees nothing of it, nor does a random generator.
     """
-    parts = [*getattr(model, "adapters", {}).values(), getattr(model, "value_head", None)]
-    parameters = [p for part in parts if isinstance(part, nn.Module) for p in part.parameters()]
+    named = [(n, p) for n, p in model.named_parameters() if not n.startswith("base.")]
+    named = named if hasattr(model, "base") else []
+    parameters = [p for _, p in named]
+    scalings = {id(layer.lora_B): layer.scaling for layer in getattr(model, "adapters", {}).values()
+                if hasattr(layer, "lora_B") and hasattr(layer, "scaling")}  # fmt: skip
     saved = [p.data.clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
     try:
         for p in parameters:
             size = SIZE / p.shape[0] ** 0.5 if p.ndim else SIZE
+            size = size * SCALING / float(scalings.get(id(p), SCALING))
             p.data.copy_(size * torch.randn(p.shape, generator=generator))
-        yield parameters
+        yield [p for p in parameters if p.requires_grad]
     finally:
         for p, numbers in zip(parameters, saved, strict=True):
             p.data.copy_(numbers)
@@ -167,10 +178,13 @@ def find_difference(
 # --- The state of its code ------------------------------------------------------------------------
 
 
-def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
+def list_code(model: Any, functions: tuple[Any, ...]) -> tuple[list[Any], tuple[str, ...]]:
     """Return the code that a model and these functions run, without a library's, and the kinds of
-    the model's modules: the very same objects until one of them is replaced."""
+    the model's modules: the very same objects until one of them is replaced. And the plain values
+    that it may read, in words: attributes of the model's own modules, and globals."""
     modules = list(model.modules())
+    own = [m for m in modules if not _is_of_a_library(type(m))]
+    state = [repr(sorted((k, v) for k, v in vars(m).items() if isinstance(v, PLAIN))) for m in own]
     found: list[Any] = [x for m in modules for x in (type(m), m.training)]
     waiting: list[Any] = [*functions, *{type(m): None for m in modules}]
     waiting += [vars(m)["forward"] for m in modules if "forward" in vars(m)]  # an object's own
@@ -181,6 +195,8 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
         if id(thing) in seen:
             continue
         seen.add(id(thing))
+        if isinstance(thing, (*PLAIN, dict, list, tuple)):
+            state.append(repr(thing)[:MAX_REPR])
         if not isinstance(thing, CODE) or _is_of_a_library(thing):
             continue
         elif isinstance(thing, type):
@@ -197,7 +213,7 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> list[Any]:
             used = [known[name] for name in names if name in known]
             modules = [vars(x) for x in used if isinstance(x, ModuleType) and not _is_library(x)]
             waiting += used + [held[name] for held in modules for name in names if name in held]
-    return found
+    return found, tuple(state)
 
 
 def _is_of_a_library(thing: Any) -> bool:

@@ -27,6 +27,7 @@ from utils.models.fast_path import agrees, find_difference, find_native, get_mod
 from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time, if that is MIN_ROWS or more
+WIDTH = 32  # tokens of a row on which a scorer is tried
 MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
 
 
@@ -283,17 +284,19 @@ def is_the_same(native: "NativeScorer", bridge: "BridgeScorer", way: str) -> boo
 def try_scorer(
     scorer: "BridgeScorer", parameters: list[Tensor], way: str = "scoring"
 ) -> dict[str, Tensor]:
-    """Return what a scorer gives on three rows of a few tokens, and the gradients of it."""
+    """Return what a scorer gives on three rows of some tokens, and the gradients of it."""
     model = scorer.model
     base = getattr(model, "base", model)
     device, vocab = next(base.parameters()).device, base.unembed.original_component.weight.shape[0]
-    ids = (torch.arange(24, device=device).view(3, 8) * 7919 + 5) % vocab
+    width = min(WIDTH, getattr(getattr(base, "cfg", None), "n_ctx", WIDTH))
+    prompt_len = width // 4
+    ids = (torch.arange(3 * width, device=device).view(3, width) * 7919 + 5) % vocab
     attention_mask = torch.ones_like(ids)
-    attention_mask[0, :2] = attention_mask[1, 6:] = 0
-    mask = attention_mask[:, 4:].bool()
+    attention_mask[0, : prompt_len // 2] = attention_mask[1, width // 2 :] = 0
+    mask = attention_mask[:, prompt_len:].bool()
     is_trained = get_mode(model) == "hooked" and not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(is_trained):
-        scores = scorer.measure(ids, attention_mask, 4, temperature=0.7)
+        scores = scorer.measure(ids, attention_mask, prompt_len, temperature=0.7)
         if way == "the KL":
             found = {"KL": scores.measure_kl()[mask], "mean KL": scores.calc_mean_kl(mask)}
         else:
@@ -302,7 +305,7 @@ def try_scorer(
                 found["values"] = scores.values[mask]
             if not isinstance(scorer, NativeScorer):  # what is sampled from, without values
                 logits = model(ids, attention_mask=attention_mask)
-                scores = read_logits(model, logits, ids, attention_mask, 4, 0.7)
+                scores = read_logits(model, logits, ids, attention_mask, prompt_len, 0.7)
             found["log-probs without values"] = scores.logprobs[mask]
         for name, part in list(found.items()) if is_trained and parameters else ():
             found[f"gradient of {name}"] = _get_gradient(part, parameters)
@@ -457,7 +460,7 @@ class NativeScorer(BridgeScorer):
             if (bridged := find_bridged()) is not None:
                 return bridged.measure_kl()
             with torch.no_grad(), self.model.reference():
-                ref_h = self.read(rows, adapted=False)
+                ref_h = self.read(rows, get_mode(self.model) == "hooked")  # as one's own may be
             return rows.fill(KlHead.apply(h, ref_h, unembedding, temperature))
 
         found = ScoreHead.apply(h, unembedding, rows.targets, temperature, has_entropy_grad)
