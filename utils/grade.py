@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # more hang in a forked child
 from tqdm import tqdm
 
 from utils.autograder import batch, protections
-from utils.autograder.reading import name_submissions, read_submission
+from utils.autograder.reading import OWN_FILES, name_submissions, read_submission
 from utils.autograder.reports import write_class, write_submission
 from utils.autograder.roster import read_roster, write_grades
 from utils.grading.points import list_chapters, list_exercises, load_points
@@ -96,6 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
     secret = args.secret or _load_secret(args.out)
     stored = load_reports(args.out)
     named = name_submissions(list(dict.fromkeys(args.paths)), _get_places(stored))
+    gone = _find_gone(stored, named)
+    for name in gone:
+        write_submission(args.out / name, stored[name] | {"is_gone": True})
+    stored = {n: r for n, r in stored.items() if n in named or not (n in gone or "is_gone" in r)}
     others = [report for name, report in stored.items() if name not in named]
     if any(report.get("set", args.chapters) != args.chapters for report in others):
         said = (
@@ -118,6 +122,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that is to be cleaned up
     reports = {name: points.score(report) for name, report in kept.items()}
+    for report in reports.values():  # it is back
+        report.pop("is_gone", None)
     for name, report in reports.items():
         if report != stored[name]:  # the points have changed
             write_submission(args.out / name, report)
@@ -140,8 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted: run it again to go on", file=sys.stderr)
         return 130
     write_class(args.out, list(reports.values()))
+    for name, place in gone.items():
+        print(f"{name} is no longer counted: there is no {place}", file=sys.stderr)
     if args.roster:
-        for line in write_grades(args.out, people, list(reports.values()), args.assignment):
+        graded = list(reports.values())
+        for line in write_grades(args.out, people, graded, args.assignment, args.chapters):
             print(line, file=sys.stderr)
     elif (args.out / "grades.csv").exists():
         print("grades.csv, canvas.csv and moodle.csv are of an earlier run: give --roster to renew"
@@ -174,6 +183,11 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
     if args.out.exists() and not args.out.is_dir():
         return f"--out should be a folder, but {args.out} is a file"
+    if blocked := [str(args.out / name) for name in OWN_FILES if (args.out / name).is_dir()]:
+        return (
+            f"{', '.join(blocked)} should be a file, but is a folder: move it away, or choose"
+            " another --out"
+        )
     return None
 
 
@@ -193,8 +207,9 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         print(f"not graded: {name}: see {args.out / name / 'report.json'}", file=sys.stderr)
     if lacking := _find_lacking(reports):
         print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
-    print(f"graded {len(reports) - len(unreadable)} of {len(reports)} submissions"
-          f" ({kept} from before): {args.out / 'class.html'}")  # fmt: skip
+    could_not = f", {len(unreadable)} could not be" if unreadable else ""
+    print(f"{len(reports)} submissions ({kept} from before): {len(reports) - len(unreadable)} are"
+          f" graded{could_not}: {args.out / 'class.html'}")  # fmt: skip
     failed = [report for report in reports if report["not_graded"]]
     if failed:
         count = sum(len(report["not_graded"]) for report in failed)
@@ -247,6 +262,25 @@ def load_reports(out: Path) -> dict[str, dict[str, Any]]:
 
 def _get_places(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: report.get("path", "") for name, report in reports.items()}
+
+
+def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dict[str, str]:
+    """Find the reports of files that were taken away, renamed or moved since: name and path.
+
+    Where the whole folder is away, as on another machine, a report stays, unless the same work is
+    among these.
+    """
+    gone = {}
+    digests: set[str] = set()
+    for name, report in stored.items():
+        path = Path(report.get("path", ""))
+        if name in named or not path.name or os.path.lexists(path) or "is_gone" in report:
+            continue
+        if not digests and not path.parent.exists():
+            digests = {read_submission("", path).digest for path in named.values()}
+        if path.parent.exists() or report.get("digest") in digests:
+            gone[name] = str(path)
+    return gone
 
 
 def _is_unchanged(report: dict[str, Any] | None, path: Path) -> bool:

@@ -30,9 +30,11 @@ from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
 from utils.autograder.reading import (
     MAX_FILES,
+    OWN_FILES,
     VARIANTS,
     SubmittedFiles,
     get_variant,
+    is_taken,
     name_submissions,
     read_submission,
 )
@@ -413,6 +415,9 @@ def test_names_are_safe_and_differ(tmp_path):
     names = name_submissions(paths)
     assert len(names) == len(paths)
     assert not {"class.html", "class.csv"} & names.keys()
+    for name in OWN_FILES:  # of the batch's, beside which the folders stand
+        for path in (Path(name), Path(f"{name}.py"), Path(f"{name.upper()}.partial.zip")):
+            assert not any(map(is_taken, name_submissions([path])))
     assert max(len(name.encode()) for name in names) <= 110
     assert not any("/" in name or "\n" in name or name.startswith(".") for name in names)
 
@@ -508,6 +513,28 @@ def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeyp
     assert "at most 5000 entries" in read_submission("x", path).problems[0]
 
 
+def test_what_a_submission_puts_into_reports_is_bounded(tmp_path, monkeypatch):
+    """Names of files, problems, statements that are left out."""
+    inner = tmp_path / "inner.zip"
+    with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(60):
+            archive.writestr(f"{number}{'a' * 60_000}.zip", "")
+    with zipfile.ZipFile(tmp_path / "work.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(inner, "inner.zip")
+        for number in range(130):
+            archive.writestr(f"{number}{'b' * 900}.py", f"{MEAN}\n" + "go()\n" * 30 + ")\n" * 9)
+    read = read_submission("x", tmp_path / "work.zip")
+    assert len("".join(read.problems)) < 100_000
+    report = grade_without_processes(monkeypatch, torch.zeros(3), submitted=read)
+    assert len(json.dumps(report)) < 100_000
+    assert report["problems"][-1].startswith("and ")
+    write_submission(tmp_path / "x", report)
+    write_class(tmp_path, [report])
+    assert (tmp_path / "x" / "report.html").stat().st_size < 150_000
+    assert (tmp_path / "class.html").stat().st_size < 10_000
+    assert (tmp_path / "class.csv").stat().st_size < 10_000
+
+
 def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     """Of all checks of an exercise together that filled the memory."""
     data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": "", "is_stub": False})
@@ -569,7 +596,9 @@ def break_a_tolerance(monkeypatch):
     monkeypatch.setattr(judging, "find_mismatch", lambda *_, **__: Mismatch("it differs"))
 
 
-def grade_without_processes(monkeypatch, observed=None, only=("masked_mean",)) -> dict:
+def grade_without_processes(
+    monkeypatch, observed=None, only=("masked_mean",), submitted=None
+) -> dict:
     """Grade a function that is there, with what a child would give."""
 
     def ask(_, job):
@@ -584,7 +613,7 @@ def grade_without_processes(monkeypatch, observed=None, only=("masked_mean",)) -
 
     monkeypatch.setattr(grader_module.Grader, "ask", ask)
     grader = grader_module.Grader(None, "secret", load_points(FILE))
-    submitted = SubmittedFiles("x", (("work.py", MEAN.encode()),))
+    submitted = submitted or SubmittedFiles("x", (("work.py", MEAN.encode()),))
     grader_module._find_fault.cache_clear()
     try:
         return grader.grade(submitted, only=only)

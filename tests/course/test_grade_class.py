@@ -10,7 +10,7 @@ import pytest
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import get_exercise, linux, load_reports
 from utils import grade
-from utils.autograder.roster import Person, match, read_roster
+from utils.autograder.roster import Person, match, read_roster, write_grades
 from utils.grading.known_answers import get_source
 from utils.grading.points import FILE
 from utils.grading.scoring import earn, weigh
@@ -184,10 +184,13 @@ def test_core_checks_share_two_thirds():
         ("jane and john smith 101", None),
         ("john smith hw (101)", "102"),
         ("solution", None),
+        ("week 2 final", None),
+        ("hw 2026", None),
+        ("2", "2"),
     ],
 )
 def test_whose_a_submission_is(name, owner, tmp_path):
-    (tmp_path / "roster.csv").write_text(ROSTER)
+    (tmp_path / "roster.csv").write_text(f"{ROSTER}2,Max Short,,,,\n2026,Ann Year,,,,\n")
     found = match([name], read_roster(tmp_path / "roster.csv"))
     assert (found[name].id if name in found else None) == owner
 
@@ -205,6 +208,76 @@ def test_what_is_no_roster_is_said(text, said, tmp_path):
     (tmp_path / "roster.csv").write_text(text)
     with pytest.raises(ValueError, match=said):
         read_roster(tmp_path / "roster.csv")
+
+
+def make_report(name: str, **scores: tuple[float, float]) -> dict:
+    """Of each chapter the score and the most."""
+    exercises = [{"chapter": chapter, "score": score, "max_score": most}
+                 for chapter, (score, most) in scores.items()]  # fmt: skip
+    return {"submission": name, "chapters": [*scores], "exercises": exercises, "not_graded": []}
+
+
+PEOPLE = [Person("101", "Jane Doe"), Person("102", "John Smith"), Person("103", "Late Comer")]
+
+
+def test_a_persons_chapters_are_added_up_and_of_each_the_best_counts(tmp_path):
+    jane = [make_report("jane doe 0", a=(5, 6)), make_report("jane doe 1", b=(3, 4)),
+            make_report("jane doe 1 old", b=(2, 4))]  # fmt: skip
+    reports = [*jane, make_report("john smith", a=(6, 6))]
+    said = write_grades(tmp_path, PEOPLE, reports, "RLHF")
+    rows = {row["id"]: row for row in read_csv(tmp_path / "grades.csv")}
+    assert (rows["101"]["score"], rows["101"]["of"]) == ("8", "10")
+    assert rows["101"]["submission"] == "jane doe 0; jane doe 1"
+    assert (rows["102"]["score"], rows["102"]["of"]) == ("6", "6")  # whatever others handed in
+    assert said[0] == "jane doe 1 old: jane doe 1 of Jane Doe counts instead, in b"
+    assert "give --chapters" in said[1]
+    assert said[2:] == ["Late Comer (103) handed in nothing"]
+
+
+def test_where_chapters_were_set_all_can_reach_the_same(tmp_path):
+    reports = [make_report("jane doe 0", a=(5, 6), b=(0, 4)),
+               make_report("jane doe 1", a=(0, 6), b=(3, 4)),
+               make_report("john smith", a=(6, 6), b=(0, 4))]  # fmt: skip
+    said = write_grades(tmp_path, PEOPLE, reports, "RLHF", ["a", "b"])
+    rows = read_csv(tmp_path / "grades.csv")
+    assert [row["score"] for row in rows] == ["8", "6", "0"]
+    assert {row["of"] for row in rows} == {"10"}
+    assert read_csv(tmp_path / "canvas.csv")[0]["RLHF"] == "10"
+    assert said == ["Late Comer (103) handed in nothing"]
+
+
+def grade_emptily(todo, *_):
+    for name, path in todo.items():
+        digest = grade.read_submission("", path).digest
+        yield name, grade.batch.make_empty_report(name, "") | {"readable": True, "digest": digest}
+
+
+def test_what_was_taken_away_renamed_or_moved_is_counted_no_more(tmp_path, run_grade, monkeypatch):
+    monkeypatch.setattr(grade.batch, "grade_all", grade_emptily)
+    folder, out = tmp_path / "in", tmp_path / "out"
+    folder.mkdir()
+    for name in ("jane", "john"):
+        (folder / f"{name}.py").write_text(f"x = '{name}'\n")
+    run_grade(*folder.iterdir(), "--out", out)
+    (folder / "john.py").rename(folder / "john smith.py")
+    renamed = run_grade(*folder.iterdir(), "--out", out)
+    assert "john is no longer counted: there is no " in renamed.stderr
+    assert "2 submissions (1 from before): 2 are graded: " in renamed.stdout
+    assert [row["submission"] for row in read_csv(out / "class.csv")] == ["jane", "john smith"]
+    folder.rename(tmp_path / "moved")
+    run_grade(tmp_path / "moved" / "jane.py", "--out", out)  # of the others nothing is known
+    assert len(read_csv(out / "class.csv")) == 2
+    moved = run_grade(*(tmp_path / "moved").iterdir(), "--out", out)
+    assert len(read_csv(out / "class.csv")) == 2, moved.stderr
+    assert moved.returncode == 0
+
+
+def test_a_folder_in_the_place_of_a_report_is_said(tmp_path, run_grade):
+    (tmp_path / "hw.py").write_text("x = 1\n")
+    (tmp_path / "out" / "grades.csv").mkdir(parents=True)
+    ended = run_grade(tmp_path / "hw.py", "--out", tmp_path / "out")
+    assert ended.returncode == 2
+    assert "grades.csv should be a file, but is a folder: move it away" in ended.stderr
 
 
 def test_a_penalty_and_an_adjustment():

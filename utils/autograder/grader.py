@@ -46,6 +46,8 @@ MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together, unless g
 MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_ERROR_CHARACTERS = 500
+MAX_PROBLEMS, MAX_LEFT_OUT = 50, 100  # of a submission, in its report
+MAX_LINE_CHARACTERS = 400  # of each of these
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
 MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
@@ -119,8 +121,8 @@ class Grader:
             "chapters": chapters,
             "seconds": round(self.seconds_used, 1),
             "protections": sorted(self.protections or ()),
-            "problems": problems,
-            "left_out": self.left_out,
+            "problems": _bound(problems, MAX_PROBLEMS),
+            "left_out": _bound(self.left_out, MAX_LEFT_OUT),
             "exercises": exercises,
         }
         return self.points.score(report)
@@ -250,6 +252,12 @@ class Grader:
             "seconds": round(seconds, 1),
             "checks": checks,
         }
+
+
+def _bound(lines: list[str], most: int) -> list[str]:
+    """Return the first of these lines, each once and none too long, and how many more there are."""
+    each = [*dict.fromkeys(line[:MAX_LINE_CHARACTERS] for line in lines)]
+    return each[:most] + [f"and {len(each) - most} more"] * (len(each) > most)
 
 
 def _require_own_work(exercises: list[dict[str, Any]]) -> None:

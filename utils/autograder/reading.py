@@ -22,7 +22,10 @@ COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/autho
 MAX_COURSES = 20  # copies of the course in a submission that are looked for
 MAX_FILES = 200
 MAX_DEPTH = 3  # of zips in zips, as learning platforms send them
-MAX_NAME_CHARACTERS = 1000  # of a file, with its folders: it stands in reports
+MAX_NAME_CHARACTERS = 1000  # of a file, with its folders
+MAX_SAID_CHARACTERS = 100  # of such a name, in a problem
+# Files beside which the folders of the submissions stand: none may be called like one of them.
+OWN_FILES = ("class.csv", "class.html", "grades.csv", "canvas.csv", "moodle.csv", ".secret")
 MAX_ZIP_ENTRIES = 40_000  # of a zip, which can hold a virtual environment beside the work
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
 MAX_SUBMISSION_BYTES = 2**25  # of all files together, without notebooks
@@ -95,9 +98,16 @@ def get_variant(name: str) -> int:
 
 
 def _clean(name: str) -> str:
-    """Keep at most 100 bytes, and none of the names beside which it will stand, as class.html."""
+    """Keep at most 100 bytes, and none of the names beside which it will stand (`OWN_FILES`)."""
     clean = re.sub(r"[^\w.() +-]", "_", name).strip(". ").encode()[:100].decode(errors="ignore")
-    return f"{clean}_" if clean.startswith("class.") else clean or "submission"
+    return f"{clean}_" if is_taken(clean) else clean or "submission"
+
+
+def is_taken(name: str) -> bool:
+    """Return whether a folder of this name would stand in the way of a file of a batch, or of what
+    becomes one, whatever the system makes of capitals."""
+    small = name.casefold()
+    return any(small in (own, f"{own}.partial") for own in OWN_FILES)
 
 
 def read_submission(name: str, path: Path) -> SubmittedFiles:
@@ -141,12 +151,12 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
             problems.append(f"only the first {MAX_FILES} files are read")
             break
         if len(entry) > MAX_NAME_CHARACTERS:
-            problems.append(f"{entry[:50]}... cannot be read: its name is too long")
+            problems.append(f"...{entry[-50:]} cannot be read: its name is too long")
             continue
         try:
             files.append((entry, budget.read(entry, read)))
         except Exception as error:
-            problems.append(f"{entry} cannot be read: {_say(error)}")
+            problems.append(f"{shorten(entry)} cannot be read: {_say(error)}")
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
         problems.append(f"{len(left_out)} of the course's own files left out: {places}")
@@ -187,15 +197,25 @@ def _expand(entries: Iterable[Entry], budget: Budget, problems: list[str], depth
             yield entry, read
             continue
         if depth >= MAX_DEPTH:
-            problems.append(f"{entry} is not read: zips are nested too deeply")
+            _add(problems, f"{shorten(entry)} is not read: zips are nested too deeply")
             continue
         try:
             inner = list(_iterate_zip(budget.read(entry, read), budget))
         except Exception as error:
-            problems.append(f"{entry} cannot be read: {_say(error)}")
+            _add(problems, f"{shorten(entry)} cannot be read: {_say(error)}")
             continue
         inside = [(f"{entry}/{name}", read) for name, read in inner]
         yield from _expand(inside, budget, problems, depth + 1)
+
+
+def _add(problems: list[str], problem: str) -> None:
+    if len(problems) < MAX_FILES:
+        problems.append(problem)
+
+
+def shorten(name: str) -> str:
+    """Shorten the name of a file for a report: what stands last tells most."""
+    return name if len(name) <= MAX_SAID_CHARACTERS else f"...{name[-MAX_SAID_CHARACTERS:]}"
 
 
 def _iterate_folder(folder: Path) -> Iterator[Entry]:

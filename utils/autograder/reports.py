@@ -11,6 +11,7 @@ import jinja2
 
 from utils.autograder.roster import shield
 
+MAX_PROBLEMS = 5  # of a submission, on the page of the class and in its table
 TEMPLATES = Path(__file__).parent / "templates"
 Report = dict[str, Any]
 
@@ -115,10 +116,18 @@ def write_class(out: Path, reports: list[Report]) -> None:
             scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
             row = [shield(report["submission"]), report["score"], report["max_score"]]
             row += [scores.get(name, "") for name in names]
-            row += [report["seconds"], shield("; ".join(report["problems"]))]
+            row += [report["seconds"], shield(say_problems(report))]
             writer.writerow([*row, "; ".join(report["not_graded"])])
     os.replace(partial, out / "class.csv")
-    _write(out / "class.html", _render("class.html", reports=reports, **summarize(reports)))
+    values = {"reports": reports, "say_problems": say_problems} | summarize(reports)
+    _write(out / "class.html", _render("class.html", **values))
+
+
+def say_problems(report: Report) -> str:
+    """Say in one line what is wrong with a submission's files: its own page says it in full."""
+    problems = report["problems"]
+    more = [f"and {len(problems) - MAX_PROBLEMS} more"] * (len(problems) > MAX_PROBLEMS)
+    return "; ".join(problems[:MAX_PROBLEMS] + more)
 
 
 def summarize(reports: list[Report]) -> dict[str, Any]:

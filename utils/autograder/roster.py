@@ -8,7 +8,7 @@ import csv
 import io
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
     found = {}
     for name in names:
         words = _split(re.sub(r"\(\d+\)", " ", name))  # of a copy: "hw (2)"
-        owners: dict[str, Person] = {}
+        owners: dict[str, Person] = {p.id: p for p in people if words == _split(p.id)}
         for get_keys in (_get_id, _get_address, _get_names):
             fitting = [p for p in people if any(_is_in(key, words) for key in get_keys(p))]
             if len(fitting) == 1:
@@ -108,7 +108,8 @@ def _is_in(key: list[str], words: list[str]) -> bool:
 
 
 def _get_id(person: Person) -> list[list[str]]:
-    return [_split(person.id)]
+    """Return the id, but no number that a file name has for other reasons, as "week 2" has."""
+    return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", person.id) else [_split(person.id)]
 
 
 def _get_address(person: Person) -> list[list[str]]:
@@ -127,55 +128,61 @@ def _get_names(person: Person) -> list[list[str]]:
 
 
 def write_grades(
-    out: Path, people: list[Person], reports: list[dict[str, Any]], assignment: str
+    out: Path,
+    people: list[Person],
+    reports: list[dict[str, Any]],
+    assignment: str,
+    chapters: Collection[str] = (),
 ) -> list[str]:
     """Write grades.csv, and what Canvas and Moodle import; return what could not be matched.
 
-    assignment: the title of its column there. Anyone who handed in nothing gets 0; of several
-    submissions of one person the best counts, and that is said.
+    assignment: the title of its column there. chapters: those that were set. Anyone who handed in
+    nothing gets 0; a person's chapters are added up, and of several submissions of one chapter the
+    best counts, and that is said.
     """
+    reports = sorted(reports, key=lambda report: report["submission"])
     owners = match([report["submission"] for report in reports], people)
-    best: dict[str, dict[str, Any]] = {}
-    for report in sorted(reports, key=lambda report: report["submission"]):
-        person = owners.get(report["submission"])
-        if person and report["score"] >= best.get(person.id, report)["score"]:
-            best[person.id] = report
-    most = max((report["max_score"] for report in reports), default=0)
-    rows = []
+    worth = {c: max(_count(r, c)[1] for r in reports) for c in chapters if reports}
+    said, rows = [], []
     for person in people:
-        found = best.get(person.id, {"submission": "", "score": 0})
-        score = found["score"]
-        rows.append((person, found["submission"], round(score, 2), person.count(score)))
+        mine = [r for r in reports if owners.get(r["submission"]) is person]
+        best = _choose(mine, person.name, said)
+        score = sum(_count(report, chapter)[0] for chapter, report in best.items())
+        most = sum(_count(report, chapter)[1] for chapter, report in best.items())
+        most = most if best else sum(worth.values())
+        files = "; ".join(dict.fromkeys(r["submission"] for r in [*best.values()] or mine))
+        rows.append((person, files, round(score, 2), person.count(score), round(most, 4)))
+    possible = sum(worth.values()) if chapters else max((row[-1] for row in rows), default=0)
     _write(
         out / "grades.csv",
         ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
         [(p.id, p.name, file, score, p.late, p.adjustment, total, most, p.comment)
-         for p, file, score, total in rows],
+         for p, file, score, total, most in rows],
     )  # fmt: skip
     _write(
         out / "canvas.csv",
         ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
-        [("    Points Possible", "", "", "", "", most),
-         *((p.name, p.id, "", p.email, "", total) for p, _, _, total in rows)],
+        [("    Points Possible", "", "", "", "", round(possible, 4)),
+         *((p.name, p.id, "", p.email, "", total) for p, _, _, total, _ in rows)],
     )  # fmt: skip
     _write(
         out / "moodle.csv",
         ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
-        [(p.id, p.name, p.email, total, p.comment) for p, _, _, total in rows],
+        [(p.id, p.name, p.email, total, p.comment) for p, _, _, total, _ in rows],
     )
-    names = [report["submission"] for report in reports if report["submission"] not in owners]
-    twice = [
-        f"{name}: {best[person.id]['submission']} of {person.name} counts instead"
-        for name, person in owners.items()
-        if name != best[person.id]["submission"]
-    ]
+    if len({row[-1] for row in rows if row[1]}) > 1 and not chapters:
+        said.append(
+            "people handed in different chapters, so the points to reach differ (`of` in"
+            " grades.csv; canvas.csv has the most): give --chapters to set the same for all"
+        )
     missing = [
         f"{name}: an error of the grader left {len(report['not_graded'])} checks without points"
         for name, report in ((r["submission"], r) for r in reports)
         if report["not_graded"]
     ]
+    names = [report["submission"] for report in reports if report["submission"] not in owners]
     return (
-        twice
+        said
         + missing
         + [f"{name}: fits nobody on the roster, or several" for name in names]
         + [
@@ -184,6 +191,31 @@ def write_grades(
             if not file
         ]
     )
+
+
+def _count(report: dict[str, Any], chapter: str) -> tuple[float, float]:
+    """Count what a report has of a chapter's points, and how many there are."""
+    exercises = [e for e in report["exercises"] if e["chapter"] == chapter]
+    return sum(e["score"] for e in exercises), sum(e["max_score"] for e in exercises)
+
+
+def _choose(reports: list[dict[str, Any]], name: str, said: list[str]) -> dict[str, dict[str, Any]]:
+    """Choose for each chapter the best of a person's submissions, and say which do not count."""
+    best: dict[str, dict[str, Any]] = {}
+    for chapter in dict.fromkeys(c for report in reports for c in report["chapters"]):
+        tries = [r for r in reports if chapter in r["chapters"]]
+        best[chapter] = max(reversed(tries), key=lambda r: _count(r, chapter)[0])
+    for report in reports:
+        others = {
+            best[c]["submission"]: c
+            for c in report["chapters"]
+            if best[c] is not report and (_count(report, c)[0] or report not in best.values())
+        }
+        said += [
+            f"{report['submission']}: {other} of {name} counts instead, in {chapter}"
+            for other, chapter in others.items()
+        ]
+    return best
 
 
 def shield(text: Any) -> Any:
