@@ -29,6 +29,7 @@ from utils.grading.wire import MAX_REPLY_BYTES
 
 _HEADER = struct.Struct("<Q")
 REPLY_DESCRIPTOR = 3  # the first after standard input, output and errors
+MAX_THREADS, WATCH_SECONDS = 64, 0.2  # of a child, and how often they are counted
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,10 @@ def _run(connection: Connection, place: Place) -> None:
         try:
             if not os.read(waits, 1):  # what is left of the job is no message
                 raise EOFError("the child ended before it had its job")
+            while not connection.poll(WATCH_SECONDS):
+                if _count_threads() > MAX_THREADS:
+                    os.kill(pid, signal.SIGKILL)  # it is waited for below
+                    break
             connection.recv()  # "end"
         finally:
             for end in (os.kill, os.killpg):  # the group, where no namespace ends with it
@@ -176,6 +181,16 @@ def _run(connection: Connection, place: Place) -> None:
         os.close(waits)
         shutil.rmtree(folder, ignore_errors=True)
     connection.send("ended")
+
+
+def _count_threads() -> int:
+    """Return the most threads that a process forked here has; 0 where the system does not say."""
+    most = 0
+    with contextlib.suppress(OSError, ValueError):
+        for pid in Path("/proc/thread-self/children").read_text().split():
+            status = Path(f"/proc/{pid}/status").read_text()
+            most = max(most, int(status.partition("\nThreads:")[2].split("\n")[0]))
+    return most
 
 
 def _be_child(connection: Connection, place: Place, folder: str, writer: int, holds: int) -> None:
