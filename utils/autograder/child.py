@@ -5,6 +5,7 @@ the fork, and never with a solution, an oracle or the checks' modules as they ar
 """
 
 import ast
+import contextlib
 import importlib
 import linecache
 import marshal
@@ -12,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +22,7 @@ import transformer_lens  # noqa: F401  before transformers
 import transformers
 
 from utils.autograder import facades
-from utils.autograder.modules import Runner, SubmittedModules
+from utils.autograder.modules import Runner, SubmittedModules, get_package, name_folder
 from utils.grading import wire
 from utils.grading.cells import parse
 from utils.grading.extraction import (
@@ -29,9 +30,12 @@ from utils.grading.extraction import (
     count_stubs,
     describe_left_out,
     digest_definitions,
+    find_stubs_below,
     get_bound_names,
     get_flags,
-    is_effect,
+    get_kind,
+    get_names_in_strings,
+    is_stub_definition,
     list_imports,
     select_statements,
     split_import,
@@ -49,6 +53,7 @@ from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
 MAX_IMPORTS = 500  # from the course, of one file
+MAX_WRITTEN = 20  # modules that the cells of one file write
 MAX_DEFINITIONS = 20  # of one name in a file, that are compared
 
 
@@ -89,12 +94,18 @@ def list_definitions(
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
-    Gives, by chapter, the defined names; the code that `load` takes; what is wrong with the file
+    Gives, by chapter, the defined names, and those of them that are stubs; the code that `load`
+    takes, and the places of its statements without the file's name; what is wrong with the file
     and what of it is not run, by cell and line, without lines `given` by the course; what it
-    imports of the course; how many definitions are stubs; digests of those that are `solved`, and
-    the first line of its docstring.
+    imports of the course; how many definitions are stubs; the modules that its cells write;
+    digests of those that are `solved`, and the first line of its docstring.
     """
+    all_names = set().union(*names.values())
     defined: set[str] = set()
+    answered: set[str] = set()
+    hinted: set[str] = set()
+    places: list[str] = []
+    written: list[list[str]] = []
     problems: list[str] = []
     left_out: list[str] = []
     imports: list[list[str]] = []
@@ -104,23 +115,43 @@ def list_definitions(
     for name, data in files:
         try:
             parsed = parse(data, name)
-            statements = select_statements(parsed.statements, set().union(*names.values()))
+            below = find_stubs_below(parsed.statements, all_names)
+            kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
+            statements = select_statements(kept, all_names)
         except Exception as error:
             problems.append(f"{type(error).__name__}: {error}"[:300])
         else:
             problems += [problem[:300] for problem in parsed.problems]
+            problems += [
+                f"{s.place}, line {s.first_line}: this stub of {s.name} is left out, as an answer"
+                " stands above it"
+                for s in below
+            ]
             defined |= set().union(*map(get_bound_names, statements))
+            finished = [s for s in statements if not is_stub_definition(s)]
+            answered |= set().union(*map(get_bound_names, finished))
+            hinted |= get_names_in_strings(finished)
+            written += [[n, text] for n, text in parsed.written.items()][:MAX_WRITTEN]
+            defined |= get_written_names(parsed, statements)
+            places += [f"{s.place}, line {s.first_line}".removeprefix(name) for s in statements]
             stubs += count_stubs(statements)
-            left_out += describe_left_out(parsed.statements, statements, given)
+            left_out += describe_left_out(kept, statements, given)
             imports += list_imports(statements, facades.COURSE)[:MAX_IMPORTS]
             first_line = get_first_line(parsed.statements)
             for key, found in digest_definitions(parsed.statements, solved).items():
                 digests[key] = [digest for digest, _ in found[-MAX_DEFINITIONS:]]
             code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
     mine = {chapter: sorted(defined & its) for chapter, its in names.items() if defined & its}
+    # What strings may define is known when it has run: of the chapters that are here, if any is.
+    likely = {chapter: sorted((defined | hinted) & its) for chapter, its in names.items()}
+    mine = {chapter: found for chapter, found in likely.items()
+            if found and (chapter in mine or not mine)}  # fmt: skip
     return {
         "stubs": stubs,
         "defined": mine,
+        "unfinished": sorted(all_names & defined - answered),
+        "places": places,
+        "written": written,
         "problems": problems,
         "left_out": left_out if mine else [],
         "imports": imports,
@@ -136,8 +167,20 @@ def get_first_line(statements: list[Any]) -> str:
     return said.partition("\n")[0][:100]
 
 
+def get_written_names(parsed: Any, statements: list[Any]) -> set[str]:
+    """Return what is imported from modules that cells of the same file write."""
+    stems = {PurePosixPath(name).stem for name in parsed.written}
+    return {
+        alias.asname or alias.name
+        for s in statements
+        if isinstance(s, ast.ImportFrom) and str(s.module).rpartition(".")[2] in stems
+        for alias in s.names
+    }
+
+
 def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
-    """Compile each statement, and note its place; an error stands for what the compiler refuses."""
+    """Compile each statement, and note its place, its kind and, if it is a stub, its name; an error
+    stands for what the compiler refuses."""
     compiled = []
     for statement in (part for s in statements for part in split_import(s, facades.COURSE)):
         place = f"{statement.place}, line {statement.first_line}"
@@ -145,7 +188,8 @@ def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> 
             code = compile_statement(statement, flags)
         except Exception as error:
             code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
-        compiled.append((place, code, is_effect(statement)))
+        stub = statement.name if is_stub_definition(statement) else ""
+        compiled.append((place, code, get_kind(statement), stub))
     return marshal.dumps((compiled, sources))
 
 
@@ -158,18 +202,30 @@ def run_probe(
     seeds: list[int],
     is_alone: bool,
     given: dict[str, frozenset[str]],
+    data: list[tuple[str, bytes]],
+    patience: float,
+    skipped: frozenset[str],
 ) -> dict[str, Any]:
-    """Run a probe with every seed on what the files define.
+    """Run a probe with every seed on what the files define. Where one of their statements takes too
+    long, nothing is run after it: it has to be skipped, another time.
 
     files: of each its name and its code, from `compile_each`.
     helpers: all scripts and notebooks of the submission, which may import one another.
     stand_in: this chapter's solutions without the exercise.
     given: what the chapter's notebook imports of the course, by module.
+    data: small files of the submission that are no code.
+    patience: seconds for one statement. skipped: the places of those that took longer.
     """
     facades.shut(stand_in.chapter, exercise, given)
-    namespace, log = load(files, helpers, stand_in, is_alone)
+    lay_out(data)
+    runner = Runner(patience, skipped)
+    namespace = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
+    seen: dict[str, Any] = {"log": "\n".join(runner.said), "failed": runner.failed}
+    seen |= {"slow": runner.slow, "stopped": runner.stopped}
+    if runner.slow:
+        return seen | {"is_stub": False, "observations": [], "printed": ""}
     answer = find_written(stand_in, exercise, namespace)
-    seen = {"log": log, "is_stub": is_stub(answer)}
+    seen["is_stub"] = is_stub(answer)
     if is_alone and answer is not None:
         with alone(stand_in, exercise, answer, namespace) as student:
             return seen | observe_all(probe, student, seeds)
@@ -184,6 +240,15 @@ def observe_all(probe: Any, student: Answers, seeds: list[int]) -> dict[str, Any
         if isinstance(observed, Raised):
             break
     return {"observations": observations, "printed": printed}
+
+
+def lay_out(data: list[tuple[str, bytes]]) -> None:
+    """Write a submission's own files into the folder of this process, where its code looks."""
+    for name, content in data:
+        path = Path(*(part for part in PurePosixPath(name).parts if part not in ("/", "..")))
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
 
 
 def install(name: str, source: str) -> None:
@@ -207,42 +272,52 @@ def load(
     helpers: list[tuple[str, bytes]],
     stand_in: ChapterSource,
     is_lent: bool,
-) -> tuple[dict[str, Any], str]:
-    """Run what the files define, and return it with what went wrong.
+    runner: Runner,
+    has_data: bool,
+) -> dict[str, Any]:
+    """Run what the files define, and return it.
 
-    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked.
+    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked. A
+    stub hides nothing that another file has. Where there are data, each file runs in its folder.
     """
     module = build_module(stand_in.chapter, "from __future__ import annotations")
     module.__dict__["get_ipython"] = lambda: None  # as where no notebook is open
     loaded = [(name, *marshal.loads(data)) for name, data in files]
-    codes = [code for _, compiled, _ in loaded for _, code, _ in compiled]
-    runner = Runner()
+    codes = [entry[1] for _, compiled, _ in loaded for entry in compiled]
     # After all that is installed: they stand in for none of it.
-    sys.meta_path.append(SubmittedModules(helpers, codes, runner))
+    modules = SubmittedModules(helpers, codes, runner)
+    sys.meta_path.append(modules)
+    module.__dict__.update(modules.get_builtins())
+    home = Path.cwd()
     lendable = get_defined_names(stand_in) if is_lent else set()
     lent: dict[str, Any] = {}
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
-        module.__package__ = get_package(name)
-        for place, code, is_timed in compiled:
+        module.__package__ = get_package(name) or name_folder(name)
+        if has_data:
+            enter_folder(home / name, module)
+        before = module.__dict__.keys() - lent.keys()
+        for place, code, kind, stub in compiled:
+            if stub and stub in before:
+                continue
             if missing := lendable.intersection(code.co_names) - module.__dict__.keys():
                 lent = lent or vars(build_module(stand_in.chapter, stand_in.source))
                 module.__dict__.update({key: lent[key] for key in missing})
-            runner.run(place, code, module.__dict__, is_timed)
-    return module.__dict__, "\n".join(runner.said)
+            runner.run(place, code, module.__dict__, kind)
+    return module.__dict__
+
+
+def enter_folder(path: Path, module: ModuleType) -> None:
+    """Work where a file lies, as the one who wrote it."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.chdir(path.parent)
+        module.__file__ = str(path)
 
 
 def get_defined_names(source: ChapterSource) -> set[str]:
     return set().union(*map(get_bound_names, ast.parse(source.source).body))
-
-
-def get_package(name: str) -> str:
-    """Return the package of a file, for its relative imports: from the last folder on whose name
-    is none."""
-    parts = Path(name).parts[:-1]
-    strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
-    return ".".join(parts[max(strange, default=0) :])
 
 
 def warm_up(name: str) -> None:

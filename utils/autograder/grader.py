@@ -8,10 +8,14 @@ import builtins
 import dataclasses
 import functools
 import hashlib
+import re
+import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import Connection
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +29,13 @@ from utils.autograder.given import (
     list_solved,
     say_not_given,
 )
-from utils.autograder.modules import Runner, SubmittedModules
-from utils.autograder.reading import SubmittedFiles, get_variant
+from utils.autograder.modules import (
+    MAX_EFFECT_SECONDS,
+    MAX_STATEMENT_SECONDS,
+    Runner,
+    SubmittedModules,
+)
+from utils.autograder.reading import SubmittedFiles, get_variant, shorten
 from utils.autograder.zygote import Job, Outcome
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference
 from utils.grading.comparison import Mismatch
@@ -43,6 +52,10 @@ from utils.grading.wire import unpack
 CHECK_SECONDS = 30  # wall clock of one check
 SLOW_FACTOR = 6  # a slow check gets this many times as long
 MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together, unless given
+MAX_FAILED = 10  # imports that failed and are named
+MAX_SLOW = 5  # statements of a submission that take too long and are left out
+PATIENCE_SHARE = 3  # into which the time of a check is divided, for one statement
+MAX_TRIES = 3  # orders of files that define the same
 MAX_TIMEOUTS = 2  # checks of one exercise that took too long: the others are not run
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_ERROR_CHARACTERS = 500
@@ -51,6 +64,12 @@ MAX_LINE_CHARACTERS = 400  # of each of these
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
 MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
+_ROOTS = {str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix, tempfile.gettempdir()}
+_PLACES = re.compile(
+    r"(?:/[\w.@+-]+)+/(?:site|dist)-packages/|(?:/[\w.@+-]+)*/lib/python3[.\d]*/|"
+    r"(?:/[\w.@+-]+)*/grading-\w+(?:/|\b)|"
+    + "|".join(f"{re.escape(root)}/" for root in sorted(_ROOTS, key=len, reverse=True))
+)
 OUTCOMES = {
     Outcome.TOO_LONG: "was stopped after {seconds} s",
     Outcome.TOO_MUCH: "gave more data than any answer has",
@@ -90,16 +109,26 @@ class Grader:
         self.seconds, self.chapters = seconds, chapters
         self.submission_seconds = submission_seconds
         self.names = get_top_names()
+        self._start_anew()
+
+    def _start_anew(self, data: Iterable[tuple[str, bytes]] = ()) -> None:
+        self.protections: set[str] | None = None
+        self.seconds_used = 0.0
+        self.left_out: list[str] = []
+        self.helpers: list[tuple[str, bytes]] = []
+        self.data = list(data)
+        self.places: set[str] = set()  # of statements: what a child says of others is not passed on
+        self.slow: list[str] = []
+        self.stopped: list[str] = []
+        self.failed: list[str] = []
+        self.answers: dict[tuple[str, str], list[str]] = {}  # by chapter and name, the files
 
     def grade(self, submitted: SubmittedFiles, only: Collection[str] = ()) -> dict[str, Any]:
         """Return the report of a submission; of some exercises if `only` names them."""
         secret = f"{self.secret}|{get_variant(submitted.name)}"
         secret = hashlib.sha256(secret.encode()).hexdigest()
         problems, chapters, exercises = list(submitted.problems), [], []
-        self.protections: set[str] | None = None
-        self.seconds_used = 0.0
-        self.left_out: list[str] = []
-        self.helpers: list[tuple[str, bytes]] = []
+        self._start_anew(submitted.data)
         by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
         for chapter in self.chapters or by_chapter:  # of what cannot be read, all is missing
             files, defined = by_chapter.get(chapter, ([], set()))
@@ -109,10 +138,14 @@ class Grader:
                     continue
                 one = _Exercise(self, chapter, exercise, files, secret)
                 name, before = exercise.partition(".")[0], self.seconds_used
-                verdicts, sentence = one.grade() if name in defined else (one.miss(name), None)
+                if name in defined:
+                    verdicts, sentence = self._grade_best(one, name, problems)
+                else:
+                    verdicts, sentence = one.miss(name), None
                 seconds = self.seconds_used - before
                 exercises.append(self._describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
+        problems += self._describe_running()
         if not by_chapter and not problems:
             problems.append("it defines no exercise of any chapter")
         report = {
@@ -121,11 +154,56 @@ class Grader:
             "chapters": chapters,
             "seconds": round(self.seconds_used, 1),
             "protections": sorted(self.protections or ()),
-            "problems": _bound(problems, MAX_PROBLEMS),
+            "problems": _bound([*map(_hide_paths, problems)], MAX_PROBLEMS),
             "left_out": _bound(self.left_out, MAX_LEFT_OUT),
             "exercises": exercises,
         }
         return self.points.score(report)
+
+    def _grade_best(
+        self, one: "_Exercise", name: str, problems: list[str]
+    ) -> tuple[list[Verdict], str | None]:
+        """Grade an exercise; where several files answer it, the one that earns most."""
+        best = one.grade()
+        tries = [n for n in self.answers.get((one.chapter, name), []) if n != one.files[-1][0]]
+        for file in tries[: MAX_TRIES - 1]:
+            if all(verdict.passed for verdict in best[0]):
+                break
+            files = sorted(one.files, key=lambda entry: entry[0] == file)
+            other = dataclasses.replace(one, files=files).grade()
+            if _rank(other[0]) > _rank(best[0]):
+                best = other
+                problems.append(f"{one.chapter}: {one.exercise} of {shorten(file)} counts")
+        return best
+
+    def note(self, seen: dict[str, Any], is_open: bool) -> bool:
+        """Keep what a child says of the statements that it ran; return whether it is to run once
+        more without one of them. is_open: whether it knew of no more than students may see."""
+        self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
+        if is_open:
+            self.failed += _as_list(seen.get("failed"))
+        slow = [p for p in _as_list(seen.get("slow")) if p in {*self.places} - {*self.slow}]
+        is_new = bool(slow) and len(self.slow) < MAX_SLOW
+        self.slow += slow[:1] * is_new
+        return is_new
+
+    @property
+    def patience(self) -> float:
+        """Return the seconds that one statement of a submission may take."""
+        return min(MAX_STATEMENT_SECONDS, self.seconds / PATIENCE_SHARE)
+
+    def _describe_running(self) -> list[str]:
+        """Describe which statements were stopped, and imports that failed, but not of the course's
+        own modules, which is said elsewhere."""
+        said = [
+            f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left out"
+            for place in self.slow
+        ]
+        said += [
+            f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
+            for place in dict.fromkeys(self.stopped)
+        ]
+        return said + [*dict.fromkeys(self.failed)][:MAX_FAILED]
 
     @property
     def is_out_of_time(self) -> bool:
@@ -151,15 +229,19 @@ class Grader:
         """
         inspected = self._leave_out_copies(submitted, self._inspect(submitted, problems), problems)
         small = [file for file, _ in inspected if len(file[1]) <= MAX_MODULE_BYTES]
-        self.helpers = small if len(inspected) > 1 else []
+        written = [entry for file, seen in inspected for entry in _list_written(file[0], seen)]
+        self.helpers = small + written if len(inspected) > 1 or written else []
         own = SubmittedModules(self.helpers, [], Runner()).files
         found: dict[str, list[tuple[int, tuple, set[str]]]] = {}
         for file, seen in inspected:
             problems += seen["problems"]
             self.left_out += seen["left_out"]
+            self.places |= {f"{file[0]}{place}" for place in seen["places"]}
             code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
+                for name in {*names} - {*seen["unfinished"]}:
+                    self.answers.setdefault((chapter, name), []).append(file[0])
         chapters = [c for c in get_chapters() if c in (self.chapters or found)]
         imports = [tuple(entry) for _, seen in inspected for entry in seen["imports"]]
         problems += say_not_given(imports, chapters, own) if chapters else []
@@ -167,9 +249,10 @@ class Grader:
             defined = Counter(name for _, _, names in entries for name in names)
             if twice := sorted(name for name, count in defined.items() if count > 1):
                 entries.sort(key=lambda entry: -entry[0])
-                names = ", ".join([file[0] for _, file, mine in entries if mine & {*twice}][-5:])
+                files = [shorten(file[0]) for _, file, mine in entries if mine & {*twice}][-5:]
                 problems.append(
-                    f"{chapter}: {names} define the same, such as {twice[0]}: the last counts"
+                    f"{chapter}: {', '.join(files)} define the same, such as {twice[0]}: of each"
+                    " exercise the better counts, and where they are alike, the last"
                 )
         return {
             chapter: (
@@ -240,7 +323,7 @@ class Grader:
                 "public": verdict.check.public,
                 "weight": verdict.check.points,
                 "earns_alone": verdict.check.earns_alone,
-                "message": verdict.describe()[:MAX_MESSAGE_CHARACTERS],
+                "message": _hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
                 "error": _get_error(verdict),
             }
             for verdict in verdicts
@@ -252,6 +335,23 @@ class Grader:
             "seconds": round(seconds, 1),
             "checks": checks,
         }
+
+
+def _hide_paths(text: str) -> str:
+    """Leave out of a text where Python, its packages, the course and a child's folder lie."""
+    return _PLACES.sub("", text)
+
+
+def _as_list(value: Any) -> list[str]:
+    """Return the texts of what a child gave as a list of them."""
+    return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
+
+
+def _list_written(name: str, seen: dict[str, Any]) -> list[tuple[str, bytes]]:
+    """List the modules that the cells of a notebook write, beside it."""
+    folder = PurePosixPath(name).parent
+    files = [(str(folder / n), text.encode(errors="replace")) for n, text in seen["written"]]
+    return [(n, data) for n, data in files if len(data) <= MAX_MODULE_BYTES]
 
 
 def _bound(lines: list[str], most: int) -> list[str]:
@@ -334,10 +434,14 @@ class _Exercise:
             job = self._make_job(check, seconds, is_alone)
         except Exception as error:
             return Verdict(check, (), _blame(error))
-        reply = self.grader.ask(job)
-        if reply.error:
-            return Verdict(check, (), _blame(reply.error))
-        return self._read(check, reply, seconds, is_alone)
+        while True:
+            reply = self.grader.ask(job)
+            if reply.error:
+                return Verdict(check, (), _blame(reply.error))
+            verdict = self._read(check, reply, seconds, is_alone)
+            if verdict is not None:
+                return verdict
+            job.arguments["skipped"] = frozenset(self.grader.slow)
 
     def _took_too_long(self, verdicts: list[Verdict], most: int = MAX_TIMEOUTS) -> bool:
         return sum(verdict.is_timeout for verdict in verdicts) >= most
@@ -354,19 +458,26 @@ class _Exercise:
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
             "given": get_given(self.chapter),
+            "data": self.grader.data,
+            "patience": self.grader.patience,
+            "skipped": frozenset(self.grader.slow),
         }
         earlier = {
             f"solutions.{s}": get_source(s) for s in chapters[: chapters.index(self.chapter)]
         }
         return Job("run_probe", seconds, arguments, earlier)
 
-    def _read(self, check: Check, reply: zygote.Reply, seconds: int, is_alone: bool) -> Verdict:
-        """Judge what came back of a check."""
+    def _read(
+        self, check: Check, reply: zygote.Reply, seconds: int, is_alone: bool
+    ) -> Verdict | None:
+        """Judge what came back of a check; None where it has to run once more."""
         if reply.outcome is not Outcome.DONE:
             mismatch = Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds))
             return Verdict(check, (), mismatch, is_timeout=reply.outcome is Outcome.TOO_LONG)
         try:
             seen = unpack(reply.data)
+            if self.grader.note(seen, is_open=check.public and not is_alone):
+                return None
             observations, printed = (
                 seen["observations"],
                 f"{seen['log']}\n{seen['printed']}".strip(),

@@ -4,12 +4,16 @@ Of a module, too, only definitions run and what others take from it: not its exp
 """
 
 import ast
+import builtins
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
+import re
 import signal
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
@@ -19,16 +23,44 @@ from utils.grading.cells import SUFFIXES, Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
     get_flags,
-    is_effect,
+    get_kind,
     run_statement,
     select_statements,
     split_import,
 )
 
 MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
+MAX_STATEMENT_SECONDS = 8  # of one definition or assignment: a training run may be kept by one
+STOPPED_AGAIN_SECONDS = 0.5  # where what stops a statement is caught by it
 MAX_SAID = 20  # errors that are kept
 COURSE_CODE = str(Path(__file__).parents[1])
 _DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+# What a submission's own scripts of the same name come before.
+SHADOWED = {*COURSE, *sys.stdlib_module_names}
+
+
+def get_package(name: str) -> str:
+    """Return the package of a file, for its relative imports: from the last folder on whose name
+    is none."""
+    parts = Path(name).parts[:-1]
+    strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
+    return ".".join(parts[max(strange, default=0) :])
+
+
+def name_folder(name: str) -> str:
+    """Return the package that stands for the folder of a file, where its name can be none."""
+    return "handed_in_" + re.sub(r"\W", "_", str(PurePosixPath(name).parent))
+
+
+def _make_fallback(name: str) -> Callable[[str], Any]:
+    def get(key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+        return getattr(importlib.import_module(name), key)
+
+    return get
 
 
 def _is_of_the_course(error: BaseException) -> bool:
@@ -37,50 +69,81 @@ def _is_of_the_course(error: BaseException) -> bool:
     return isinstance(error, PermissionError) and str(error.filename).startswith(COURSE_CODE)
 
 
+class TookTooLong(BaseException):
+    """What stops a statement: no `except Exception` in it should."""
+
+
 class Runner:
     """Runs statements: an error costs what its statement defines, and is kept in `said`.
 
-    Loops and calls have `MAX_EFFECT_SECONDS` together.
+    Loops and calls have `MAX_EFFECT_SECONDS` together; the places of those that are stopped are
+    kept in `stopped`. A definition or an assignment has `patience` seconds for itself: the first
+    that takes longer is kept in `slow`, and nothing runs after it, so that all can be run once more
+    without it. skipped: the places of those. `failed` holds what is said of imports.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, patience: float = MAX_STATEMENT_SECONDS, skipped: Collection[str] = ()
+    ) -> None:
         self.left = float(MAX_EFFECT_SECONDS)
+        self.patience, self.skipped = patience, skipped
         self.said: list[str] = []
+        self.failed: list[str] = []
+        self.stopped: list[str] = []
+        self.slow: list[str] = []
 
-    def run(self, place: str, code: CodeType, names: dict[str, Any], is_timed: bool) -> None:
-        """Run one statement of a place. Raises nothing."""
+    def run(self, place: str, code: CodeType, names: dict[str, Any], kind: str) -> None:
+        """Run one statement of a place, which is of a kind (`get_kind`). Raises nothing."""
+        if self.slow or place in self.skipped:
+            return
         start = time.monotonic()
         try:
-            with self._limit(is_timed):
+            with self._limit(kind):
                 run_statement(code, names)
+        except TookTooLong:
+            if kind == "definition":
+                self.slow.append(place)
+            elif len(self.stopped) < MAX_SAID:
+                self.stopped.append(place)
+                self.said.append(f"{place}: it was stopped, as loops and calls took too long")
         except BaseException as error:
+            said = f"{place}: {type(error).__name__}: {error}"[:300]
             if len(self.said) < MAX_SAID and not _is_of_the_course(error):
-                self.said.append(f"{place}: {type(error).__name__}: {error}"[:300])
-        if is_timed:
+                self.said.append(said)
+                self.failed += [said] * (kind == "import")
+        if kind == "effect":
             self.left = max(self.left - (time.monotonic() - start), 0.1)
 
     @contextlib.contextmanager
-    def _limit(self, is_timed: bool) -> Iterator[None]:
-        def stop(*_: Any) -> None:
-            raise TimeoutError(f"it took more than the {MAX_EFFECT_SECONDS} s for loops and calls")
+    def _limit(self, kind: str) -> Iterator[None]:
+        """Limit the time of a statement; of the one that imports a module with it, that too."""
 
-        if not is_timed:
+        def stop(*_: Any) -> None:
+            raise TookTooLong
+
+        if kind == "import":
             yield
             return
+        start, seconds = time.monotonic(), self.left if kind == "effect" else self.patience
         before = signal.signal(signal.SIGALRM, stop)
-        signal.setitimer(signal.ITIMER_REAL, self.left)
+        outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds, STOPPED_AGAIN_SECONDS)
         try:
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
+            if outer:
+                left = max(outer - (time.monotonic() - start), 0.01)
+                signal.setitimer(signal.ITIMER_REAL, left, STOPPED_AGAIN_SECONDS)
 
 
 class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds files of a submission by the names under which its code imports them.
 
     Any folder may be the one that somebody worked in: `hw/lib/tools.py` is `tools`, `lib.tools`
-    and `hw.lib.tools`.
+    and `hw.lib.tools`. A script that is named like a module of the course or of the standard
+    library comes before that one, where the submission imports it, and not before what is
+    installed besides.
     """
 
     def __init__(
@@ -91,8 +154,14 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.packages: set[str] = set()
         self.importing = list(importing)
         self.parsed: dict[str, Parsed] = {}
+        self.home = Path.cwd()
         for name, data in sorted(files, key=lambda file: file[0].count("/")):
             self._name(name, data)
+        self.first: dict[str, ModuleType | None] = {
+            module: None
+            for module, (name, _) in self.files.items()
+            if module in SHADOWED and name.endswith(".py")
+        }
 
     def _name(self, name: str, data: bytes) -> None:
         path = PurePosixPath(name)
@@ -106,6 +175,10 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 self.files.setdefault(".".join(module), (name, data))
                 last = len(module) + (path.stem == "__init__")
                 self.packages |= {".".join(module[:n]) for n in range(1, last)}
+        if parts and parts[-1].isidentifier() and not get_package(name):
+            folder = name_folder(name)
+            self.files.setdefault(f"{folder}.{parts[-1]}", (name, data))
+            self.packages.add(folder)
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None):
         """Find a module, or a package, which needs no `__init__.py`."""
@@ -113,6 +186,30 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         is_package = fullname in self.packages
         return importlib.machinery.ModuleSpec(fullname, self, is_package=is_package)
+
+    def get_builtins(self) -> dict[str, Any]:
+        """Return what a module needs for its imports to find what comes first (`first`)."""
+        return {"__builtins__": vars(builtins) | {"__import__": self._import}} if self.first else {}
+
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
+        if level or name not in self.first:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        module = self._load_first(name)
+        for key in fromlist or ():
+            if f"{name}.{key}" in self.files and not hasattr(module, key):
+                setattr(module, key, importlib.import_module(f"{name}.{key}"))
+        return module
+
+    def _load_first(self, name: str) -> ModuleType:
+        """Load what comes before a module of this name, which gives what that one lacks."""
+        if (module := self.first[name]) is None:
+            self.first[name] = module = ModuleType(name)
+            module.__package__ = name if name in self.packages else ""
+            vars(module)["__getattr__"] = _make_fallback(name)
+            self.exec_module(module)
+        return module
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         """Leave it to Python."""
@@ -122,6 +219,8 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if module.__name__ not in self.files:
             return
         name, _ = self.files[module.__name__]
+        module.__file__ = str(self.home / name)
+        vars(module).update(self.get_builtins())
         statements = self._parse(name).statements
         definitions = {s.name for s in statements if isinstance(s, _DEFINITIONS)}
         wanted = definitions | self._get_mentioned(name)
@@ -134,7 +233,7 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             except Exception as error:
                 self.runner.said.append(f"{place}: {type(error).__name__}: {error}"[:300])
             else:
-                self.runner.run(place, code, module.__dict__, is_effect(statement))
+                self.runner.run(place, code, module.__dict__, get_kind(statement))
 
     def _parse(self, name: str) -> Parsed:
         if name not in self.parsed:

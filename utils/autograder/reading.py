@@ -3,6 +3,7 @@
 Nothing is extracted to disk and no link is followed, so a name can lead nowhere.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
@@ -27,6 +28,7 @@ MAX_SAID_CHARACTERS = 100  # of such a name, in a problem
 # Files beside which the folders of the submissions stand: none may be called like one of them.
 OWN_FILES = ("class.csv", "class.html", "grades.csv", "canvas.csv", "moodle.csv", ".secret")
 MAX_ZIP_ENTRIES = 40_000  # of a zip, which can hold a virtual environment beside the work
+MAX_DATA_FILES, MAX_DATA_BYTES = 50, 2**21  # that the work may read, all together
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
 MAX_SUBMISSION_BYTES = 2**25  # of all files together, without notebooks
 MAX_NOTEBOOK_BYTES = 2**27  # of notebooks and zips, with the outputs, which are not looked at
@@ -42,12 +44,13 @@ class SubmittedFiles:
     name: str
     files: tuple[tuple[str, bytes], ...] = ()
     problems: tuple[str, ...] = field(default=())
+    data: tuple[tuple[str, bytes], ...] = ()  # small files of other kinds, beside the work
 
     @property
     def digest(self) -> str:
         """Return a digest of names and content."""
         digest = hashlib.sha256()
-        for name, data in self.files:
+        for name, data in self.files + self.data:
             digest.update(f"{len(name)}:{name}:{len(data)}:".encode(errors="replace") + data)
         return digest.hexdigest()
 
@@ -141,8 +144,11 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
     found = list(_expand(entries, budget, problems))
     own = _find_course_folders([entry for entry, _ in found])
     left_out: list[str] = []
+    others: list[tuple[str, bytes]] = []
     for entry, read in found:
         if not entry.lower().endswith(SUFFIXES) or _is_skipped(entry):
+            if not _is_skipped(entry) and not _fold(entry).startswith(own):
+                _read_data(entry, read, others)
             continue
         if _fold(entry).startswith(own):
             left_out.append(entry)
@@ -162,7 +168,15 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
         problems.append(f"{len(left_out)} of the course's own files left out: {places}")
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
-    return SubmittedFiles(name, tuple(sorted(files)), tuple(problems))
+    return SubmittedFiles(name, tuple(sorted(files)), tuple(problems), tuple(sorted(others)))
+
+
+def _read_data(entry: str, read: Callable[[int], bytes], others: list[tuple[str, bytes]]) -> None:
+    """Read a file that the work may read, if it is small; what is not is no problem."""
+    left = MAX_DATA_BYTES - sum(len(data) for _, data in others)
+    if len(others) < MAX_DATA_FILES and len(entry) <= MAX_NAME_CHARACTERS:
+        with contextlib.suppress(Exception):
+            others.append((entry, read(left)))
 
 
 def _is_skipped(entry: str) -> bool:

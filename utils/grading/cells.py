@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import re
+import sys
 import textwrap
 import tokenize
 from collections.abc import Callable
@@ -34,10 +35,16 @@ UNPARSABLE = (
     RuntimeError,
     MemoryError,
 )  # RecursionError is a RuntimeError
+# What newer versions of Python read: a pattern of the line that is refused, and the version.
+NEWER = ((re.compile(r"\s*(async\s+)?(def|class)\s+\w+\s*\[|\s*type\s+\w+.*="), (3, 12)),)
 # What goes on with the statement above, though it stands in column 0.
 _MAIN_GUARD = re.compile(r"__name__ == '__main__'|'__main__' == __name__")
 _CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
 _TIME_MAGIC = re.compile(r"^([ \t]*)%time[ \t]+(?=\S)", re.M)  # its statement binds names
+_WRITE_MAGIC = re.compile(
+    r"\s*%%(?:write)?file[ \t]+(-a[ \t]+|--append[ \t]+)?[\"']?([\w./-]+\.py)[\"']?[ \t]*\n(.*)",
+    re.S,
+)
 _RUN_MAGIC = re.compile(
     r"^%run\s+(?:-\w+\s+)*[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?(?:\s.*)?$", re.M
 )
@@ -48,12 +55,14 @@ class Parsed:
     """The statements of a file, and what is wrong with it, by cell and line.
 
     A statement has its text as it was written (`text`), where it begins (`place`, such as
-    "hw.ipynb, cell 3", and `first_line`). `sources` are the texts of the places.
+    "hw.ipynb, cell 3", and `first_line`). `sources` are the texts of the places, and `written` of
+    the modules that its `%%writefile` writes and it imports.
     """
 
     statements: list[Any] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def parse(data: bytes, name: str) -> Parsed:
@@ -69,6 +78,7 @@ def parse(data: bytes, name: str) -> Parsed:
     if suffix == ".py":
         _require_short(text, name)
         _parse_source(text, name, parsed)
+        _keep_what_is_imported(parsed)
         return parsed
     try:
         notebook = json.loads(text)
@@ -85,7 +95,21 @@ def parse(data: bytes, name: str) -> Parsed:
     _require_short("".join(sources.values()), name)
     for place, source in sources.items():
         _parse_source(source, place, parsed)
+    _keep_what_is_imported(parsed)
     return parsed
+
+
+def _keep_what_is_imported(parsed: Parsed) -> None:
+    """Keep of the modules that are written those that something here imports."""
+    nodes = [n for s in parsed.statements for n in ast.walk(s)] if parsed.written else []
+    aliases = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
+    modules = {str(n.module) for n in aliases if isinstance(n, ast.ImportFrom)}
+    modules |= {alias.name for n in aliases for alias in n.names}
+    stems = {name: PurePosixPath(name).stem for name in parsed.written}
+    last = {module.rpartition(".")[2] for module in modules}
+    for name in [name for name, stem in stems.items() if stem not in last]:
+        parsed.problems.append(f"{name}, which a cell writes, is not read: nothing imports it")
+        del parsed.written[name]
 
 
 def _load_nbformat() -> Any:
@@ -123,6 +147,10 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
     As Python if it is; else as IPython reads it; else statement by statement.
     """
     text = re.sub(r"\r\n?", "\n", source).replace("\0", "")
+    if match := _WRITE_MAGIC.match(text):
+        before = parsed.written.get(match[2], "") if match[1] else ""
+        parsed.written[match[2]] = before + match[3]
+        return
     if (magic := _find_foreign_magic(text)) is not None:
         parsed.problems += [f"{place}: not read, as %%{magic} keeps no Python names"] * bool(
             re.search(r"^\s*(def|class) ", text, re.M)
@@ -141,8 +169,34 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
         break
     else:
         statements = _parse_in_pieces(_make_plain(untimed), place, parsed.problems)
-    parsed.statements += statements
+    parsed.statements += [i for s in statements for i in _open_magic(s, place, parsed)]
     parsed.sources[place] = text
+
+
+def _open_magic(statement: Any, place: str, parsed: Parsed) -> list[Any]:
+    """Return what an exported notebook holds as a string, for `%%time` and the like."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return [statement]
+    given = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    if ast.unparse(call.func.value) != "get_ipython()" or len(given) < len(call.args) or not given:
+        return [statement]
+    name, kind = given[0], call.func.attr
+    if kind == "run_cell_magic" and len(given) == 3:
+        text = f"%%{name} {given[1]}\n{given[2]}"
+        is_read = name in PYTHON_MAGICS or name in ("writefile", "file")
+    elif kind == "run_line_magic" and len(given) == 2:
+        text, is_read = f"%{name} {given[1]}", name in ("time", "run")
+    else:
+        return [statement]
+    if not is_read:
+        return [statement]
+    inner = Parsed(written=parsed.written)
+    _parse_source(text, place, inner)
+    for found in inner.statements:
+        found.first_line = statement.first_line
+    parsed.problems += inner.problems
+    return inner.statements
 
 
 def _find_foreign_magic(text: str) -> str | None:
@@ -212,6 +266,17 @@ def _open_main_guard(statement: Any) -> list[Any]:
     return body
 
 
+def _say_version(lines: list[str], error: str) -> str:
+    """Say which Python reads a line that this one refuses, if a newer one does."""
+    here = ".".join(map(str, sys.version_info[:2]))
+    for pattern, version in NEWER:
+        if version > sys.version_info[:2] and any(map(pattern.match, lines)):
+            return f": this needs Python {version[0]}.{version[1]}, and the grader has {here}"
+    if error.startswith("f-string") and sys.version_info < (3, 12):
+        return f": Python 3.12 may read it, and the grader has {here}"
+    return ""
+
+
 def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
     """Parse a text that has errors, from one line in column 0 to a later one.
 
@@ -233,6 +298,7 @@ def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
                 if end == ends[at]:  # of the shortest, where the error is that of the statement
                     line = starts[at] + (getattr(error, "lineno", None) or 1)
                     said = getattr(error, "msg", None) or error
+                    said = f"{said}{_say_version(lines[line - 1 : line], str(said))}"
                     first = f"{place}, line {line}: {type(error).__name__}: {said}"
                 continue
             statements += found

@@ -129,11 +129,13 @@ def get_flags(statements: Iterable[ast.stmt]) -> int:
     return flags
 
 
-def is_effect(statement: ast.stmt) -> bool:
-    """Return whether a statement is run for what it alters, as a loop or a call is."""
-    return not isinstance(
-        statement, _IMPORTS | _FUNCTIONS | ast.ClassDef | ast.Assign | ast.AnnAssign
-    )
+def get_kind(statement: ast.stmt) -> str:
+    """Return "import", "definition", which assignments are too, or "effect": what is run for what
+    it alters, as a loop or a call is."""
+    if isinstance(statement, _IMPORTS):
+        return "import"
+    is_definition = isinstance(statement, _DEFINITIONS | ast.Assign | ast.AnnAssign)
+    return "definition" if is_definition else "effect"
 
 
 def compile_statement(statement: Any, flags: int) -> CodeType:
@@ -188,6 +190,57 @@ def count_stubs(statements: Iterable[ast.stmt]) -> int:
     last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
     raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
     return sum(text.startswith("NotImplementedError") for text in raised)
+
+
+def is_stub_definition(statement: ast.stmt) -> bool:
+    """Return whether a function, or each method of a class, does no more than raise
+    NotImplementedError without a message."""
+    if isinstance(statement, ast.ClassDef):
+        methods = [s for s in statement.body if isinstance(s, _FUNCTIONS)]
+        return bool(methods) and all(map(is_stub_definition, methods))
+    if not isinstance(statement, _FUNCTIONS):
+        return False
+    last, returns = statement.body[-1], (ast.Return, ast.Yield, ast.YieldFrom)
+    is_raised = isinstance(last, ast.Raise) and last.exc is not None
+    is_bare = is_raised and ast.unparse(last.exc).removesuffix("()") == "NotImplementedError"
+    return is_bare and not any(isinstance(node, returns) for node in ast.walk(statement))
+
+
+def find_stubs_below(statements: list[Any], names: Collection[str]) -> list[Any]:
+    """Find the stubs of these names that stand below an answer, and would hide it."""
+    answered: set[str] = set()
+    found = []
+    for statement in statements:
+        if not is_stub_definition(statement):
+            answered |= get_bound_names(statement)
+        elif statement.name in answered and statement.name in names:
+            found.append(statement)
+    return found
+
+
+def get_names_in_strings(statements: list[Any]) -> set[str]:
+    """Return what strings may define, where something makes names as it runs: by `exec` or
+    `setattr`."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    calls = {ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call) and _is_short(n.func)}
+    if not calls & (_NAMESPACES | {"exec", "eval", "type", "builtins.exec", "types.new_class"}):
+        return set()
+    found: set[str] = set()
+    docstrings = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) in docstrings:
+                continue
+            if node.value.isidentifier():
+                found.add(node.value)
+            for one, other in re.findall(r"\b(?:def|class)\s+(\w+)|^(\w+)\s*=", node.value, re.M):
+                found.add(one or other)
+    return found
+
+
+def _is_short(node: ast.expr) -> bool:
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute or isinstance(node, ast.Name)
 
 
 # --- Definitions, however they are laid out -------------------------------------------------------
