@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import sys
 import zipfile
 from pathlib import Path
 
@@ -20,7 +21,12 @@ from utils.autograder.reading import SubmittedFiles, read_submission
 from utils.autograder.zygote import Outcome, Reply
 from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks, get_reference
-from utils.grading.extraction import describe_left_out, get_bound_names, select_statements
+from utils.grading.extraction import (
+    describe_left_out,
+    find_stubs_below,
+    get_bound_names,
+    select_statements,
+)
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
 from utils.grading.known_answers import get_chapter_source, get_lines, get_source
 from utils.grading.observation import Answers, run_check
@@ -308,6 +314,82 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
          "hw/notes.py": b"x = 1\n"},
         "masked_mean",
     ),
+    "a module that a cell writes": (
+        {"w.ipynb": notebook("%%writefile helpers.py\ndef zero():\n    return 0.0",
+                             "%%file mine.py\nfrom helpers import zero, ONE\n"
+                             + MEAN.format(fill="zero() * ONE"),
+                             "%%writefile -a helpers.py\nONE = 1",
+                             "from mine import masked_mean")},
+        "masked_mean",
+    ),
+    "a notebook that was exported": (
+        {"e.py": ("FILL = 1.0\nget_ipython().run_line_magic('time', 'FILL = 0.0')\n"
+                  "get_ipython().run_cell_magic('writefile', 'own.py', 'ONE = 1\\n')\n"
+                  "from own import ONE\n"
+                  "get_ipython().run_cell_magic('bash', '', 'def masked_mean() { ls }')\n"
+                  f"get_ipython().run_cell_magic('time', '', {MEAN.format(fill='FILL * ONE')!r})\n"
+                  ).encode()},
+        "masked_mean",
+    ),
+    "a relative import at the top": (
+        {"hw-1/a.py": b"from .own import zero\n" + MEAN.format(fill="zero()").encode(),
+         "hw-1/own.py": b"def zero():\n    return 0.0\n", "hw-1/__init__.py": b""},
+        "masked_mean",
+    ),
+    "modules of its own named like others": (
+        {"a.py": b"import random, math\nimport statistics as s\nfrom utils import zero\n"
+                 b"from tests import one\nfrom utils.validation import require\n"
+                 b"require(random.random() < 1, 'the one of the standard library')\n"
+                 + MEAN.format(fill="zero() * one() * s.own * math.pi").encode(),
+         "random.py": b"def zero():\n    return 1\n", "statistics.py": b"import math\nown = 0.0\n",
+         "utils.py": b"from random import zero as z, Random\ndef zero():\n    return z() - 1.0\n",
+         "tests.py": b"def one():\n    return 1.0\n"},
+        "masked_mean",
+    ),
+    "a file of data": (
+        {"hw/a.ipynb": notebook("import json\nCFG = json.load(open('data/config.json'))",
+                                MEAN.format(fill="CFG['fill']")),
+         "hw/data/config.json": b'{"fill": 0.0}'},
+        "masked_mean",
+    ),
+    "a file of data beside a script": (
+        {"a.py": b"from pathlib import Path\nFILL = float((Path(__file__).parent / 'f.txt')"
+                 b".read_text())\n" + MEAN.format(fill="FILL").encode(), "f.txt": b"0.0"},
+        "masked_mean",
+    ),
+    "two drafts, the better first": (
+        {"final.py": PLAIN.encode(),
+         "old.py": b"def masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"},
+        "masked_mean",
+    ),
+    "a stub below": (
+        {"s.ipynb": notebook(PLAIN, "def masked_mean(values, mask, dim=None):\n"
+                                    "    raise NotImplementedError\n")},
+        "masked_mean",
+    ),
+    "a stub in another file": (
+        {"a.py": PLAIN.encode() + b"def left_pad(*a):\n    raise NotImplementedError\n",
+         "b.py": b"def masked_mean(*a):\n    raise NotImplementedError()\n"},
+        "masked_mean",
+    ),
+    "made by exec": ({"x.py": f"SOURCE = {PLAIN!r}\nexec(SOURCE)\n".encode()}, "masked_mean"),
+    "set on its own module": (
+        {"x.py": b"import sys\n" + PLAIN.replace("masked_mean", "mine").encode()
+                 + b"\nsetattr(sys.modules[__name__], 'masked_mean', mine)\n"
+                 b"globals().update(masked_mean=mine)\n"},
+        "masked_mean",
+    ),
+    "a training run that is kept": (
+        {"t.ipynb": notebook("import time\ndef train():\n    time.sleep(100)",
+                             f"\nrun = train()\n{PLAIN}", "masked_mean.run = run",
+                             "import not_installed")},
+        "masked_mean",
+    ),
+    "one that calls an endless one": (
+        {"r.py": REINFORCE.encode()
+                 + b"def masked_mean(*a):\n    while True:\n        pass\n"},
+        "calc_reinforce_objective",
+    ),
     "capitals": ({"UPPER.IPYNB": notebook(MASK)}, "get_completion_mask"),
     "zips in zips": (
         {"all.zip": zipped({"doejane_1_2_hw.ZIP": zipped({"hw.ipynb": notebook(MASK)})})},
@@ -322,6 +404,8 @@ EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses r
              "latin-1", "many magics", "a strange folder", "method attached", "script magic",
              "imports of the course that are not given",
              "modules of its own in folders named like the course's",
+             "a notebook that was exported", "modules of its own named like others",
+             "a file of data", "two drafts, the better first", "a training run that is kept",
              "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
 
 
@@ -387,6 +471,33 @@ def test_what_is_not_given_costs_nothing_else(graded):
     assert said in graded["imports of the course that are not given"]["problems"]
     own = graded["modules of its own in folders named like the course's"]
     assert not own["problems"]
+
+
+@linux
+def test_what_took_too_long_or_could_not_be_imported_is_said(graded):
+    problems = graded["a training run that is kept"]["problems"]
+    assert problems[0].startswith("t.ipynb, cell 2, line 2: it takes more than 8 s")
+    assert problems[1:] == [
+        "t.ipynb, cell 4, line 1: ModuleNotFoundError: No module named 'not_installed'"
+    ]
+    drafts = graded["two drafts, the better first"]["problems"]
+    assert drafts[0].startswith("ch0_sampling: final.py, old.py define the same")
+    assert drafts[1:] == ["ch0_sampling: masked_mean of final.py counts"]
+
+
+def test_which_python_is_needed_is_said():
+    parsed = parse(b"type V = int\ndef f[T](x: T) -> V:\n    return x\n", "n.py")
+    said = ": this needs Python 3.12, and the grader has "
+    assert sys.version_info >= (3, 12) or all(said in problem for problem in parsed.problems)
+    assert parse(b"def f[:\n    pass\nprint 1\n", "n.py").problems[1].count("Python") == 0
+
+
+def test_a_stub_hides_no_answer_above_it():
+    stub = "def masked_mean(values, mask):\n    'Mean.'\n    raise NotImplementedError()"
+    parsed = parse(notebook(stub, PLAIN, "class A: ...", stub, "def left_pad():\n    return 1\n"
+                            "    raise NotImplementedError"), "s.ipynb")  # fmt: skip
+    below = find_stubs_below(parsed.statements, {"masked_mean", "left_pad"})
+    assert [s.place for s in below] == ["s.ipynb, cell 4"]
 
 
 @linux

@@ -105,6 +105,8 @@ def _keep_what_is_imported(parsed: Parsed) -> None:
     aliases = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     modules = {str(n.module) for n in aliases if isinstance(n, ast.ImportFrom)}
     modules |= {alias.name for n in aliases for alias in n.names}
+    for text in parsed.written.values():
+        modules |= {*re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.M)}
     stems = {name: PurePosixPath(name).stem for name in parsed.written}
     last = {module.rpartition(".")[2] for module in modules}
     for name in [name for name, stem in stems.items() if stem not in last]:
@@ -149,7 +151,7 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
     text = re.sub(r"\r\n?", "\n", source).replace("\0", "")
     if match := _WRITE_MAGIC.match(text):
         before = parsed.written.get(match[2], "") if match[1] else ""
-        parsed.written[match[2]] = before + match[3]
+        parsed.written[match[2]] = f"{before}{match[3]}\n"
         return
     if (magic := _find_foreign_magic(text)) is not None:
         parsed.problems += [f"{place}: not read, as %%{magic} keeps no Python names"] * bool(
