@@ -481,6 +481,20 @@ def test_what_is_no_submission_is_a_problem_and_no_error(tmp_path):
     assert not read_submission("x", tmp_path / "link").files
 
 
+def test_small_files_beside_the_work_are_read_and_change_its_digest(tmp_path):
+    folder = tmp_path / "hw"
+    folder.mkdir()
+    for name, data in {"a.py": b"x = 1", "cfg.json": b"{}", "big.bin": bytes(2**22)}.items():
+        (folder / name).write_bytes(data)
+    read = read_submission("x", folder)
+    assert (read.data, read.problems) == ((("cfg.json", b"{}"),), ())
+    (folder / "cfg.json").write_bytes(b"[]")
+    assert read_submission("x", folder).digest != read.digest
+    for number in range(100):
+        (folder / f"{number}.txt").write_bytes(b"1")
+    assert len(read_submission("x", folder).data) < 50
+
+
 def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
     path = tmp_path / "work.zip"
     for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # 4 KB can unpack to many GB

@@ -492,6 +492,14 @@ def test_which_python_is_needed_is_said():
     assert parse(b"def f[:\n    pass\nprint 1\n", "n.py").problems[1].count("Python") == 0
 
 
+def test_a_cell_that_takes_long_to_read_is_named_and_costs_itself():
+    slow = "!ls\n" * 90 + "x = f(\n" * 5 + "\n".join(f"a{n} = $x" for n in range(5000))
+    files = [("r.ipynb", notebook("import torch", slow, PLAIN))]
+    seen = child.list_definitions(files, get_top_names(), patience=0.5)
+    assert seen["problems"] == ["r.ipynb, cell 2: not read, as that takes more than 0.5 s"]
+    assert seen["defined"] == {"ch0_sampling": ["masked_mean"]}
+
+
 def test_a_stub_hides_no_answer_above_it():
     stub = "def masked_mean(values, mask):\n    'Mean.'\n    raise NotImplementedError()"
     parsed = parse(notebook(stub, PLAIN, "class A: ...", stub, "def left_pad():\n    return 1\n"

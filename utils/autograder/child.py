@@ -6,13 +6,14 @@ the fork, and never with a solution, an oracle or the checks' modules as they ar
 
 import ast
 import contextlib
+import functools
 import importlib
 import linecache
 import marshal
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,15 @@ import transformer_lens  # noqa: F401  before transformers
 import transformers
 
 from utils.autograder import facades
-from utils.autograder.modules import Runner, SubmittedModules, get_package, name_folder
+from utils.autograder.modules import (
+    MAX_STATEMENT_SECONDS,
+    Runner,
+    SubmittedModules,
+    TookTooLong,
+    get_package,
+    limit_time,
+    name_folder,
+)
 from utils.grading import wire
 from utils.grading.cells import parse
 from utils.grading.extraction import (
@@ -91,6 +100,7 @@ def list_definitions(
     names: dict[str, set[str]],
     given: frozenset[str] = frozenset(),
     solved: frozenset[str] = frozenset(),
+    patience: float = MAX_STATEMENT_SECONDS,
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
@@ -98,7 +108,8 @@ def list_definitions(
     takes, and the places of its statements without the file's name; what is wrong with the file
     and what of it is not run, by cell and line, without lines `given` by the course; what it
     imports of the course; how many definitions are stubs; the modules that its cells write;
-    digests of those that are `solved`, and the first line of its docstring.
+    digests of those that are `solved`, and the first line of its docstring. A cell that takes more
+    than `patience` seconds to parse costs itself.
     """
     all_names = set().union(*names.values())
     defined: set[str] = set()
@@ -114,7 +125,7 @@ def list_definitions(
     stubs, code = 0, b""
     for name, data in files:
         try:
-            parsed = parse(data, name)
+            parsed = parse(data, name, functools.partial(limit_reading, patience))
             below = find_stubs_below(parsed.statements, all_names)
             kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
             statements = select_statements(kept, all_names)
@@ -159,6 +170,16 @@ def list_definitions(
         "first_line": first_line,
         "code": torch.tensor([*code], dtype=torch.uint8),
     }
+
+
+@contextlib.contextmanager
+def limit_reading(seconds: float, place: str, problems: list[str]) -> Iterator[None]:
+    """Say of a place that takes longer that it is not read."""
+    try:
+        with limit_time(seconds):
+            yield
+    except TookTooLong:
+        problems.append(f"{place}: not read, as that takes more than {seconds:.2g} s")
 
 
 def get_first_line(statements: list[Any]) -> str:

@@ -273,7 +273,7 @@ class Grader:
                 problems.append(f"{file[0]} was not read, as others took too long")
                 continue
             arguments = {"files": [file], "names": self.names, "given": get_given_lines(),
-                         "solved": list_solved()}  # fmt: skip
+                         "solved": list_solved(), "patience": self.patience}  # fmt: skip
             reply = self.ask(Job("list_definitions", self.seconds, arguments))
             try:
                 seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None

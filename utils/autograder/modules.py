@@ -73,6 +73,26 @@ class TookTooLong(BaseException):
     """What stops a statement: no `except Exception` in it should."""
 
 
+@contextlib.contextmanager
+def limit_time(seconds: float) -> Iterator[None]:
+    """Raise TookTooLong in what takes longer; a limit around this one goes on afterwards."""
+
+    def stop(*_: Any) -> None:
+        raise TookTooLong
+
+    start = time.monotonic()
+    before = signal.signal(signal.SIGALRM, stop)
+    outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds, STOPPED_AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        if outer:
+            left = max(outer - (time.monotonic() - start), 0.01)
+            signal.setitimer(signal.ITIMER_REAL, left, STOPPED_AGAIN_SECONDS)
+
+
 class Runner:
     """Runs statements: an error costs what its statement defines, and is kept in `said`.
 
@@ -114,27 +134,10 @@ class Runner:
         if kind == "effect":
             self.left = max(self.left - (time.monotonic() - start), 0.1)
 
-    @contextlib.contextmanager
-    def _limit(self, kind: str) -> Iterator[None]:
-        """Limit the time of a statement; of the one that imports a module with it, that too."""
-
-        def stop(*_: Any) -> None:
-            raise TookTooLong
-
-        if kind == "import":
-            yield
-            return
-        start, seconds = time.monotonic(), self.left if kind == "effect" else self.patience
-        before = signal.signal(signal.SIGALRM, stop)
-        outer, _ = signal.setitimer(signal.ITIMER_REAL, seconds, STOPPED_AGAIN_SECONDS)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-            if outer:
-                left = max(outer - (time.monotonic() - start), 0.01)
-                signal.setitimer(signal.ITIMER_REAL, left, STOPPED_AGAIN_SECONDS)
+    def _limit(self, kind: str) -> contextlib.AbstractContextManager:
+        if kind == "import":  # what it runs has limits of its own
+            return contextlib.nullcontext()
+        return limit_time(self.left if kind == "effect" else self.patience)
 
 
 class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -144,7 +144,7 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
     found = list(_expand(entries, budget, problems))
     own = _find_course_folders([entry for entry, _ in found])
     left_out: list[str] = []
-    others: list[tuple[str, bytes]] = []
+    others: dict[str, bytes | None] = {}  # None for one that is too large
     for entry, read in found:
         if not entry.lower().endswith(SUFFIXES) or _is_skipped(entry):
             if not _is_skipped(entry) and not _fold(entry).startswith(own):
@@ -166,17 +166,19 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
         problems.append(f"{len(left_out)} of the course's own files left out: {places}")
+    data = tuple(sorted((entry, data) for entry, data in others.items() if data is not None))
     if not files and not problems:
         problems.append("there is no .ipynb or .py file in it")
-    return SubmittedFiles(name, tuple(sorted(files)), tuple(problems), tuple(sorted(others)))
+    return SubmittedFiles(name, tuple(sorted(files)), tuple(problems), data)
 
 
-def _read_data(entry: str, read: Callable[[int], bytes], others: list[tuple[str, bytes]]) -> None:
+def _read_data(entry: str, read: Callable[[int], bytes], others: dict[str, bytes | None]) -> None:
     """Read a file that the work may read, if it is small; what is not is no problem."""
-    left = MAX_DATA_BYTES - sum(len(data) for _, data in others)
+    left = MAX_DATA_BYTES - sum(len(data or b"") for data in others.values())
     if len(others) < MAX_DATA_FILES and len(entry) <= MAX_NAME_CHARACTERS:
+        others[entry] = None
         with contextlib.suppress(Exception):
-            others.append((entry, read(left)))
+            others[entry] = read(left)
 
 
 def _is_skipped(entry: str) -> bool:

@@ -5,6 +5,7 @@ be told apart from the error.
 """
 
 import ast
+import contextlib
 import importlib
 import io
 import itertools
@@ -65,19 +66,22 @@ class Parsed:
     written: dict[str, str] = field(default_factory=dict)
 
 
-def parse(data: bytes, name: str) -> Parsed:
+def parse(data: bytes, name: str, limit: Callable[[str, list[str]], Any] | None = None) -> Parsed:
     """Parse a script, or the code cells of a notebook.
 
+    limit: what the reading of a place runs in, a context that adds to the problems what went wrong.
     Raises ValueError for what is neither; `name` tells which it should be.
     """
     suffix = PurePosixPath(name).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"the submission should be a .py or .ipynb file, but is {name}")
     parsed = Parsed()
+    limit = limit or (lambda *_: contextlib.nullcontext())
     text = _decode(data)
     if suffix == ".py":
         _require_short(text, name)
-        _parse_source(text, name, parsed)
+        with limit(name, parsed.problems):
+            _parse_source(text, name, parsed)
         _keep_what_is_imported(parsed)
         return parsed
     try:
@@ -94,7 +98,8 @@ def parse(data: bytes, name: str) -> Parsed:
         raise ValueError(f"the submission should be a notebook, but {name}: {said}") from error
     _require_short("".join(sources.values()), name)
     for place, source in sources.items():
-        _parse_source(source, place, parsed)
+        with limit(place, parsed.problems):
+            _parse_source(source, place, parsed)
     _keep_what_is_imported(parsed)
     return parsed
 
