@@ -29,6 +29,8 @@ MAX_SAID_CHARACTERS = 100  # of such a name, in a problem
 OWN_FILES = ("class.csv", "class.html", "grades.csv", "canvas.csv", "moodle.csv", ".secret")
 MAX_ZIP_ENTRIES = 40_000  # of a zip, which can hold a virtual environment beside the work
 MAX_DATA_FILES, MAX_DATA_BYTES = 50, 2**21  # that the work may read, all together
+# Of these no exercise needs anything.
+NO_DATA = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".html", ".pyc", ".md", ".log")
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what comes of these
 MAX_SUBMISSION_BYTES = 2**25  # of all files together, without notebooks
 MAX_NOTEBOOK_BYTES = 2**27  # of notebooks and zips, with the outputs, which are not looked at
@@ -175,7 +177,8 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
 def _read_data(entry: str, read: Callable[[int], bytes], others: dict[str, bytes | None]) -> None:
     """Read a file that the work may read, if it is small; what is not is no problem."""
     left = MAX_DATA_BYTES - sum(len(data or b"") for data in others.values())
-    if len(others) < MAX_DATA_FILES and len(entry) <= MAX_NAME_CHARACTERS:
+    is_wanted = not entry.lower().endswith(NO_DATA) and len(entry) <= MAX_NAME_CHARACTERS
+    if is_wanted and len(others) < MAX_DATA_FILES:
         others[entry] = None
         with contextlib.suppress(Exception):
             others[entry] = read(left)
