@@ -107,6 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         print(f"{said} --out, as pages and grade books would mix them", file=sys.stderr)
         return 2
+    if replaced := [
+        n for n in named if stored.get(n, {}).get("set", args.chapters) != args.chapters
+    ]:
+        print(f"{len(replaced)} submissions are graded again, as --chapters is another than before:"
+              " to keep both, give another --out", file=sys.stderr)  # fmt: skip
     version = _digest_grader(args, secret)
     kept = {n: r for n, r in stored.items() if n not in named or _is_current(r, named[n], version)}
     again = args.again or []
@@ -207,9 +212,9 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         print(f"not graded: {name}: see {args.out / name / 'report.json'}", file=sys.stderr)
     if lacking := _find_lacking(reports):
         print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
-    could_not = f", {len(unreadable)} could not be" if unreadable else ""
-    print(f"{len(reports)} submissions ({kept} from before): {len(reports) - len(unreadable)} are"
-          f" graded{could_not}: {args.out / 'class.html'}")  # fmt: skip
+    graded = f"{len(reports) - len(unreadable)} graded"
+    graded += f", {len(unreadable)} not" if unreadable else ""
+    print(f"{len(reports)} submissions ({kept} from before): {graded}: {args.out / 'class.html'}")
     failed = [report for report in reports if report["not_graded"]]
     if failed:
         count = sum(len(report["not_graded"]) for report in failed)

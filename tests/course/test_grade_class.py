@@ -262,7 +262,7 @@ def test_what_was_taken_away_renamed_or_moved_is_counted_no_more(tmp_path, run_g
     (folder / "john.py").rename(folder / "john smith.py")
     renamed = run_grade(*folder.iterdir(), "--out", out)
     assert "john is no longer counted: there is no " in renamed.stderr
-    assert "2 submissions (1 from before): 2 are graded: " in renamed.stdout
+    assert "2 submissions (1 from before): 2 graded: " in renamed.stdout
     assert [row["submission"] for row in read_csv(out / "class.csv")] == ["jane", "john smith"]
     folder.rename(tmp_path / "moved")
     run_grade(tmp_path / "moved" / "jane.py", "--out", out)  # of the others nothing is known
@@ -270,6 +270,9 @@ def test_what_was_taken_away_renamed_or_moved_is_counted_no_more(tmp_path, run_g
     moved = run_grade(*(tmp_path / "moved").iterdir(), "--out", out)
     assert len(read_csv(out / "class.csv")) == 2, moved.stderr
     assert moved.returncode == 0
+    (tmp_path / "moved" / "bad.txt").write_text("x")
+    other = run_grade(*(tmp_path / "moved").iterdir(), "--out", out, "--chapters", CHAPTER)
+    assert "2 submissions are graded again, as --chapters is another than before" in other.stderr
 
 
 def test_a_folder_in_the_place_of_a_report_is_said(tmp_path, run_grade):
