@@ -293,10 +293,10 @@ class Grader:
 
         What is handed in alone is graded, but said, unless it lies in a folder "solutions".
         """
-        copies = {
+        found = {
             file[0]: find_copy(seen["digests"], seen["first_line"]) for file, seen in inspected
         }
-        copies = {name: chapter for name, chapter in copies.items() if chapter}
+        copies = {name: chapter for name, chapter in found.items() if chapter}
         copies = copies or find_parts({file[0]: seen["digests"] for file, seen in inspected})
         if len(submitted.files) == 1 and not any(map(is_in_solutions, copies)):
             problems += [f"{name} is the course's solution of {c}" for name, c in copies.items()]

@@ -143,7 +143,8 @@ def write_grades(
     reports = sorted(reports, key=lambda report: report["submission"])
     owners = match([report["submission"] for report in reports], people)
     worth = {c: max(_count(r, c)[1] for r in reports) for c in chapters if reports}
-    said, rows = [], []
+    said: list[str] = []
+    rows = []
     for person in people:
         mine = [r for r in reports if owners.get(r["submission"]) is person]
         best = _choose(mine, person.name, said)

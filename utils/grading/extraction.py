@@ -201,8 +201,9 @@ def is_stub_definition(statement: ast.stmt) -> bool:
     if not isinstance(statement, _FUNCTIONS):
         return False
     last, returns = statement.body[-1], (ast.Return, ast.Yield, ast.YieldFrom)
-    is_raised = isinstance(last, ast.Raise) and last.exc is not None
-    is_bare = is_raised and ast.unparse(last.exc).removesuffix("()") == "NotImplementedError"
+    if not isinstance(last, ast.Raise) or last.exc is None:
+        return False
+    is_bare = ast.unparse(last.exc).removesuffix("()") == "NotImplementedError"
     return is_bare and not any(isinstance(node, returns) for node in ast.walk(statement))
 
 
