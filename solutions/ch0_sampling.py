@@ -85,7 +85,8 @@ def masked_mean(
     """Return the mean of `values` where `mask` is true, of all or along `dim`; 0 where none is.
 
     What is masked out is replaced before the sum, so that nan and inf there reach neither the
-    result nor the gradient (multiplying by the mask would not do: 0 * nan = nan).
+    result nor the gradient (multiplying by the mask would not do: 0 * nan = nan). The arguments
+    stay as they were.
     """
     kept = values.masked_fill(~mask, 0.0)
     return kept.sum(dim) / mask.sum(dim).clamp(min=1)
@@ -106,7 +107,8 @@ def sample_next_token(
 
     top-k keeps the k likeliest tokens. top-p keeps the fewest likeliest of those that remain whose
     probabilities reach p, the token that crosses p included (Holtzman et al., section 3.1).
-    Temperature 0 takes the likeliest token; a k beyond the vocabulary and a p of 1 keep all.
+    Temperature 0 takes the likeliest token; a k beyond the vocabulary and a p of 1 keep all. The
+    logits stay as they were.
 
     Raises ValueError for a negative temperature, top_k < 1 or top_p outside (0, 1].
     """
@@ -154,7 +156,8 @@ def left_pad(
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
     """Pad on the left to one length: return ids, and a mask that is 1 on the real tokens.
 
-    The mask comes from the lengths, not from the pad id, which may be a real token as well.
+    The mask comes from the lengths, not from the pad id, which may be a real token as well. The
+    given lists stay as they were.
 
     Raises ValueError for an empty list.
     """
@@ -360,6 +363,7 @@ def calc_reinforce_objective(
 
     Its gradient is REINFORCE's estimate of the policy gradient, up to a factor: 1 / number of
     tokens. Advantages are constants, one per token, or one per completion that its tokens share.
+    What is masked out may be NaN or inf, and reaches neither the result nor the gradient.
     """
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand_as(logprobs)
@@ -377,7 +381,8 @@ def calc_expected_policy_gradient(
     The policy is p = softmax(logits). Sampling action a, with reward r_a, gives the gradient
     g_a = (r_a - baseline) grad log p_a = (r_a - baseline)(onehot_a - p). With every action
     enumerated, the mean sum_a p_a g_a and the elementwise variance are exact. The mean does not
-    depend on the baseline, because sum_a p_a grad log p_a = 0; the variance does.
+    depend on the baseline, because sum_a p_a grad log p_a = 0; the variance does. The arguments
+    stay as they were: none requires a gradient that didn't before.
     """
     probs = logits.softmax(-1)
     scores = torch.eye(len(probs), dtype=probs.dtype, device=probs.device) - probs

@@ -71,7 +71,7 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
     One reads the input at `site.hook_in`, the other adds to the output at `site.hook_out`, in the
     output's dtype. Either may carry head axes, one or several, after batch and seq (q, k, v on the
     way out, o on the way in). The input is held between the two hooks only: where a forward breaks
-    off, until the next one.
+    off, until the next one. Each is called as `function(activation, hook=point)`.
     """
     inputs: list[Tensor] = []
 
@@ -233,6 +233,7 @@ class TransformerWithLora(nn.Module):
     def reference(self) -> Iterator["TransformerWithLora"]:
         """Switch the adapters off inside: that is the frozen model, without a second copy.
 
+        Gradients are recorded inside exactly when they are outside.
         Entering it inside `reference()` or `merged()` is an error.
         """
         with self._in_mode("reference"):
@@ -246,7 +247,8 @@ class TransformerWithLora(nn.Module):
         hooked model. On leaving, also after an error or amid the merging, the saved weights are put
         back bit for bit (subtracting what was added would not). They are written through `.data`,
         which autograd does not see: a forward before `with merged()` and its backward after it are
-        safe, a backward inside is not. Entering it inside `reference()` or `merged()` is an error.
+        safe, a backward inside is not. The adapters are read once, on entering. Entering it inside
+        `reference()` or `merged()` is an error.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]
@@ -270,7 +272,7 @@ class TransformerWithLora(nn.Module):
         return {"adapters": list(self._layers.parameters())}
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Return what is trained."""
+        """Return what is trained, of every part: of those that a subclass adds too."""
         return [parameter for part in self.trainable_parts().values() for parameter in part]
 
     def trainable_state(self) -> dict[str, Tensor]:
@@ -312,7 +314,7 @@ class TransformerWithLora(nn.Module):
         os.replace(partial, path)
 
     def load_adapter(self, path: str | Path) -> None:
-        """Read what `save_adapter` wrote.
+        """Read what `save_adapter` wrote, into the parameters that are there, in their dtype.
 
         Raises ValueError if the file is missing or damaged, or of other sites, shapes or scaling;
         then no parameter changes.

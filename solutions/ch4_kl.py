@@ -114,7 +114,8 @@ def calc_expected_gradient(
       a ratio of its own) of the reward -k(v), a number without gradient, and then negated, so that
       it is comparable with the gradient of a loss.
 
-    s is k4's old policy. Raises ValueError if `kind` or `place` is none of these.
+    s is k4's old policy. The result carries no gradient, and the inputs stay as they were, without
+    a `.grad`. Raises ValueError if `kind` or `place` is none of these.
     """
     require(place in ("loss", "reward"), f"place should be 'loss' or 'reward', but is {place!r}")
     logits = logits.detach().requires_grad_()

@@ -195,7 +195,8 @@ def aggregate_tokens(
     "sequence": the mean over each completion, then over the batch (GRPO): every completion weighs
     alike, so a token of a long one weighs little. "token": the mean over all tokens (DAPO, eq. 12).
     "constant": the sum over all tokens / (batch * max_len) (Dr. GRPO): every token weighs the
-    same, however many there are. An empty completion counts 0; so does a batch without tokens.
+    same, however many there are. An empty completion counts 0; so does a batch without tokens. The
+    arguments stay as they were.
 
     Raises ValueError for another mode, and for "constant" without a positive `max_len`.
     """
@@ -352,6 +353,7 @@ class RlvrTrainer(GrpoTrainer):
     def sample_groups(self) -> tuple[Samples, Float[Tensor, "batch"]]:
         """Sample the groups of a batch, with their scores, less the penalty if there is one.
 
+        Each batch is one call of `self.sample_and_score(n_groups, group_size)`.
         With dynamic sampling, batch after batch is sampled until enough groups are informative, or
         `max_extra_rollouts` have followed the first. Kept are the informative groups that came
         first; if they are too few, the first of the others fill up the batch. What is kept stays in

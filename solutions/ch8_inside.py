@@ -114,7 +114,7 @@ def get_logit_lens(
     """Return the logits that each block's output gives when it is read as if it were the last.
 
     The unembedding is applied to the output of each block after the final layer norm, affine part
-    included, so that the last layer's are the model's logits. At least in float32.
+    included, so that the last layer's are the model's logits. At least in float32. No hook stays.
     """
     outputs: list[Tensor] = []
 
@@ -175,7 +175,8 @@ def patch(
 
     `source` is the activation of another run on the same tokens, such as the policy's. With a
     `position`, a column which may be negative, it is put in there alone; the reference's own
-    activation stays everywhere else. All that comes after the hook point is computed anew.
+    activation stays everywhere else. All that comes after the hook point is computed anew. No hook
+    stays, and the adapters are on again, also after an error.
 
     Raises ValueError if `source` has another shape than the activation.
     """
