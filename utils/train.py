@@ -190,6 +190,7 @@ def train(args: PpoCommand | GrpoCommand) -> list[dict[str, float]]:
         try:
             history = trainer.train()
         except BaseException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while this is being said
             if trainer.n_ranks > 1:
                 if isinstance(error, Exception):
                     traceback.print_exc()
