@@ -25,7 +25,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 # Long tests that share no fixture with others: they come first, each where a process is free.
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
 OF_CHAPTER = re.compile(r"(?:test_every_check\.py::.*|which_mutant_it_is)\[(ch\d+)_")
-CHECKS = re.compile(r"tests/test_(ch\d+)_")
+CHECKS = re.compile(r"tests/checks/(ch\d+)_")
 FIRST = re.compile(r"test_(every_check|grading|scale|trainers)\.py")  # the longest modules
 FORKED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # they share a forkserver
 FEW = 4  # processes: all stay busy although one has a whole chapter's checks
@@ -49,6 +49,13 @@ class ByExercise(LoadScopeScheduling):
         if FORKED.search(nodeid):
             return "grading in processes"
         return nodeid if APART.search(nodeid) else nodeid.rpartition("::")[0]
+
+
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Say where the checks stand that were called `tests/test_ch2_ppo.py`."""
+    for given in config.args:
+        if moved := re.search(r"tests/test_(ch\d+_\w+\.py)", given):
+            raise pytest.UsageError(f"{moved[0]} is tests/checks/{moved[1]} now")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -50,10 +50,10 @@ def chapter(tmp_path, monkeypatch):
     """A function that makes a chapter of one exercise with this text for its mistakes."""
     monkeypatch.setattr(catalogue, "FOLDER", tmp_path / "tests" / "mistakes")
     monkeypatch.setattr(catalogue, "ROOT", tmp_path)
-    for folder in ("tests/mistakes/small", "solutions"):
+    for folder in ("tests/mistakes/small", "tests/checks", "solutions"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "solutions" / "small.py").write_text(SOLUTION)
-    (tmp_path / "tests" / "test_small.py").write_text("def worked(student, rng): ...\n")
+    (tmp_path / "tests" / "checks" / "small.py").write_text("def worked(student, rng): ...\n")
 
     def make(text: str, exercise: str = "one") -> str:
         (tmp_path / "tests" / "mistakes" / "small" / f"{exercise}.md").write_text(text)

@@ -293,7 +293,7 @@ def test_a_predicate_judges_with_and_without_float64():
     def holds(observed, reference):
         return "too large" if observed > 100 else None
 
-    probe.__module__ = "tests.test_ch0_sampling"
+    probe.__module__ = "tests.checks.ch0_sampling"
     for float64 in (True, False):
         check = Check("masked_mean", probe, holds=holds, float64=float64)
         assert judging.judge(check, torch.tensor(7.0), 0) is None
@@ -549,7 +549,7 @@ def test_what_is_no_submission_is_said(tmp_path, name, text, said):
 
 
 CHOSEN = ("-k", "masked_mean or reinforce or left_pad")
-CHECKED = ("tests/test_ch0_sampling.py", "tests/test_ch1_lora.py")
+CHECKED = ("tests/checks/ch0_sampling.py", "tests/checks/ch1_lora.py")
 
 
 def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, capsys):
@@ -567,7 +567,7 @@ def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, 
             assert f"::{exercise}::{check_.name} {word}" in result.stdout
     assert "the product is nan" in result.stdout  # the mistake's sentence
     assert "masked_mean is not defined" in result.stdout
-    assert "test_ch1" not in result.stdout
+    assert "ch1" not in result.stdout
     assert "ch0_sampling  calc_reinforce_objective" in result.stdout
 
 

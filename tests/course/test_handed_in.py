@@ -604,7 +604,7 @@ def test_the_courses_own_files_are_left_out(tmp_path):
     files = {
         "ch1/chapters/ch1_lora.ipynb": notebook("x = 1"),
         "ch1/solutions/ch0_sampling.py": solutions,
-        "ch1/tests/test_ch1_lora.py": b"",
+        "ch1/tests/checks/ch1_lora.py": b"",
         "ch1/utils/course/__init__.py": b"",
         "ch1/utils/grading/checks.py": b"",
     }
@@ -750,7 +750,7 @@ def test_what_a_notebook_imports_is_given(chapter, folder, monkeypatch):
 def test_what_is_not_given_is_said_by_cell_and_line(monkeypatch):
     cells = ("import torch", f"\nfrom utils.models.decoding import draw, get_decoder\n{PLAIN}",
              "import utils.models.forward as f\nfrom utils import models\nimport utils.train",
-             "def g():\n    from tests.test_ch0_sampling import check\n    return check",
+             "def g():\n    from tests.checks.ch0_sampling import check\n    return check",
              "from solutions.ch0_sampling import calc_entropy\nfrom utils.mine import x",
              "y = g")  # fmt: skip
     files = (("hw.ipynb", notebook(*cells)),)

@@ -105,7 +105,7 @@ def test_imports_point_one_way_at_the_top_and_never_in_a_circle():
     ("path", "source", "fault"),
     [
         ("utils/rewards.py", "import solutions.ch0", "helpers should not import solutions"),
-        ("utils/grading/judging.py", "import tests.test_ch0", "grading should not import tests"),
+        ("utils/grading/judging.py", "import tests.checks.ch0", "grading should not import tests"),
         ("utils/grading/judging.py", "from utils import grade", "should not import autograder"),
         ("utils/bench/steps.py", "def f():\n    import utils.rewards", "be imported at the top"),
         ("utils/bench/steps.py", "from utils.bench import steps", "a circle: utils.bench.steps"),

@@ -236,7 +236,7 @@ def _require_every_exercise(chapter: str, placed: list[str]) -> None:
     exercises = list(get_checks(chapter))
     wrong = {
         f"has no {{exercise}} block in chapters/source/{chapter}.md": set(exercises) - {*placed},
-        f"has no check in tests/test_{chapter}.py": {*placed} - set(exercises),
+        f"has no check in tests/checks/{chapter}.py": {*placed} - set(exercises),
         "has more than one {exercise} block": {n for n in placed if placed.count(n) > 1},
     }
     said = [f"{name} {what}" for what, names in wrong.items() for name in sorted(names)]

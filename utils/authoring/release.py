@@ -26,7 +26,8 @@ PARTS = ROOT / "utils" / "authoring" / "release_parts"  # files of the bundles, 
 DATE = (2026, 1, 1, 0, 0, 0)  # two builds are byte-equal
 SHARED = (
     "LICENSE", "requirements.txt", "solutions/__init__.py", "tests/__init__.py",
-    "tests/support/__init__.py", "tests/oracles/__init__.py", "utils/__init__.py",
+    "tests/checks/__init__.py", "tests/support/__init__.py", "tests/oracles/__init__.py",
+    "utils/__init__.py",
     "utils/course.py", "utils/describing.py", "utils/evaluation.py",
     "utils/plotting.py", "utils/preferences.py", "utils/prompts.py", "utils/rewards.py",
     "utils/tracking.py", "utils/validation.py",
@@ -40,8 +41,8 @@ SHARED = (
     "utils/grading/scoring.py", "utils/grading/substitution.py", "utils/grading/wire.py",
 )  # fmt: skip
 AUTOGRADER = (
-    "LICENSE", "requirements.txt", "solutions/*.py", "tests/*.py", "tests/support/*.py",
-    "tests/oracles/*.py", "tests/points.toml", "tests/mistakes/**/*.md",
+    "LICENSE", "requirements.txt", "solutions/*.py", "tests/__init__.py", "tests/checks/*.py",
+    "tests/support/*.py", "tests/oracles/*.py", "tests/points.toml", "tests/mistakes/**/*.md",
     "tests/alternatives/__init__.py", "utils/**/*", "chapters/source/*.md",
 )  # fmt: skip
 

@@ -214,7 +214,8 @@ def find_stale(chapter: str) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems, source = [], read_solutions(chapter)
-    checks = find_definitions((ROOT / "tests" / f"test_{chapter}.py").read_text(encoding="utf-8"))
+    path = ROOT / "tests" / "checks" / f"{chapter}.py"
+    checks = find_definitions(path.read_text(encoding="utf-8"))
     for mistake in mistakes:
         try:
             for diff in mistake.diffs:

@@ -16,7 +16,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -134,8 +133,8 @@ class Check:
 
     @property
     def chapter(self) -> str:
-        """Return the chapter: `tests.test_ch0_sampling` checks `ch0_sampling`."""
-        return self.probe.__module__.rpartition(".")[2].removeprefix("test_")
+        """Return the chapter: `tests.checks.ch0_sampling` checks `ch0_sampling`."""
+        return self.probe.__module__.rpartition(".")[2]
 
     @property
     def path(self) -> str:
@@ -162,9 +161,8 @@ def check(exercise: str, **options: Any) -> Callable[[Callable[[Any, Rng], Any]]
 @cache
 def get_chapters() -> tuple[str, ...]:
     """Return the chapters that have checks, in order."""
-    tests = importlib.import_module("tests")
-    names = sorted(module.name for module in pkgutil.iter_modules(tests.__path__))
-    return tuple(name.removeprefix("test_") for name in names if re.match(r"test_ch\d+_", name))
+    found = pkgutil.iter_modules(importlib.import_module("tests.checks").__path__)
+    return tuple(sorted(module.name for module in found))
 
 
 def get_reference(chapter: str) -> ModuleType:
@@ -181,7 +179,7 @@ def has_reference(chapter: str) -> bool:
 @cache
 def get_checks(chapter: str) -> dict[str, tuple[Check, ...]]:
     """Return the checks of a chapter by exercise, in the order in which they are written."""
-    module = importlib.import_module(f"tests.test_{chapter}")
+    module = importlib.import_module(f"tests.checks.{chapter}")
     by_exercise: dict[str, list[Check]] = {}
     for found in iterate_checks(module):
         by_exercise.setdefault(found.exercise, []).append(found)

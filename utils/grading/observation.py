@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from utils.grading.checks import Check, Rng
 
 ROOT = Path(__file__).parents[2]
-CHECKS = {ROOT / "tests", ROOT / "tests" / "support", ROOT / "tests" / "oracles"}
+CHECKS = {ROOT / "tests" / "checks", ROOT / "tests" / "support", ROOT / "tests" / "oracles"}
 STANDARD_LIBRARY = str(Path(os.__file__).parent)
 MAX_NUMBERS = 10**7  # of a tensor that is observed
 MAX_SECONDS = 30  # that a probe may compute,

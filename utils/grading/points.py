@@ -114,13 +114,13 @@ def _check_row(place: str, row: object) -> None:
 
 
 def list_chapters() -> list[str]:
-    return sorted(path.stem.removeprefix("test_") for path in TESTS.glob("test_ch*.py"))
+    return sorted(path.stem for path in TESTS.glob("checks/ch*.py"))
 
 
 @functools.cache
 def list_exercises(chapter: str) -> list[str]:
     """Return the exercises that the checks of a chapter name."""
-    text = (TESTS / f"test_{chapter}.py").read_text(encoding="utf-8")
+    text = (TESTS / "checks" / f"{chapter}.py").read_text(encoding="utf-8")
     return list(dict.fromkeys(re.findall(r'^@check\(\s*"([\w.]+)"', text, re.MULTILINE)))
 
 

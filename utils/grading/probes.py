@@ -18,7 +18,7 @@ from utils.grading.checks import Check
 from utils.grading.extraction import get_bound_names, get_used_names
 
 # Their modules are cut down; all others are imported as they are.
-PACKAGES = ("tests", "tests.support", "tests.oracles")
+PACKAGES = ("tests.checks", "tests.support", "tests.oracles")
 
 
 @functools.cache

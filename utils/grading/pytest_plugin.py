@@ -1,4 +1,4 @@
-"""Collects the checks of `tests/test_ch*.py` as pytest items of their own.
+"""Collects the checks of `tests/checks/` as pytest items of their own.
 
     pytest tests                        the reference, every mistake and every alternative, and
                                         the course's own tests; --size quick: the reference alone;
@@ -63,16 +63,16 @@ def deselect_long(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector):
-    if re.match(r"test_ch\d+_", module_path.name) and module_path.parent.name == "tests":
+    if re.match(r"ch\d+_", module_path.name) and module_path.parent.name == "checks":
         return CheckFile.from_parent(parent, path=module_path)
     return None
 
 
 class CheckFile(pytest.Module):
-    """`tests/test_chN_topic.py`: one collector for each exercise."""
+    """`tests/checks/chN_topic.py`: one collector for each exercise."""
 
     def collect(self) -> Iterator[pytest.Item | pytest.Collector]:
-        chapter = Path(self.path).stem.removeprefix("test_")
+        chapter = Path(self.path).stem
         submission = self.config.stash.get(_student, None)
         if submission is not None and chapter not in submission.chapters:
             return
