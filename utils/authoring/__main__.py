@@ -28,6 +28,7 @@ from utils.authoring.notebooks import (
     save_loop,
     write,
 )
+from utils.authoring.sums import fill_pages
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.points import FILE, fill_points
 
@@ -103,6 +104,7 @@ def main() -> None:
         if not args.no_execute:
             build_solved(chapter)
         build_student(chapter, CHAPTERS)
+    fill_pages()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ filled from the solutions:
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
                           `loop` is the chapter's diagram
 
+`{{count ch4_kl}}` and the like are sums over exercises (`utils.authoring.sums`).
+
 Text in <repository>...</repository> stands where the whole repository is at hand, text in
 <bundle>...</bundle> in a course bundle, which has no experiments, course tests or Makefile.
 
@@ -43,6 +45,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
+from utils.authoring.sums import fill_source
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.known_answers import get_called
@@ -186,7 +189,7 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     Raises ValueError for a source whose blocks are wrong.
     """
     builder = _Builder(chapter, edition)
-    source = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+    source = fill_source((CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8"))
     source = BY_PLACE.sub(lambda match: match[2] if match[1] == edition.place else "", source)
     if edition.place == "bundle":  # which has what the scripts found, not the scripts
         source = SCRIPT.sub("a recorded run", MADE_BY.sub("", source))

@@ -1,0 +1,141 @@
+"""Computes the sums that pages quote: how many exercises there are, how long they take, and points.
+
+A sum is written as its kind and what it is of:
+
+    count ch4_kl                           exercises, as a word: four
+    time ch4_kl                            core exercises: 1 h 20
+    time ch2_ppo:optional                  optional ones
+    time ch2_ppo:1-6 reading:ch2_ppo:1-6   those of sections 1 to 6, and the reading of them
+    time ch4_kl -calc_exact_kl             all but one
+    time calc_sft_loss LoraLayer           these
+    points ch4_kl                          from tests/points.toml
+
+In a chapter's source `{{time ch4_kl}}` becomes the sum. On a page that is read as it is, the sum
+stands between two comments, `<!--time ch4_kl-->1 h 20<!---->`, and `python -m utils.authoring`
+renews it.
+"""
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from utils.grading.points import list_chapters, load_points
+
+ROOT = Path(__file__).parents[2]
+CHAPTERS = ROOT / "chapters"
+PAGES = ("README.md", "chapters/*.md", "chapters/teaching/*.md", "utils/autograder/*.md")
+WORDS_PER_MINUTE = 100  # of technical prose, with its equations, docstrings and code
+NUMBERS = """no one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen twenty""".split()
+PART = re.compile(
+    r"^## (?P<section>\d+) · |"
+    r"^(?P<fence>`{3,})\{exercise\} (?P<name>\S+)\n(?P<body>.*?)^(?P=fence)",
+    re.MULTILINE | re.DOTALL,
+)
+SOLUTION = re.compile(r"<details>\s*<summary>Solution.*?</details>", re.DOTALL)
+IN_SOURCE = re.compile(r"\{\{((?:count|time|points) [^}]+)\}\}")
+ON_PAGE = re.compile(r"(<!--((?:count|time|points) [^>]+)-->)[^<]*(?=<!---->)")
+
+
+@dataclass(frozen=True)
+class Exercise:
+    name: str
+    section: int
+    minutes: int
+    is_optional: bool
+
+
+@functools.cache
+def read_exercises(chapter: str) -> tuple[Exercise, ...]:
+    """Read a chapter's exercises from its source, each with the number of its section."""
+    text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+    found, section = [], 0
+    for part in PART.finditer(text):
+        if part["section"]:
+            section = int(part["section"])
+            continue
+        options = yaml.safe_load(part["body"])
+        optional = bool(options.get("optional"))
+        found.append(Exercise(part["name"], section, options["minutes"], optional))
+    return tuple(found)
+
+
+def count_reading(chapter: str, first: int = 0, last: int = 99) -> float:
+    """Count the minutes of reading in these sections of the student's notebook.
+
+    Hints, docstrings and code that is shown count; solutions and folded cells do not.
+    """
+    notebook = json.loads((CHAPTERS / f"{chapter}.ipynb").read_text(encoding="utf-8"))
+    words, section = 0, 0
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if heading := re.match(r"## (\d+) · ", source):
+            section = int(heading[1])
+        is_folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
+        if first <= section <= last and not is_folded:
+            words += len(SOLUTION.sub("", source).split())
+    return words / WORDS_PER_MINUTE
+
+
+def calc_sum(expression: str) -> str:
+    """Calculate a sum and say it as a page does: `1 h 20`, `four`, `73`.
+
+    Raises ValueError for a term that names no chapter and no exercise.
+    """
+    kind, *terms = expression.split()
+    exercises: dict[str, Exercise] = {}
+    reading = 0.0
+    for term in terms:
+        name, *rest = term.removeprefix("reading:").removeprefix("-").split(":")
+        spans = [tuple(map(int, part.split("-"))) for part in rest if part != "optional"]
+        first, last = spans[0] if spans else (0, 99)
+        named = {e.name: e for chapter in list_chapters() for e in read_exercises(chapter)}
+        if term.startswith("reading:"):
+            reading += count_reading(name, first, last)
+        elif term.startswith("-"):
+            del exercises[name]
+        elif name in list_chapters():
+            of_chapter = [e for e in read_exercises(name) if first <= e.section <= last]
+            if kind == "time":
+                of_chapter = [e for e in of_chapter if e.is_optional == ("optional" in rest)]
+            exercises |= {e.name: e for e in of_chapter}
+        elif name in named:
+            exercises[name] = named[name]
+        else:
+            raise ValueError(f"{expression!r}: there is no chapter and no exercise {name!r}")
+    if kind == "count":
+        return NUMBERS[len(exercises)]
+    if kind == "points":
+        rows = {n: row for chapter in load_points().table.values() for n, row in chapter.items()}
+        return f"{sum(rows[name]['points'] for name in exercises):g}"
+    return say_time(reading + sum(e.minutes for e in exercises.values()))
+
+
+def say_time(minutes: float) -> str:
+    """Say minutes, rounded to five: `50 min`, `1 h`, `2 h 05`; nothing for none."""
+    hours, rest = divmod(5 * round(minutes / 5), 60)
+    if not hours:
+        return f"{rest} min" if rest else ""
+    return f"{hours} h {rest:02}" if rest else f"{hours} h"
+
+
+def fill_source(text: str) -> str:
+    """Put the sums into a chapter's source."""
+    return IN_SOURCE.sub(lambda match: calc_sum(match[1]), text)
+
+
+def fill_page(text: str) -> str:
+    """Renew the sums of a page."""
+    return ON_PAGE.sub(lambda match: match[1] + calc_sum(match[2]), text)
+
+
+def fill_pages() -> None:
+    """Renew the sums on all pages."""
+    for path in (path for pattern in PAGES for path in ROOT.glob(pattern)):
+        text = path.read_text(encoding="utf-8")
+        if (filled := fill_page(text)) != text:
+            path.write_text(filled, encoding="utf-8")
