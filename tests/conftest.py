@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core
 
 # Long tests that share no fixture with others: they come first, each where a process is free.
 APART = re.compile(r"test_running_|_from_the_unpacked_bundle|_in_processes_apart|_and_learns$")
-OF_CHAPTER = re.compile(r"(?:test_every_check\.py::.*|which_mutant_it_is)\[(ch\d+)_")
+OF_CHAPTER = re.compile(r"test_every_check\.py::.*\[(ch\d+)_")
 CHECKS = re.compile(r"tests/checks/(ch\d+)_")
 FIRST = re.compile(r"test_(every_check|grading|scale|trainers)\.py")  # the longest modules
 FORKED = re.compile(r"course/test_(grade_class|handed_in)\.py")  # they share a forkserver

@@ -33,8 +33,8 @@ TYPICAL = {
         "normalize_advantages": "mask_ignored masked_afterwards padding_counted "
         "plain_batch_normalisation",
         "calc_clipped_surrogate_objective": "clip_coef_high_ignored clip_without_minimum "
-        "old_policy_recomputed masked_afterwards mean_of_row_means maximum not_clipped "
-        "old_log_probs_not_detached advantages_not_detached",
+        "old_policy_recomputed masked_afterwards mean_of_row_means maximum ratio_of_log_probs "
+        "advantages_not_detached",
         "calc_value_function_loss": "values_not_masked multiplied_by_the_mask half_forgotten "
         "mean_of_row_means returns_not_detached",
         "calc_entropy_bonus": "masked_afterwards logits_for_log_probs exponential_of_the_logits "
@@ -63,8 +63,8 @@ TYPICAL = {
         "calc_single_update_objective": "single_mean_over_tokens no_gradient",
         "calc_per_token_kl": "other_direction reference_not_detached digits_lost k2 "
         "policy_detached",
-        "calc_grpo_objective": "mean_over_tokens kl_rewarded kl_left_out never_clipped "
-        "upper_clip_ignored ratio_upside_down advantages_not_detached masked_at_the_end loss",
+        "calc_grpo_objective": "mean_over_tokens kl_rewarded kl_by_k1 maximum upper_clip_ignored "
+        "advantages_not_detached masked_at_the_end loss",
         "process_advantages": "steps_that_have_ended normalised_by_row "
         "normalised_over_the_batch std_of_a_population_of_steps",
         "make_grpo_memory": "groups_torn_apart one_group nothing_detached scale_by_default",

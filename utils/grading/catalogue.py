@@ -1,24 +1,19 @@
 """Reading the catalogue of mistakes, `tests/mistakes/<chapter>/<exercise>.md`, without torch.
 
-An entry is a heading with the mistake's name, what a good teacher says of it, and the change: whole
-lines of the reference as a diff, or a function to stand in its place.
+An entry is a heading with the mistake's name and the check that rejects it, what a good teacher
+says of it, and the change: whole lines of the reference as a diff, or a function to stand in its
+place.
 
-    ## lambda_left_out
-
+    ## lambda_left_out, rejected by random_rollouts
     The recursion decays by gamma alone. Each step back multiplies by gamma * lam.
-
     ```diff
-    -        running = delta + gamma * lam * running
-    +        running = delta + gamma * running
+    -running = delta + gamma * lam * running
+    +running = delta + gamma * running
     ```
-
-    Rejected by `random_rollouts`.
 
 A diff may hold lines that stay, and names the definition that it is in if that is not the exercise
 (```` ```diff select_completion ````). A function (```` ```python ````) comes after the chapter's
-code, so that the reference can still be called under another name. The last line names the check
-that rejects the mistake, and the automatic mutant that it is, if it is one: "Rejected by `check`;
-the mutant `gamma * lam -> gamma`."
+code, so that the reference can still be called under another name.
 
     python -m utils.grading.catalogue        which entries no longer fit the solutions
 """
@@ -27,15 +22,21 @@ import ast
 import functools
 import re
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "mistakes"
-MAX_PER_EXERCISE = 15
+MAX_PER_EXERCISE = 8
+_ENTRY = re.compile(
+    r"(?P<name>\w+), rejected by (?P<check>\w+)\n"
+    r"(?P<sentence>(?:(?!^```).)+\.)\n"
+    r"(?P<changes>(?:^```.*?^```\n*)+)",
+    re.MULTILINE | re.DOTALL,
+)
 _FENCE = re.compile(r"^```(diff|python) *([\w.]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_REJECTED = re.compile(r"^Rejected by `(\w+)`(?:; the mutant `(.+)`)?\.$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class Mistake:
     diffs: tuple[Diff, ...]
     code: str
     rejected_by: str
-    mutant: str
 
     @property
     def place(self) -> str:
@@ -77,7 +77,7 @@ def read_chapter(chapter: str) -> tuple[Mistake, ...]:
     found = []
     for path in sorted((FOLDER / chapter).glob("*.md")):
         title, *entries = re.split(r"^## ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        if title.split("\n")[0] != f"# {path.stem}":
+        if title.strip() != f"# {path.stem}":
             raise ValueError(f"{path.name} should begin with '# {path.stem}'")
         found += [_read_entry(chapter, path.stem, entry) for entry in entries]
     names = Counter((mistake.exercise, mistake.name) for mistake in found)
@@ -87,41 +87,35 @@ def read_chapter(chapter: str) -> tuple[Mistake, ...]:
 
 
 def _read_entry(chapter: str, exercise: str, text: str) -> Mistake:
-    name, _, body = text.partition("\n")
-    fences = list(_FENCE.finditer(body))
-    rejected = _REJECTED.search(body)
-    place = f"tests/mistakes/{chapter}/{exercise}.md, {name}"
-    if not fences or rejected is None:
-        raise ValueError(f"{place}: there should be a change and 'Rejected by `check`.'")
-    codes = [f[3] for f in fences if f[1] == "python"]
-    diffs = tuple(_read_diff(f[2] or exercise, f[3], place) for f in fences if f[1] == "diff")
-    if len(codes) > 1 or (codes and diffs):
+    place = f"tests/mistakes/{chapter}/{exercise}.md, {text.partition(',')[0]}"
+    entry = _ENTRY.fullmatch(text)
+    if entry is None:
+        raise ValueError(
+            f"{place}: an entry should be '## name, rejected by check', a sentence, and a change"
+        )
+    fences = _FENCE.findall(entry["changes"])
+    codes = [lines for kind, _, lines in fences if kind == "python"]
+    diffs = [_read_diff(f[1] or exercise, f[2], place) for f in fences if f[0] == "diff"]
+    if len(codes) != (0 if diffs else 1):
         raise ValueError(f"{place}: there should be diffs or one function")
-    sentence = " ".join(body[: fences[0].start()].split())
-    if not sentence.endswith("."):
-        raise ValueError(f"{place}: there should be a sentence before the change")
-    code = codes[0] if codes else ""
-    return Mistake(chapter, exercise, name, sentence, diffs, code, rejected[1], rejected[2] or "")
+    sentence = " ".join(entry["sentence"].split())
+    name, check = entry["name"], entry["check"]
+    return Mistake(chapter, exercise, name, sentence, tuple(diffs), "".join(codes), check)
 
 
 def _read_diff(within: str, text: str, place: str) -> Diff:
-    lines = text.splitlines()
-    if wrong := [line for line in lines if line and line[0] not in "-+ "]:
-        raise ValueError(f"{place}: a line of a diff should begin with -, + or a space: {wrong[0]}")
-    before = tuple(line[1:] for line in lines if not line.startswith("+"))
-    after = tuple(line[1:] for line in lines if not line.startswith("-"))
-    if before == after or not any(line.strip() for line in before):
+    signs = [line[:1] or " " for line in text.splitlines()]
+    lines = textwrap.dedent("\n".join(line[1:] for line in text.splitlines())).split("\n")
+    if wrong := set(signs) - {"-", "+", " "}:
+        raise ValueError(f"{place}: its lines should begin with -, + or a space, not {wrong}")
+    before = tuple(line for sign, line in zip(signs, lines, strict=True) if sign != "+")
+    after = tuple(line for sign, line in zip(signs, lines, strict=True) if sign != "-")
+    if before == after or not any(before):
         raise ValueError(f"{place}: a diff should change lines, and show where")
     return Diff(within, before, after)
 
 
 # --- Applying -----------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=16)
-def read_solutions(chapter: str) -> str:
-    """Return the source of a chapter's reference."""
-    return (ROOT / "solutions" / f"{chapter}.py").read_text(encoding="utf-8")
 
 
 @functools.lru_cache(maxsize=64)
@@ -151,41 +145,36 @@ def apply(source: str, *mistakes: Mistake) -> str:
     Raises ValueError for a diff whose lines do not stand in their place exactly once, and for
     mistakes that change the same lines.
     """
-    lines = source.splitlines()
-    places = sorted(
-        ((_locate(source, diff, m.place), diff) for m in mistakes for diff in m.diffs),
-        key=lambda place: place[0],
-        reverse=True,
-    )
-    end = len(lines) + 1
-    for (first, shift), diff in places:
-        if first + len(diff.before) > end:
+    places = [(_locate(source, diff, m.place), diff) for m in mistakes for diff in m.diffs]
+    end = len(source)
+    for found, diff in sorted(places, key=lambda place: place[0].start(), reverse=True):
+        if found.end() > end:
             raise ValueError(f"{mistakes[-1].place}: both change the same lines")
-        lines[first : first + len(diff.before)] = [_indent(line, shift) for line in diff.after]
-        end = first
-    return "\n".join([*lines, *(_append(mistake) for mistake in mistakes if mistake.code), ""])
+        after = "\n".join(line and found["indent"] + line for line in diff.after)
+        source = source[: found.start()] + after + source[found.end() :]
+        end = found.start()
+    return source + "".join(_append(mistake) for mistake in mistakes if mistake.code)
 
 
 def _append(mistake: Mistake) -> str:
     """Return a whole definition, and the line that puts it in the exercise's place."""
-    last = find_definitions(mistake.code)
-    name = next(reversed([name for name in last if "." not in name]))
-    is_renamed = mistake.exercise != name
-    return f"\n\n{mistake.code}" + f"\n\n{mistake.exercise} = {name}" * is_renamed
+    names = [name for name in find_definitions(mistake.code) if "." not in name]
+    if not names:
+        raise ValueError(f"{mistake.place}: it should define a function")
+    is_renamed = mistake.exercise != names[-1]
+    return f"\n\n{mistake.code}" + f"\n\n{mistake.exercise} = {names[-1]}\n" * is_renamed
 
 
-def _locate(source: str, diff: Diff, place: str) -> tuple[int, int]:
-    """Return the line where a diff applies, and by how much it is indented there."""
+def _locate(source: str, diff: Diff, place: str) -> re.Match[str]:
+    """Return where a diff applies, with the `indent` that its lines have there."""
     definitions = find_definitions(source)
     if diff.within not in definitions:
         raise ValueError(f"{place}: there is no definition {diff.within}")
-    start, end = get_span(definitions[diff.within])
-    lines, n = source.splitlines(), len(diff.before)
-    found = []
-    for first in range(start, end - n + 1):
-        shift = _measure(lines[first : first + n]) - _measure(diff.before)
-        if [_indent(line, shift) for line in diff.before] == lines[first : first + n]:
-            found.append((first, shift))
+    lines = source.splitlines(keepends=True)
+    start, end = (sum(map(len, lines[:n])) for n in get_span(definitions[diff.within]))
+    same = "\n".join(line and f"(?P=indent){re.escape(line)}" for line in diff.before)
+    pattern = re.compile(f"^{same.replace('(?P=indent)', '(?P<indent> *)', 1)}$", re.MULTILINE)
+    found = list(pattern.finditer(source, start, end))
     if len(found) != 1:
         raise ValueError(
             f"{place}: its lines should stand once in {diff.within}, but stand {len(found)} times"
@@ -193,37 +182,24 @@ def _locate(source: str, diff: Diff, place: str) -> tuple[int, int]:
     return found[0]
 
 
-def _measure(lines: tuple[str, ...] | list[str]) -> int:
-    """Return the indentation of the first line that is not empty."""
-    return next((len(x) - len(x.lstrip()) for x in lines if x.strip()), 0)
-
-
-def _indent(line: str, shift: int) -> str:
-    if not line.strip():
-        return ""
-    return " " * shift + line if shift >= 0 else line[-shift:]
-
-
 # --- Whether it still fits ----------------------------------------------------------------------
 
 
 def find_stale(chapter: str) -> list[str]:
     """Return what is wrong with the entries of a chapter, a line each."""
+    source = (ROOT / "solutions" / f"{chapter}.py").read_text(encoding="utf-8")
+    path = ROOT / "tests" / "checks" / f"{chapter}.py"
+    checks = find_definitions(path.read_text(encoding="utf-8"))
     try:
         mistakes = read_chapter(chapter)
     except ValueError as error:
         return [str(error)]
-    problems, source = [], read_solutions(chapter)
-    path = ROOT / "tests" / "checks" / f"{chapter}.py"
-    checks = find_definitions(path.read_text(encoding="utf-8"))
+    problems = []
     for mistake in mistakes:
         try:
-            for diff in mistake.diffs:
-                _locate(source, diff, mistake.place)
-            if mistake.code:
-                ast.parse(_append(mistake))
-        except (ValueError, SyntaxError, StopIteration) as error:
-            problems.append(str(error) or f"{mistake.place}: it should define a function")
+            apply(source, mistake)
+        except (ValueError, SyntaxError) as error:
+            problems.append(str(error))
         if mistake.rejected_by not in checks:
             problems.append(f"{mistake.place}: there is no check {mistake.rejected_by}")
     for exercise, n in Counter(mistake.exercise for mistake in mistakes).items():
@@ -234,17 +210,13 @@ def find_stale(chapter: str) -> list[str]:
 
 def get_catalogued() -> list[str]:
     """Return the chapters that have a folder of mistakes."""
-    return sorted(
-        path.name for path in FOLDER.iterdir() if path.is_dir() and path.name.startswith("ch")
-    )
+    return sorted(path.name for path in FOLDER.glob("ch*"))
 
 
 def main() -> int:
     problems = [problem for chapter in get_catalogued() for problem in find_stale(chapter)]
-    for problem in problems:
-        print(problem)
-    total = sum(len(read_chapter(chapter)) for chapter in get_catalogued()) if not problems else 0
-    print(f"{len(problems)} problems" if problems else f"{total} mistakes fit the solutions")
+    total = 0 if problems else sum(len(read_chapter(chapter)) for chapter in get_catalogued())
+    print(*problems, f"{len(problems)} problems, {total} mistakes that fit", sep="\n")
     return bool(problems)
 
 
