@@ -5,8 +5,8 @@
 Each definition of a chapter's exercises, and each helper that they call, is changed in one place at
 a time: operators, signs, numbers, slices, dropped detach, swapped arguments. Beside them stand null
 answers: 0, None, the first argument, detached, noise of the right shape. The checks of the exercise
-should kill each one; what survives is listed in `tests/equivalents.toml` with the reason why it is
-the same function, or open to the student ("open: ..."), or the run fails.
+should kill each one; what survives is listed in `tests/accepted_mutants.toml` with the reason why
+it is the same function, or open to the student ("open: ..."), or the run fails.
 """
 
 import argparse
@@ -20,13 +20,14 @@ import os
 import random
 import signal
 import sys
+import textwrap
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from tabulate import tabulate
@@ -39,16 +40,9 @@ from utils.grading.observation import Answers, run_check
 from utils.grading.substitution import build_module
 from utils.mutation.operators import get_names, mutate
 
-EQUIVALENTS = Path(__file__).parents[2] / "tests" / "equivalents.toml"
+ACCEPTED = Path(__file__).parents[2] / "tests" / "accepted_mutants.toml"
 MAX_SECONDS = 20  # of processor time, for all checks: a mutant that loops is killed
 
-# What is recorded and shown, unusual tokenizers, and the checking of arguments beyond the contract
-# are tested in tests/course instead.
-SKIPPED_FUNCTIONS = {
-    *("RLHFTrainer._record_samples", "RLHFTrainer.record_ratios", "RlvrTrainer.record_ratios"),
-    *("encode_prompts", "get_pad_token_id"),
-    *("RLHFArgs.__post_init__", "GrpoArgs.__post_init__", "RlvrArgs.__post_init__"),
-}
 # Methods that run without being named.
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}
 
@@ -76,16 +70,114 @@ class Mutant:
 def generate(chapter: str, nulls: bool = True) -> tuple[Mutant, ...]:
     """Return all mutants of a chapter: the changes of what its exercises reach, and null
     answers."""
+    definitions = known_answers.get_definitions(chapter)
     found: list[Mutant] = []
     for within in reach(chapter):
-        node = known_answers.get_definitions(chapter)[within]
-        if isinstance(node, ast.FunctionDef):
-            found += _mutate_function(chapter, within, node)
+        node = definitions[within]
+        for name, text in mutate(node, find_converters()) if _is_function(node) else ():
+            source = splice(chapter, within, text)
+            if source is not None:
+                found.append(Mutant(chapter, within, f"{within}: {name}", source))
     for exercise in get_quick_exercises(chapter) if nulls else ():
-        if isinstance(known_answers.get_definitions(chapter)[exercise], ast.FunctionDef):
-            names = [(null, f"{exercise}: {null}") for null in _choose_nulls(chapter, exercise)]
-            found += [Mutant(chapter, exercise, name, null=null) for null, name in names]
+        for null in _choose_nulls(chapter, exercise) if _is_function(definitions[exercise]) else ():
+            found.append(Mutant(chapter, exercise, f"{exercise}: {null}", null=null))
     return tuple(found)
+
+
+@functools.cache
+def find_converters() -> frozenset[str]:
+    """Return the functions of all chapters that give back another tensor of their first argument's
+    kind, by their annotations: a call without which the program still runs."""
+    return frozenset(
+        name
+        for chapter in get_chapters()
+        for name, node in known_answers.get_definitions(chapter).items()
+        if _is_function(node) and "." not in name and node.returns and node.args.args
+        if "Tensor" in ast.unparse(node.returns)
+        if ast.dump(node.returns) == ast.dump(node.args.args[0].annotation or node)
+    )
+
+
+def splice(chapter: str, within: str, text: str) -> str | None:
+    """Return the chapter's source with one definition replaced; None if it is the same or no
+    program."""
+    node = known_answers.get_definitions(chapter)[within]
+    if text == ast.unparse(node):
+        return None
+    try:
+        compile(text, chapter, "exec")
+    except SyntaxError:
+        return None
+    first, last = known_answers.get_lines(chapter, within)
+    lines = known_answers.get_source(chapter).splitlines()
+    lines[first:last] = [textwrap.indent(text, " " * node.col_offset)]
+    return "\n".join(lines)
+
+
+# --- What the exercises reach -------------------------------------------------------------------
+
+
+def get_quick_exercises(chapter: str) -> list[str]:
+    """Return the exercises of a chapter that have more than slow checks."""
+    return [exercise for exercise in get_checks(chapter) if not _is_smoke_test(chapter, exercise)]
+
+
+def _is_smoke_test(chapter: str, name: str) -> bool:
+    """Return whether slow checks are all that a definition has: they detect almost nothing."""
+    return name in get_checks(chapter) and not get_quick_checks(chapter, name)
+
+
+def _is_tested_elsewhere(name: str) -> bool:
+    """Return whether tests/course tests a definition instead: what records what is shown, and what
+    checks a trainer's arguments beyond the contract."""
+    owner, _, method = name.rpartition(".")
+    checks_arguments = owner.endswith("Args") and method == "__post_init__"
+    return checks_arguments or method.lstrip("_").startswith("record_")
+
+
+@functools.cache
+def reach(chapter: str) -> dict[str, tuple[str, ...]]:
+    """Return each definition that a chapter's exercises run, and the exercises that reach it."""
+    graded, exercises = get_checks(chapter), get_quick_exercises(chapter)
+    reached: dict[str, list[str]] = {}
+    for exercise in exercises:
+        waiting, seen = [exercise], set()
+        while waiting:
+            name = waiting.pop()
+            if name in seen or _is_tested_elsewhere(name) or _is_smoke_test(chapter, name):
+                continue
+            seen.add(name)
+            if name in graded and name != exercise and "." not in name:
+                continue  # has checks of its own
+            reached.setdefault(name, []).append(exercise)
+            waiting += _find_used(chapter, name)
+    for name, mine in reached.items():
+        owner = name.rpartition(".")[0]
+        if name in graded:  # its own exercise's business
+            mine[:] = [name]
+        elif owner:  # other methods of the class may depend on it by what it leaves behind
+            mine += [e for e in exercises if e.startswith(f"{owner}.") and e not in mine]
+    return {name: tuple(mine) for name, mine in reached.items()}
+
+
+def _find_used(chapter: str, name: str) -> list[str]:
+    """Return the definitions of a chapter that one of them runs: a class, all of its methods."""
+    definitions = known_answers.get_definitions(chapter)
+    node = definitions[name]
+    if not _is_function(node):
+        return [d for d in definitions if d.rpartition(".")[0] == name]
+    owner, names = name.rpartition(".")[0], get_names(node)
+    used = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} - MADE_AND_CALLED
+    mine = {f"{owner}.{method}" for method in MADE_AND_CALLED}
+    methods = [d for d in definitions if "." in d and (d in mine or d.rpartition(".")[2] in used)]
+    return methods + [d for d in definitions if d in names]
+
+
+def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef)
+
+
+# --- Null answers -------------------------------------------------------------------------------
 
 
 def list_nulls(chapter: str, exercise: str) -> dict[str, Answers]:
@@ -126,80 +218,6 @@ def _choose_nulls(chapter: str, exercise: str) -> list[str]:
     return chosen
 
 
-def get_quick_exercises(chapter: str) -> list[str]:
-    return [exercise for exercise in get_checks(chapter) if not _is_smoke_test(chapter, exercise)]
-
-
-def _is_smoke_test(chapter: str, name: str) -> bool:
-    """Return whether slow checks are all that a definition has: they detect almost nothing."""
-    return name in get_checks(chapter) and not get_quick_checks(chapter, name)
-
-
-@functools.cache
-def reach(chapter: str) -> dict[str, tuple[str, ...]]:
-    """Return each definition that a chapter's exercises run, and the exercises that reach it."""
-    definitions = known_answers.get_definitions(chapter)
-    reached: dict[str, list[str]] = {}
-    for exercise in get_quick_exercises(chapter):
-        waiting = [exercise]
-        seen = set()
-        while waiting:
-            name = waiting.pop()
-            if name in seen or name in SKIPPED_FUNCTIONS or _is_smoke_test(chapter, name):
-                continue
-            seen.add(name)
-            if name in get_checks(chapter) and name != exercise and "." not in name:
-                continue  # has checks of its own
-            reached.setdefault(name, []).append(exercise)
-            node = definitions[name]
-            if isinstance(node, ast.ClassDef):
-                methods = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
-                waiting += [f"{name}.{method}" for method in methods]
-                continue
-            used = {
-                n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)
-            } - MADE_AND_CALLED
-            waiting += [d for d in definitions if d.rpartition(".")[2] in used and "." in d]
-            owner = name.rpartition(".")[0]
-            waiting += [f"{owner}.{m}" for m in MADE_AND_CALLED if f"{owner}.{m}" in definitions]
-            waiting += [d for d in definitions if d in get_names(node) and "." not in d]
-    for name, exercises in reached.items():
-        owner = name.rpartition(".")[0]
-        if name in get_checks(chapter):  # its own exercise's business
-            exercises[:] = [name]
-        elif owner:  # other methods of the class may depend on it by what it leaves behind
-            mine = (e for e in get_quick_exercises(chapter) if e.startswith(f"{owner}."))
-            exercises += [e for e in mine if e not in exercises]
-    return {name: tuple(exercises) for name, exercises in reached.items()}
-
-
-def _mutate_function(chapter: str, within: str, function: ast.FunctionDef) -> Iterator[Mutant]:
-    for name, changed in mutate(function):
-        source = splice(chapter, within, changed)
-        if source is not None:
-            yield Mutant(chapter, within, f"{within}: {name}", source)
-
-
-def splice(chapter: str, within: str, changed: ast.FunctionDef) -> str | None:
-    """Return the chapter's source with one definition replaced; None if it is the same or no
-    program."""
-    first, last = known_answers.get_lines(chapter, within)
-    lines = known_answers.get_source(chapter).splitlines()
-    indent = " " * (len(lines[first]) - len(lines[first].lstrip()))
-    text = ast.unparse(ast.fix_missing_locations(changed)).splitlines()
-    original = ast.unparse(known_answers.get_definitions(chapter)[within]).splitlines()
-    if text == original:
-        return None
-    try:
-        compile("\n".join(text), chapter, "exec")
-    except SyntaxError:
-        return None
-    return "\n".join([*lines[:first], *(indent + line for line in text), *lines[last:]])
-
-
-# --- Null answers -------------------------------------------------------------------------------
-
-
 def _map_tensors(f: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f(value)
@@ -207,17 +225,18 @@ def _map_tensors(f: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         return f(torch.tensor(value)).item()
     if isinstance(value, tuple | list):
         return type(value)(_map_tensors(f, item) for item in value)
-    if type(value).__name__ in ("Samples", "ReplayMemory"):
+    fields = getattr(value, "__dict__", {})
+    if any(isinstance(field, torch.Tensor) for field in fields.values()):  # samples, or a memory
         changed = copy.copy(value)
-        vars(changed).update({k: _map_tensors(f, v) for k, v in vars(value).items()})
+        vars(changed).update({name: _map_tensors(f, field) for name, field in fields.items()})
         return changed
     return value
 
 
 def _noise(x: torch.Tensor) -> torch.Tensor:
-    return (
-        torch.rand_like(x) if x.is_floating_point() else x[torch.randperm(len(x))] if x.ndim else x
-    )
+    if x.is_floating_point():
+        return torch.rand_like(x)
+    return x[torch.randperm(len(x))] if x.ndim else x
 
 
 def _refuse(f: Callable) -> Callable:
@@ -258,11 +277,9 @@ def _build_null(chapter: str, exercise: str, wrap: Callable[[Callable], Callable
     name, _, method = exercise.partition(".")
     right = getattr(get_reference(chapter), name)
     right = vars(right)[method] if method else right
-    if isinstance(right, classmethod):
-        return known_answers.replace_definition(
-            chapter, exercise, classmethod(wrap(right.__func__))
-        )
-    return known_answers.replace_definition(chapter, exercise, wrap(right))
+    is_of_class = isinstance(right, classmethod)
+    wrapped = classmethod(wrap(right.__func__)) if is_of_class else wrap(right)
+    return known_answers.replace_definition(chapter, exercise, wrapped)
 
 
 # --- Running them -------------------------------------------------------------------------------
@@ -274,42 +291,39 @@ class _TookTooLong(KeyboardInterrupt):
 
 def kill(mutant: Mutant) -> str | None:
     """Return the path of the check that rejects a mutant, or None if all accept it."""
-    exercises = reach(mutant.chapter)[mutant.within]
-    checks = [
-        check for exercise in exercises for check in get_quick_checks(mutant.chapter, exercise)
-    ]
 
     def stop(*_):
         raise _TookTooLong
 
     signal.signal(signal.SIGPROF, stop)
     signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    killer = "it does not import"
     try:
-        student = mutant.build()
-    except Exception:  # no module at all
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        return "it does not import"
-    check = checks[0]
-    try:
-        for check in checks:
-            if not grade(check, student).passed:
-                return check.path
+        try:
+            student = mutant.build()
+        except Exception:
+            return killer
+        for exercise in reach(mutant.chapter)[mutant.within]:
+            for check in get_quick_checks(mutant.chapter, exercise):
+                killer = check.path
+                if not grade(check, student).passed:
+                    return killer
     except _TookTooLong:
-        return check.path
+        return killer
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return None
 
 
 @functools.cache
-def get_equivalents() -> dict[str, dict[str, str]]:
-    """Return, by chapter, the mutants that are no other function, with the reason."""
-    return tomllib.loads(EQUIVALENTS.read_text()) if EQUIVALENTS.exists() else {}
+def get_accepted() -> dict[str, dict[str, str]]:
+    """Return, by chapter, the mutants that no check has to reject, with the reason."""
+    return tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))
 
 
 def sample(chapter: str, n: int) -> list[Mutant]:
     """Return some changes of a chapter that the checks should kill; the same ones each time."""
-    known = get_equivalents().get(chapter, {})
+    known = get_accepted().get(chapter, {})
     mutants = [mutant for mutant in generate(chapter, nulls=False) if mutant.name not in known]
     return random.Random(0).sample(mutants, min(n, len(mutants)))
 
@@ -328,47 +342,56 @@ def _be_quiet() -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for the life of the process
 
 
-def judge_fate(mutant: Mutant, killer: str | None) -> str:
-    reason = get_equivalents().get(mutant.chapter, {}).get(mutant.name)
-    if killer:
-        return "killed"
-    if reason is None:
-        return "survived"
-    return "open" if reason.startswith("open:") else "equivalent"
-
-
 FATES = ("killed", "survived", "open", "equivalent")
+
+
+def judge_fate(mutant: Mutant, killer: str | None) -> str:
+    """Return which of FATES a mutant meets."""
+    reason = get_accepted().get(mutant.chapter, {}).get(mutant.name)
+    if killer or reason is None:
+        return "killed" if killer else "survived"
+    return "open" if reason.startswith("open:") else "equivalent"
 
 
 def format_report(results: list[tuple[Mutant, str | None]]) -> str:
     """Return the kill matrix: by definition, and by check; then every mutant that was not
     killed."""
+    judged = [(mutant, judge_fate(mutant, killer)) for mutant, killer in results]
     by_definition: dict[str, Counter[str]] = {}
-    by_fate: dict[str, list[Mutant]] = {fate: [] for fate in FATES}
-    for mutant, killer in results:
-        fate = judge_fate(mutant, killer)
-        by_fate[fate].append(mutant)
+    for mutant, fate in judged:
         by_definition.setdefault(f"{mutant.chapter} {mutant.within}", Counter())[fate] += 1
+    n = by_definition["all"] = Counter(fate for _, fate in judged)
     rows = [(name, *(row[fate] for fate in FATES)) for name, row in by_definition.items()]
-    rows.append(("all", *(len(by_fate[fate]) for fate in FATES)))
-    n_killed, n_survived = len(by_fate["killed"]), len(by_fate["survived"])
-    share = 100 * n_killed / max(n_killed + n_survived, 1)
+    n_broken = n["killed"] + n["survived"]
+    share = 100 * n["killed"] / max(n_broken, 1)
     killers = Counter(killer for _, killer in results if killer)
     parts = [
         "# Mutants",
-        f"{n_killed} of {n_killed + n_survived} that break the contract are killed ({share:.1f}%).",
+        f"{n['killed']} of {n_broken} that break the contract are killed ({share:.1f}%).",
         tabulate(rows, ("definition", *FATES), tablefmt="github"),
         "## By the first check that rejects them",
         tabulate(killers.most_common(), ("check", "mutants"), tablefmt="github"),
     ]
     for fate in FATES[1:]:
-        reasons = get_equivalents()
         listed = [
-            f"- {m.chapter} `{m.name}` {reasons.get(m.chapter, {}).get(m.name, '')}"
-            for m in by_fate[fate]
+            f"- {m.chapter} `{m.name}` {get_accepted().get(m.chapter, {}).get(m.name, '')}"
+            for m, its_fate in judged
+            if its_fate == fate
         ]
         parts += [f"## {fate.capitalize()}", "\n".join(listed) or "None."]
     return "\n\n".join(parts) + "\n"
+
+
+def find_stale(results: list[tuple[Mutant, str | None]]) -> list[str]:
+    """Return the names in the file that are killed, or no mutant's, of the chapters that ran."""
+    alive = {(m.chapter, m.name) for m, killer in results if not killer}
+    chapters = {m.chapter for m, _ in results}
+    return [
+        f"{ACCEPTED}: {chapter} {name!r} is killed, or is no mutant any more"
+        for chapter, names in get_accepted().items()
+        for name in names
+        if chapter in chapters and (chapter, name) not in alive
+    ]
 
 
 def main() -> None:
@@ -380,28 +403,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=Path("runs/kill_matrix.md"))
     args = parser.parse_args()
-    unknown = set(args.chapters) - set(get_chapters())
-    if unknown:
+    if unknown := set(args.chapters) - set(get_chapters()):
         parser.error(f"CHAPTER should be among {get_chapters()}, but {sorted(unknown)} are not")
     mutants = [m for chapter in args.chapters or get_chapters() for m in generate(chapter)]
     results = run([m for m in mutants if args.only in m.within], args.jobs)
     report = format_report(results)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(report)
-    print(report)
-    survived = [m for m, killer in results if judge_fate(m, killer) == "survived"]
-    stale = [] if args.only else _find_stale(results)
-    for chapter, name in stale:
-        print(f"{EQUIVALENTS}: {chapter} {name!r} is killed, or is no mutant any more")
-    sys.exit(bool(survived or stale))
-
-
-def _find_stale(results: list[tuple[Mutant, str | None]]) -> list[tuple[str, str]]:
-    """Find entries of the file that no surviving mutant has."""
-    known = get_equivalents()
-    alive = {(m.chapter, m.name) for m, killer in results if not killer}
-    chapters = {m.chapter for m, _ in results}
-    listed = {
-        (chapter, name) for chapter, names in known.items() if chapter in chapters for name in names
-    }
-    return sorted(listed - alive)
+    stale = [] if args.only else find_stale(results)
+    print(report, *stale, sep="\n")
+    sys.exit(any(judge_fate(*result) == "survived" for result in results) or bool(stale))
