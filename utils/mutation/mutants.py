@@ -207,7 +207,7 @@ def _choose_nulls(chapter: str, exercise: str) -> list[str]:
         returned.append(x)
         return x
 
-    spy = _build_null(chapter, exercise, lambda f: lambda *a, **k: _map_tensors(keep, f(*a, **k)))
+    spy = _build_null(chapter, exercise, _change_results(keep))
     for check in get_quick_checks(chapter, exercise):
         run_check(check, spy, 0, "")
     chosen = ["returns 0", "returns None", "returns its first argument"]
@@ -231,6 +231,10 @@ def _map_tensors(f: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         vars(changed).update({name: _map_tensors(f, field) for name, field in fields.items()})
         return changed
     return value
+
+
+def _change_results(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    return lambda f: lambda *args, **kwargs: _map_tensors(change, f(*args, **kwargs))
 
 
 def _noise(x: torch.Tensor) -> torch.Tensor:
@@ -263,13 +267,13 @@ NULLS: dict[str, Callable[[Callable], Callable]] = {
     "refuses everything": _refuse,
     "is a context that does nothing": lambda f: lambda *args, **kwargs: _do_nothing(*args),
     "returns True": lambda f: lambda *args, **kwargs: True,
-    "returns ones": lambda f: lambda *a, **k: _map_tensors(torch.ones_like, f(*a, **k)),
+    "returns ones": _change_results(torch.ones_like),
     "returns 0": lambda f: lambda *args, **kwargs: 0,
     "returns None": lambda f: lambda *args, **kwargs: None,
     "returns its first argument": lambda f: lambda *args, **kwargs: args[0],
-    "returns zeros": lambda f: lambda *a, **k: _map_tensors(torch.zeros_like, f(*a, **k)),
-    "returns noise of the right shape": lambda f: lambda *a, **k: _map_tensors(_noise, f(*a, **k)),
-    "returns it detached": lambda f: lambda *a, **k: _map_tensors(torch.Tensor.detach, f(*a, **k)),
+    "returns zeros": _change_results(torch.zeros_like),
+    "returns noise of the right shape": _change_results(_noise),
+    "returns it detached": _change_results(torch.Tensor.detach),
 }
 
 
@@ -316,14 +320,14 @@ def kill(mutant: Mutant) -> str | None:
 
 
 @functools.cache
-def get_accepted() -> dict[str, dict[str, str]]:
-    """Return, by chapter, the mutants that no check has to reject, with the reason."""
-    return tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))
+def get_accepted(chapter: str) -> dict[str, str]:
+    """Return the mutants of a chapter that no check has to reject, each with the reason."""
+    return tomllib.loads(ACCEPTED.read_text(encoding="utf-8")).get(chapter, {})
 
 
 def sample(chapter: str, n: int) -> list[Mutant]:
     """Return some changes of a chapter that the checks should kill; the same ones each time."""
-    known = get_accepted().get(chapter, {})
+    known = get_accepted(chapter)
     mutants = [mutant for mutant in generate(chapter, nulls=False) if mutant.name not in known]
     return random.Random(0).sample(mutants, min(n, len(mutants)))
 
@@ -347,7 +351,7 @@ FATES = ("killed", "survived", "open", "equivalent")
 
 def judge_fate(mutant: Mutant, killer: str | None) -> str:
     """Return which of FATES a mutant meets."""
-    reason = get_accepted().get(mutant.chapter, {}).get(mutant.name)
+    reason = get_accepted(mutant.chapter).get(mutant.name)
     if killer or reason is None:
         return "killed" if killer else "survived"
     return "open" if reason.startswith("open:") else "equivalent"
@@ -374,7 +378,7 @@ def format_report(results: list[tuple[Mutant, str | None]]) -> str:
     ]
     for fate in FATES[1:]:
         listed = [
-            f"- {m.chapter} `{m.name}` {get_accepted().get(m.chapter, {}).get(m.name, '')}"
+            f"- {m.chapter} `{m.name}` {get_accepted(m.chapter).get(m.name, '')}"
             for m, its_fate in judged
             if its_fate == fate
         ]
@@ -385,12 +389,11 @@ def format_report(results: list[tuple[Mutant, str | None]]) -> str:
 def find_stale(results: list[tuple[Mutant, str | None]]) -> list[str]:
     """Return the names in the file that are killed, or no mutant's, of the chapters that ran."""
     alive = {(m.chapter, m.name) for m, killer in results if not killer}
-    chapters = {m.chapter for m, _ in results}
     return [
         f"{ACCEPTED}: {chapter} {name!r} is killed, or is no mutant any more"
-        for chapter, names in get_accepted().items()
-        for name in names
-        if chapter in chapters and (chapter, name) not in alive
+        for chapter in dict.fromkeys(m.chapter for m, _ in results)
+        for name in get_accepted(chapter)
+        if (chapter, name) not in alive
     ]
 
 
