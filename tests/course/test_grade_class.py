@@ -14,6 +14,7 @@ from utils.autograder.roster import Person, match, read_roster, write_grades
 from utils.grading.known_answers import get_source
 from utils.grading.points import FILE
 from utils.grading.scoring import earn, weigh
+from utils.version import get_version
 
 CHAPTER = "ch4_kl"
 ROSTER = """id,name,email,late,adjustment,comment
@@ -47,9 +48,11 @@ def run_grade(capsys, monkeypatch):
 def test_a_class_from_its_first_day_to_its_grade_book(tmp_path, run_grade):
     folder, out = tmp_path / "handed in", tmp_path / "graded"
     folder.mkdir()
-    right = get_source(CHAPTER)
+    right, of_before = get_source(CHAPTER), 'VERSION = "0.9"'
     half = right + "\n\ndef calc_exact_kl(logits, ref_logits):\n    return logits.sum(-1)\n"
-    (folder / "doejane_101_9000_hw.ipynb").write_text(make_notebook(*right.split("\n\n\n")))
+    (folder / "doejane_101_9000_hw.ipynb").write_text(
+        make_notebook(of_before, *right.split("\n\n\n"))
+    )
     (folder / "John Smith_55_assignsubmission_file_.py").write_text(half)
     (folder / "broken.ipynb").write_bytes(b"%PDF-1.7")
     points, roster = tmp_path / "points.toml", tmp_path / "roster.csv"
@@ -64,6 +67,11 @@ def test_a_class_from_its_first_day_to_its_grade_book(tmp_path, run_grade):
     jane, john = reports["doejane_101_9000_hw"], reports["John Smith_55_assignsubmission_file_"]
     assert jane["score"] == jane["max_score"] > john["score"] > 0
     assert (reports["broken"]["score"], reports["broken"]["max_score"]) == (0, jane["max_score"])
+    said = f"hw.ipynb is of version 0.9 of the course, and was graded by {get_version()}"
+    assert said in str(jane["problems"])
+    assert "version" not in str(john["problems"])
+    assert {report["version"] for report in reports.values()} == {get_version()}
+    assert f"version {get_version()} of the course" in (out / "class.html").read_text()
     assert jane["seconds"] >= sum(e["seconds"] for e in jane["exercises"]) - 0.5 > 0
     grades = {row["id"]: row for row in read_csv(out / "grades.csv")}
     assert float(grades["101"]["total"]) == pytest.approx(0.8 * jane["score"])

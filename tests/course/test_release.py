@@ -1,6 +1,7 @@
 """The bundles: what they must not hold, and that they work where they are unpacked."""
 
 import ast
+import hashlib
 import importlib
 import inspect
 import json
@@ -16,11 +17,12 @@ from typing import Any
 import nbformat
 import pytest
 import torch
+import yaml
 
 from tests.course.test_grade import linux, needs_time, put_in_own_words
 from tests.support import ranks
 from utils.authoring.notebooks import Edition, build, execute
-from utils.authoring.release import collect_autograder, collect_course, write_zip
+from utils.authoring.release import collect_autograder, collect_course, get_date, write_zip
 from utils.authoring.stubs import cut_exercise
 from utils.grading import observation
 from utils.grading.checks import get_chapters, get_checks, get_reference
@@ -33,6 +35,7 @@ from utils.grading.known_answers import (
 )
 from utils.grading.observation import Answers
 from utils.grading.substitution import find_answer
+from utils.version import PACKED, find_other_versions, get_version
 
 ROOT = Path(__file__).parents[2]
 FIRST, *OTHERS = get_chapters()
@@ -271,6 +274,7 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
     The first chapter's notebook stands alone beside the zip, as when both are uploaded.
     """
     files = {f"{chapter}/{name}": data for name, data in bundles(chapter).items()}
+    files[f"{chapter}/VERSION"] = b"0.9"  # of another bundle than the notebook
     write_zip(tmp_path / f"{chapter}.zip", files)
     folder = tmp_path
     if chapter != FIRST:
@@ -308,6 +312,10 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
         if cell.metadata.get("tags", [""])[0] in ("check", "inherited")
     }
     assert set(said) == set(get_checks(chapter))
+    setup = next(cell for cell in executed.cells if cell.metadata.get("tags") == ["setup"])
+    printed = "".join(output.get("text", "") for output in setup.outputs)
+    assert f"This notebook is of version {get_version()} of the course, and " in printed
+    assert " is of 0.9.\n" in printed
     passed = "passes the public checks: "
     failed = {name: text for name, text in said.items() if "✗" in text or passed not in text}
     assert not failed
@@ -351,3 +359,59 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     assert scores == {f"{e['chapter']} {e['name']}": e["score"] for e in report["exercises"]}
     assert scores["ch0_sampling masked_mean"] == 0 < scores["ch0_sampling get_logprobs"]
     assert len(results["tests"]) == len(get_checks("ch0_sampling"))
+    assert results["extra_data"]["version"] == report["version"] == get_version()
+
+
+def test_what_is_released_carries_the_version_and_the_date_of_the_commit(bundles, tmp_path):
+    for name, files in (("course", bundles(FIRST)), ("autograder", collect_autograder(FIRST))):
+        assert files[PACKED].decode() == get_version()
+        paths = [tmp_path / f"{name}{n}.zip" for n in range(2)]
+        for path in paths:
+            write_zip(path, files)
+        assert paths[0].read_bytes() == paths[1].read_bytes()
+        with zipfile.ZipFile(paths[0]) as archive:
+            *day, second = get_date()
+            assert {e.date_time for e in archive.infolist()} == {(*day, second // 2 * 2)}
+
+
+@needs_time
+@pytest.mark.parametrize("chapter", get_chapters())
+def test_two_builds_of_a_bundle_are_equal_byte_for_byte(chapter, bundles):
+    """The other in a process whose sets and dictionaries have another order."""
+    build = "import sys, utils.authoring.release as r; files = r.collect_course(sys.argv[1])"
+    digest = "print(hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest())"
+    command = [sys.executable, "-c", f"import hashlib; {build}; {digest}", chapter]
+    environment = os.environ | {"PYTHONHASHSEED": "7"}
+    other = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    here = hashlib.sha256(repr(sorted(bundles(chapter).items())).encode()).hexdigest()
+    assert other.stdout.decode().strip() == here
+
+
+def test_the_version_stands_in_one_place_and_is_that_of_the_changelog():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    (version, date), *_ = re.findall(r"^## (\d[\d.]*) \((\S+)\)$", changelog, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["date-released"]) == (version, date)
+    assert version == get_version()
+
+
+@pytest.mark.parametrize("indent", [1, None])
+def test_a_notebook_of_another_version_is_found(indent):
+    cell = 'CHAPTER = "ch0"\nVERSION = "{}"  # of the course\nx = 1'
+    files = {}
+    for version in ("0.9", get_version()):
+        source = cell.format(version)
+        for name, form in (("whole", source), ("lines", source.splitlines(keepends=True))):
+            notebook = {"cells": [{"cell_type": "code", "source": form}]}
+            files[f"{name} {version}"] = json.dumps(notebook, indent=indent).encode()
+        files[f"script {version}"] = source.encode()
+    files["none"] = b"MY_VERSION = '0.9'"
+    found = {f"{name} 0.9": "0.9" for name in ("whole", "lines", "script")}
+    assert find_other_versions(files.items()) == found
+
+
+def test_pip_says_what_to_do_instead_of_installing_the_course():
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", str(ROOT)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode != 0
+    assert "in its folder, run `make start`, or `pip install -r" in ended.stdout + ended.stderr

@@ -8,6 +8,7 @@ python -m utils.authoring --points          new exercises into tests/points.toml
 """
 
 import argparse
+import re
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from utils.authoring.notebooks import (
     CHAPTERS,
+    ROOT,
     SOLUTIONS,
     Edition,
     build,
@@ -31,6 +33,9 @@ from utils.authoring.notebooks import (
 from utils.authoring.sums import fill_pages
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.points import FILE, fill_points
+
+FORM = ROOT / ".github" / "ISSUE_TEMPLATE" / "right-answer-rejected.yml"
+OFFERED = re.compile(r"(?<=      options:\n)(?: {8}- ch\d+_\w+\n)+")
 
 
 def build_student(chapter: str, folder: Path, folded_solutions: bool = True) -> None:
@@ -65,6 +70,11 @@ def renew_checks(chapter: str) -> None:
     write(notebook, path)
 
 
+def fill_form(text: str) -> str:
+    """Return the text of an issue form whose list of chapters is complete."""
+    return OFFERED.sub("".join(f"        - {name}\n" for name in get_written_chapters()), text)
+
+
 def sum_points() -> dict[str, dict[str, float]]:
     """Sum the points of each exercise's checks, by chapter."""
     return {
@@ -93,6 +103,7 @@ def main() -> None:
         parser.error(
             f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
         )
+    FORM.write_text(fill_form(FORM.read_text(encoding="utf-8")), encoding="utf-8")
     for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
         save_loop(chapter)
         if args.without_solutions:

@@ -49,6 +49,7 @@ from utils.authoring.sums import fill_source
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.known_answers import get_called
+from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
@@ -72,6 +73,7 @@ import zipfile
 from pathlib import Path
 
 CHAPTER = "{chapter}"
+VERSION = "{version}"  # of the course
 bundles = sorted(Path.cwd().glob(f"{CHAPTER}*.zip"))  # uploaded beside this notebook
 if bundles and not Path(CHAPTER, "utils/course").is_dir():
     zipfile.ZipFile(bundles[-1]).extractall()
@@ -85,7 +87,7 @@ if root is None:
 sys.path.insert(0, str(root))
 from utils.course import catch_up, check, progress, shorten, show_result, start
 
-start(CHAPTER)"""
+start(CHAPTER, VERSION)"""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class _Builder:
     def block(self, kind: str, argument: str, body: str) -> None:
         names = tuple(argument.split())
         if kind == "setup":
-            self.code(SETUP.replace("{chapter}", self.chapter), "setup")
+            setup = SETUP.replace("{version}", get_version())
+            self.code(setup.replace("{chapter}", self.chapter), "setup")
             self.code(stubs.get_imports(self.chapter), "imports")
         elif kind == "given":
             exercises = tuple(get_checks(self.chapter))
@@ -272,7 +275,7 @@ def check_anew(chapter: str, notebook: NotebookNode) -> None:
     """Renew an executed notebook's text and the outputs of its cells that check.
 
     All other outputs stay. Raises ValueError if other code has changed since it was executed, for
-    which docstrings and comments do not count.
+    which docstrings, comments and the course's version do not count.
     """
     built = build(chapter, Edition(solved=True))
     old, new = (
@@ -298,7 +301,7 @@ def check_anew(chapter: str, notebook: NotebookNode) -> None:
 
 
 def _run_alike(one: NotebookNode, two: NotebookNode) -> bool:
-    """Return whether two cells hold the same code, docstrings and comments aside."""
+    """Return whether two cells hold the same code, docstrings, comments and version aside."""
     if one.source == two.source:
         return True
     try:
@@ -308,6 +311,8 @@ def _run_alike(one: NotebookNode, two: NotebookNode) -> bool:
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             node.body[0] = ast.Pass()
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VERSION":
+            node.value = ast.Constant("")
     return ast.dump(trees[0]) == ast.dump(trees[1])
 
 

@@ -5,11 +5,14 @@
 A course bundle is a zip with the chapter's notebook without solutions, the solutions of chapters
 before it, its public checks, what the reference and known mistakes give on those, and how many
 checks there are in all. It holds no code of this or a later chapter's solutions, of a hidden check
-or of a mistake. An autograder grades its own chapter, whatever else is handed in.
+or of a mistake. An autograder grades its own chapter, whatever else is handed in. Both carry the
+course's version, and their files the date of the commit, so two builds of one are byte-equal.
 """
 
 import argparse
+import subprocess
 import tempfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -20,17 +23,17 @@ from utils.authoring.notebooks import ROOT, get_written_chapters
 from utils.authoring.recording import record
 from utils.grading import probes
 from utils.grading.checks import get_chapters, get_checks
+from utils.version import PACKED, get_version
 
 DIST = ROOT / "dist"
 PARTS = ROOT / "utils" / "authoring" / "release_parts"  # files of the bundles, of no chapter
-DATE = (2026, 1, 1, 0, 0, 0)  # two builds are byte-equal
 SHARED = (
     "LICENSE", "requirements.txt", "solutions/__init__.py", "tests/__init__.py",
     "tests/checks/__init__.py", "tests/support/__init__.py", "tests/oracles/__init__.py",
     "utils/__init__.py",
     "utils/course.py", "utils/describing.py", "utils/evaluation.py",
     "utils/plotting.py", "utils/preferences.py", "utils/prompts.py", "utils/rewards.py",
-    "utils/tracking.py", "utils/validation.py",
+    "utils/tracking.py", "utils/validation.py", "utils/version.py",
     "utils/models/**/*", "utils/scale/*.py", "utils/course/__init__.py", "utils/course/checking.py",
     "utils/course/attached.py", "utils/course/choosing.py", "utils/course/evaluation.py",
     "utils/course/in_bundle.py", "utils/course/session.py", "utils/course/stale_cells.py",
@@ -70,14 +73,14 @@ def collect_course(chapter: str) -> dict[str, bytes]:
         files[f"{module.replace('.', '/')}.py"] = source.encode()
     files[f"tests/recorded/{chapter}.bin"] = record(chapter)
     readme = (PARTS / "README.md").read_text(encoding="utf-8")
-    files["README.md"] = readme.replace("{chapter}", chapter).encode()
-    return files
+    readme = readme.replace("{chapter}", chapter).replace("{version}", get_version())
+    return files | {"README.md": readme.encode(), PACKED: get_version().encode()}
 
 
 def collect_autograder(chapter: str) -> dict[str, bytes]:
     """Return the files of a chapter's autograder: the whole grader, the two scripts that Gradescope
     calls, and their settings."""
-    files = collect_files(AUTOGRADER)
+    files = collect_files(AUTOGRADER) | {PACKED: get_version().encode()}
     settings = (PARTS / "settings.sh").read_text(encoding="utf-8")
     files["settings.sh"] = settings.replace("{chapter}", chapter).encode()
     for name in ("setup.sh", "run_autograder"):
@@ -85,12 +88,25 @@ def collect_autograder(chapter: str) -> dict[str, bytes]:
     return files
 
 
+def get_date() -> tuple[int, int, int, int, int, int]:
+    """Return when the last commit was made, in UTC; without git the first date of any zip."""
+    command = ["git", "log", "-1", "--format=%ct"]
+    try:
+        seconds = int(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return 1980, 1, 1, 0, 0, 0
+    date = time.gmtime(seconds)
+    return date.tm_year, date.tm_mon, date.tm_mday, date.tm_hour, date.tm_min, date.tm_sec
+
+
 def write_zip(path: Path, files: dict[str, bytes]) -> None:
+    """Write these files into a zip, in the order of their names."""
+    date = get_date()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in sorted(files.items()):
-            info = zipfile.ZipInfo(name, DATE)
+            info = zipfile.ZipInfo(name, date)
             info.compress_type = zipfile.ZIP_DEFLATED
             is_script = data.startswith(b"#!")
             info.external_attr = (0o755 if is_script else 0o644) << 16

@@ -67,11 +67,13 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
 def count_reading(chapter: str, first: int = 0, last: int = 99) -> float:
     """Count the minutes of reading in these sections of the student's notebook.
 
-    Hints, docstrings and code that is shown count; solutions and folded cells do not.
+    Hints, docstrings and code that is shown count; solutions and folded cells do not. Without a
+    notebook it's 0: build a new chapter twice.
     """
-    notebook = json.loads((CHAPTERS / f"{chapter}.ipynb").read_text(encoding="utf-8"))
+    path = CHAPTERS / f"{chapter}.ipynb"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
     words, section = 0, 0
-    for cell in notebook["cells"]:
+    for cell in cells:
         source = "".join(cell["source"])
         if heading := re.match(r"## (\d+) · ", source):
             section = int(heading[1])

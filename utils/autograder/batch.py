@@ -20,6 +20,7 @@ from typing import Any
 
 from utils.autograder import protections
 from utils.autograder.reading import get_variant
+from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
 TRIES = 2
@@ -136,9 +137,9 @@ def _receive(connection: Connection) -> Any:
 def make_empty_report(name: str, problem: str) -> dict[str, Any]:
     """Return the report of a submission that could not be graded."""
     return {
-        "submission": name, "digest": None, "readable": False, "chapters": [], "score": 0,
-        "max_score": 0, "seconds": 0, "protections": [], "problems": [problem], "left_out": [],
-        "not_graded": [], "exercises": [],
+        "submission": name, "version": get_version(), "digest": None, "readable": False,
+        "chapters": [], "score": 0, "max_score": 0, "seconds": 0, "protections": [],
+        "problems": [problem], "left_out": [], "not_graded": [], "exercises": [],
     }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from utils.grading.probes import collect_sources
 from utils.grading.submission import get_top_names
 from utils.grading.substitution import ChapterSource
 from utils.grading.wire import unpack
+from utils.version import find_other_versions, get_version
 
 CHECK_SECONDS = 30  # wall clock of one check
 SLOW_FACTOR = 6  # a slow check gets this many times as long
@@ -148,8 +149,14 @@ class Grader:
         problems += self._describe_running()
         if not by_chapter and not problems:
             problems.append("it defines no exercise of any chapter")
+        version = get_version()
+        problems += [
+            f"{shorten(file)} is of version {made_by} of the course, and was graded by {version}"
+            for file, made_by in find_other_versions(submitted.files).items()
+        ]
         report = {
             "submission": submitted.name,
+            "version": version,
             "readable": bool(by_chapter),
             "chapters": chapters,
             "seconds": round(self.seconds_used, 1),

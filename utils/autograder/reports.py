@@ -63,7 +63,7 @@ def make_gradescope(report: Report) -> dict[str, Any]:
         "output_format": "text",
         "visibility": "visible",
         "stdout_visibility": "hidden",
-        "extra_data": {"protections": report["protections"], "seconds": report["seconds"]},
+        "extra_data": {key: report.get(key) for key in ("version", "protections", "seconds")},
         "tests": tests,
     }
 
@@ -119,7 +119,9 @@ def write_class(out: Path, reports: list[Report]) -> None:
             row += [report["seconds"], shield(say_problems(report))]
             writer.writerow([*row, "; ".join(report["not_graded"])])
     os.replace(partial, out / "class.csv")
-    values = {"reports": reports, "say_problems": say_problems} | summarize(reports)
+    versions = sorted({report["version"] for report in reports if "version" in report})
+    values = {"reports": reports, "versions": versions, "say_problems": say_problems}
+    values |= summarize(reports)
     _write(out / "class.html", _render("class.html", **values))
 
 

@@ -28,6 +28,7 @@ from utils.grading.checks import (
 from utils.grading.judging import Verdict, count_points
 from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
 from utils.tracking import make_lock, tolerate_encoding
+from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "chapters" / "figures"
@@ -38,9 +39,14 @@ SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cu
 SOLVED = "COURSE_SOLVED"  # set when the edition with solutions is executed: it needs none lent
 
 
-def start(chapter: str) -> None:
-    """Begin a chapter: what there is to do, and how far you are."""
+def start(chapter: str, version: str | None = None) -> None:
+    """Begin a chapter: what there is to do, and how far you are.
+
+    version: the course's, when the notebook was made.
+    """
     tolerate_encoding()
+    if version is not None and version != (here := get_version()):
+        print(f"This notebook is of version {version} of the course, and {ROOT} is of {here}.")
     choose_threads()
     stale_cells.watch()
     _watch_classes(chapter)
