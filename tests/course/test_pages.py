@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from utils.authoring.__main__ import FORM, fill_form
+from utils.grading.checks import get_chapters
 from utils.grading.points import list_chapters
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +17,8 @@ PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md
 LONGEST_FIRST_PAGE = 8192  # bytes
 CODE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+TOOLS = re.compile(r"^\s*(?:from|import) (?:jupytext|nbclient|selenium|xdist)\b", re.MULTILINE)
 
 
 def name_page(path: Path) -> str:
@@ -62,8 +66,6 @@ def test_every_link_leads_somewhere(path):
 @pytest.mark.parametrize("path", PAGES, ids=name_page)
 def test_every_command_exists(path):
     page = path.read_text(encoding="utf-8")
-    if path.name == "CHANGELOG.md":  # its first column is of the past
-        page = re.sub(r"^\| [^|]* \|", "|", page, flags=re.MULTILINE)
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     named = re.findall(r"^make ([a-z-]+) +#|`make ([a-z-]+)`", page, re.MULTILINE)
     assert {first or second for first, second in named} <= {*targets}
@@ -81,3 +83,18 @@ def test_what_the_rails_run_can_be_read_and_exists(path):
     assert yaml.safe_load(text)
     modules = re.findall(r"python -m (utils[\w.]*\w)", text)
     assert [name for name in modules if not find_module(name)] == []
+
+
+def test_the_form_of_a_rejected_answer_offers_every_chapter():
+    text = FORM.read_text(encoding="utf-8")
+    offered, *_ = (p["attributes"]["options"] for p in yaml.safe_load(text)["body"]
+                   if p["type"] == "dropdown")  # fmt: skip
+    assert offered == [*get_chapters()]
+    assert fill_form(text.replace(f"        - {offered[-1]}\n", "")) == text
+
+
+def test_the_course_runs_on_the_first_file_of_requirements():
+    paths = [path for room in ("solutions", "utils") for path in (ROOT / room).rglob("*.py")]
+    paths += (ROOT / "chapters").rglob("*.md")
+    users = [name_page(path) for path in paths if TOOLS.search(path.read_text(encoding="utf-8"))]
+    assert users == ["utils/authoring/notebooks.py"]
