@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("id", "name", "email", "late", "adjustment", "comment")
+# Letters that are no letter with an accent, as platforms and people write them in file names.
+PLAIN_LETTERS = str.maketrans({"ł": "l", "ø": "o", "đ": "d", "ı": "i", "æ": "ae", "œ": "oe"})
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,13 @@ def read_roster(path: Path) -> list[Person]:
         raise ValueError(f"--roster should be a CSV file, but {path}: {error}") from error
     first = text.partition("\n")[0]
     delimiter = ";" if first.count(";") > first.count(",") else ","  # as some spreadsheets write
-    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+    rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     head = [str(name).strip().lower() for name in rows.fieldnames or ()]
     rows.fieldnames = head
-    if not {"id", "name"} <= {*head} <= {*COLUMNS}:
+    if not {"id", "name"} <= {*head} <= {*COLUMNS} or len({*head}) < len(head):
         raise ValueError(
-            f"{path}: the first line should name id, name, and others of {COLUMNS}: {head}"
+            f"{path}: the first line should name id, name, and others of {COLUMNS}, each once: "
+            f"{head}"
         )
     try:
         people = [_read_person(row, f"{path}, line {rows.line_num}") for row in rows]
@@ -60,6 +63,11 @@ def read_roster(path: Path) -> list[Person]:
 
 
 def _read_person(row: dict[str, Any], place: str) -> Person:
+    if any(map(str.strip, row.get(None) or ())):
+        raise ValueError(
+            f"{place}: there are more cells than the first line names: put quotation marks around"
+            ' one that holds a comma, such as "Doe, Jane"'
+        )
     given = {name: (row.get(name) or "").strip() for name in COLUMNS}
     if not given["id"] or not given["name"]:
         raise ValueError(f"{place}: id and name should not be empty")
@@ -94,9 +102,10 @@ def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
 
 
 def _split(text: str) -> list[str]:
-    """Return the words of a text in small letters, without accents."""
-    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore") or text.encode()
-    return re.findall(r"\w+", re.sub(r"[_\W]+", " ", plain.decode().lower()))
+    """Return the words of a text in small letters, without accents; of any script."""
+    letters = unicodedata.normalize("NFKD", text.casefold())
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    return re.findall(r"[^\W_]+", plain.translate(PLAIN_LETTERS))
 
 
 def _is_in(key: list[str], words: list[str]) -> bool:
@@ -108,12 +117,17 @@ def _is_in(key: list[str], words: list[str]) -> bool:
 
 
 def _get_id(person: Person) -> list[list[str]]:
-    """Return the id, but no number that a file name has for other reasons, as "week 2" has."""
-    return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", person.id) else [_split(person.id)]
+    return _get_key(person.id)
 
 
 def _get_address(person: Person) -> list[list[str]]:
-    return [_split(person.email.partition("@")[0])]
+    return _get_key(person.email.partition("@")[0])
+
+
+def _get_key(text: str) -> list[list[str]]:
+    """Return the words of it, but no number that a file name has for other reasons, as "week 2"
+    has."""
+    return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", text) else [_split(text)]
 
 
 def _get_names(person: Person) -> list[list[str]]:
