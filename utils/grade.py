@@ -92,10 +92,19 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    secret = args.secret or _load_secret(args.out)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        secret = args.secret or _load_secret(args.out)
+    except OSError as error:
+        print(f"--out should be a folder to write into, but {error}", file=sys.stderr)
+        return 2
     stored = load_reports(args.out)
-    named = name_submissions(list(dict.fromkeys(args.paths)), _get_places(stored))
+    paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in args.paths))
+    named = name_submissions(paths, _get_places(stored, paths))
+    if blocked := [name for name in named if (args.out / name).is_file()]:
+        print(f"{args.out / blocked[0]} should be a folder, for a report, but is a file: move it"
+              " away, or choose another --out", file=sys.stderr)  # fmt: skip
+        return 2
     gone = _find_gone(stored, named)
     for name in gone:
         write_submission(args.out / name, stored[name] | {"is_gone": True})
@@ -127,9 +136,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that is to be cleaned up
     reports = {name: points.score(report) for name, report in kept.items()}
-    for report in reports.values():  # it is back
-        report.pop("is_gone", None)
     for name, report in reports.items():
+        report.pop("is_gone", None)  # it is back
+        if name in named:
+            report["path"] = str(named[name])  # it may have been moved
         if report != stored[name]:  # the points have changed
             write_submission(args.out / name, report)
     try:
@@ -138,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 3
         done = batch.grade_all(todo, args.jobs, options) if todo else []
         for name, report in _show_progress(done, len(named), len(todo)):
-            report |= {"grader": version, "path": str(named[name].absolute())}
+            report |= {"grader": version, "path": str(named[name])}
             report |= {"set": args.chapters}
             if name in only:
                 report = points.score(merge(stored[name], report))
@@ -188,6 +198,11 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
     if args.out.exists() and not args.out.is_dir():
         return f"--out should be a folder, but {args.out} is a file"
+    out = args.out.resolve()
+    if out in [path.resolve() for path in args.paths]:
+        return f"{args.out} is --out, with the reports: it should not be among the submissions"
+    if mixed := [path for path in args.paths if path.parent.resolve() == out]:
+        return f"--out should be another folder than the submissions', but {mixed[0]} is in it"
     if blocked := [str(args.out / name) for name in OWN_FILES if (args.out / name).is_dir()]:
         return (
             f"{', '.join(blocked)} should be a file, but is a folder: move it away, or choose"
@@ -214,7 +229,8 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
     graded = f"{len(reports) - len(unreadable)} graded"
     graded += f", {len(unreadable)} not" if unreadable else ""
-    print(f"{len(reports)} submissions ({kept} from before): {graded}: {args.out / 'class.html'}")
+    count = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
+    print(f"{count} ({kept} from before): {graded}: {args.out / 'class.html'}")
     failed = [report for report in reports if report["not_graded"]]
     if failed:
         count = sum(len(report["not_graded"]) for report in failed)
@@ -254,19 +270,32 @@ def _digest_grader(args: argparse.Namespace, secret: str) -> str:
 
 
 def load_reports(out: Path) -> dict[str, dict[str, Any]]:
-    """Load all reports of before, those of other runs among them."""
+    """Load all reports of before, those of other runs among them, and say which are none."""
     reports = {}
+    parts = batch.make_empty_report("", "").keys()
     for path in sorted(out.glob("*/report.json")):
         try:
             report = json.loads(path.read_text(encoding="utf-8"))
-            reports[path.parent.name] = report if "readable" in report else {}
         except (OSError, ValueError):
-            continue
-    return {name: report for name, report in reports.items() if report}
+            report = None
+        if isinstance(report, dict) and parts <= report.keys():
+            reports[path.parent.name] = report
+        else:
+            print(f"{path} is damaged, or of another version: it is not counted until its"
+                  " submission is graded again", file=sys.stderr)  # fmt: skip
+    return reports
 
 
-def _get_places(reports: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: report.get("path", "") for name, report in reports.items()}
+def _get_places(stored: dict[str, dict[str, Any]], paths: list[Path]) -> dict[str, str]:
+    """Return for each name in use the path that it stands for; a name is free where that path is
+    gone and the same file is among these, as after a move to another folder or machine."""
+    gone = {name for name, report in stored.items() if not os.path.lexists(report.get("path", ""))}
+    digests = {read_submission("", path).digest for path in paths} if gone else set()
+    return {
+        name: report.get("path", "")
+        for name, report in stored.items()
+        if not (name in gone and report["digest"] in digests)
+    }
 
 
 def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dict[str, str]:

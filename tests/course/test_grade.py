@@ -614,7 +614,7 @@ def break_a_tolerance(monkeypatch):
 
 
 def grade_without_processes(
-    monkeypatch, observed=None, only=("masked_mean",), submitted=None
+    monkeypatch, observed=None, only=("masked_mean",), submitted=None, chapters=()
 ) -> dict:
     """Grade a function that is there, with what a child would give."""
 
@@ -629,7 +629,7 @@ def grade_without_processes(
         return grader_module.zygote.Reply(grader_module.Outcome.DONE, data, (), error)
 
     monkeypatch.setattr(grader_module.Grader, "ask", ask)
-    grader = grader_module.Grader(None, "secret", load_points(FILE))
+    grader = grader_module.Grader(None, "secret", load_points(FILE), chapters=chapters)
     submitted = submitted or SubmittedFiles("x", (("work.py", MEAN.encode()),))
     grader_module._find_fault.cache_clear()
     try:
@@ -679,6 +679,15 @@ def test_what_a_student_gives_is_no_error_of_the_grader(monkeypatch):
         assert report["score"] == 0 < report["max_score"]
 
 
+def test_work_of_another_chapter_is_said(monkeypatch):
+    for chapters, said in (
+        (("ch4_kl",), ["it defines exercises of ch0_sampling, but what was set is ch4_kl"]),
+        (("ch0_sampling", "ch4_kl"), []),
+    ):
+        report = grade_without_processes(monkeypatch, only=("no exercise",), chapters=chapters)
+        assert report["problems"] == said
+
+
 @pytest.mark.parametrize("text", ["=1+1", "\t=1+1", "\r\n@SUM(A1)", " -1"])
 def test_a_cell_of_the_class_is_no_formula(text):
     assert shield(text) == f"'{text}"
@@ -721,6 +730,9 @@ def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
         ),
         (["README.md", "--out", "OUT", "--points", "none.toml"], "--points should be a TOML file"),
         (["README.md", "--out", "README.md"], "--out should be a folder"),
+        (["README.md", "--out", "README.md/graded"], "--out should be a folder to write into"),
+        (["README.md", "--out", "."], "--out should be another folder"),
+        (["chapters", "--out", "chapters"], "it should not be among the submissions"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, said, tmp_path):

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -195,10 +197,16 @@ def test_core_checks_share_two_thirds():
         ("week 2 final", None),
         ("hw 2026", None),
         ("2", "2"),
+        ("week 7 final", None),
+        ("李雷 week 2", "105"),
+        ("Wei Zhang", None),
+        ("lukasz-orsted", "106"),
+        ("Łukasz Ørsted", "106"),
     ],
 )
 def test_whose_a_submission_is(name, owner, tmp_path):
-    (tmp_path / "roster.csv").write_text(f"{ROSTER}2,Max Short,,,,\n2026,Ann Year,,,,\n")
+    more = "2,Max Short,7@example.org,,,\n2026,Ann Year,,,,\n105,李雷,,,,\n106,Łukasz Ørsted,,,,\n"
+    (tmp_path / "roster.csv").write_text(f"{ROSTER}{more}107,王 Wei,,,,\n", encoding="utf-8")
     found = match([name], read_roster(tmp_path / "roster.csv"))
     assert (found[name].id if name in found else None) == owner
 
@@ -210,6 +218,9 @@ def test_whose_a_submission_is(name, owner, tmp_path):
         ("id,name\n1,a\n1,b\n", "each id should stand there once"),
         ("id,name,late\n1,a,often\n", "line 2: late should be a number from 0 to 100"),
         ("id,name\n,a\n", "line 2: id and name should not be empty"),
+        ("id,name\n1,Doe, Jane\n", "line 2: there are more cells than the first line names"),
+        ("id,name,name\n1,a,b\n", "each once"),
+        ('id,name\n1,"Doe\n2,Smith\n', "line [12]: unexpected end of data"),
     ],
 )
 def test_what_is_no_roster_is_said(text, said, tmp_path):
@@ -276,8 +287,10 @@ def test_what_was_taken_away_renamed_or_moved_is_counted_no_more(tmp_path, run_g
     run_grade(tmp_path / "moved" / "jane.py", "--out", out)  # of the others nothing is known
     assert len(read_csv(out / "class.csv")) == 2
     moved = run_grade(*(tmp_path / "moved").iterdir(), "--out", out)
-    assert len(read_csv(out / "class.csv")) == 2, moved.stderr
-    assert moved.returncode == 0
+    assert [row["submission"] for row in read_csv(out / "class.csv")] == ["jane", "john smith"]
+    assert (moved.returncode, moved.stdout[:33]) == (0, "2 submissions (2 from before): 2 ")
+    places = {name: report["path"] for name, report in load_reports(out).items()}
+    assert places["jane"] == str(tmp_path / "moved" / "jane.py")
     (tmp_path / "moved" / "bad.txt").write_text("x")
     other = run_grade(*(tmp_path / "moved").iterdir(), "--out", out, "--chapters", CHAPTER)
     assert "2 submissions are graded again, as --chapters is another than before" in other.stderr
@@ -289,6 +302,29 @@ def test_a_folder_in_the_place_of_a_report_is_said(tmp_path, run_grade):
     ended = run_grade(tmp_path / "hw.py", "--out", tmp_path / "out")
     assert ended.returncode == 2
     assert "grades.csv should be a file, but is a folder: move it away" in ended.stderr
+
+
+def test_a_file_in_the_place_of_a_report_is_said(tmp_path, run_grade):
+    (tmp_path / "hw.py").write_text("x = 1\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "hw").write_text("")
+    ended = run_grade(tmp_path / "hw.py", "--out", tmp_path / "out")
+    assert ended.returncode == 2
+    assert "hw should be a folder, for a report, but is a file" in ended.stderr
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"readable": true}'])
+def test_a_stored_report_that_is_none_is_said(text, tmp_path, run_grade, monkeypatch):
+    monkeypatch.setattr(grade.batch, "grade_all", grade_emptily)
+    (tmp_path / "hw.py").write_text("x = 1\n")
+    (tmp_path / "out" / "other").mkdir(parents=True)
+    (tmp_path / "out" / "other" / "report.json").write_text(text)
+    for path in (tmp_path / "hw.py", Path(os.path.relpath(tmp_path / "hw.py"))):
+        ended = run_grade(path, "--out", tmp_path / "out")
+        assert ended.returncode == 0
+        assert "report.json is damaged, or of another version: it is not counted" in ended.stderr
+        assert ended.stdout.startswith("1 submission (")
+    assert [row["submission"] for row in read_csv(tmp_path / "out" / "class.csv")] == ["hw"]
 
 
 def test_a_penalty_and_an_adjustment():

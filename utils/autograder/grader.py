@@ -147,6 +147,9 @@ class Grader:
                 exercises.append(self._describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
         problems += self._describe_running()
+        if by_chapter and not by_chapter.keys() & {*chapters}:
+            found, wanted = ", ".join(by_chapter), ", ".join(chapters)
+            problems.append(f"it defines exercises of {found}, but what was set is {wanted}")
         if not by_chapter and not problems:
             problems.append("it defines no exercise of any chapter")
         version = get_version()
