@@ -522,6 +522,19 @@ def test_what_does_not_parse_is_said_by_file_cell_and_line(graded):
     assert "f.ipynb, cell 3: not read, as %%script" in graded["script magic"]["problems"][0]
 
 
+def test_an_error_below_a_decorator_is_said_once():
+    broken = "def left_pad(ids):\n    return [ids\n"
+    parsed = parse(notebook(f"{PLAIN}\n@torch.no_grad()\n{broken}"), "d.ipynb")
+    assert [s.name for s in parsed.statements if hasattr(s, "name")] == ["masked_mean"]
+    line = PLAIN.count("\n") + 4
+    assert parsed.problems == [
+        f"d.ipynb, cell 1, line {line}: SyntaxError: '[' was never closed"
+        " (this statement was left out)"
+    ]
+    parsed = parse(notebook(f"@torch.no_grad(\n{PLAIN}"), "d.ipynb")
+    assert parsed.problems[0].startswith("d.ipynb, cell 1, line 1: SyntaxError: '(' was never")
+
+
 def select(*cells: str) -> tuple[list[str], list[str]]:
     """What runs of a notebook, and what is said of the rest."""
     parsed = parse(notebook(*cells), "hw.ipynb")

@@ -284,6 +284,13 @@ def _say_version(lines: list[str], error: str) -> str:
     return ""
 
 
+def _is_decorator(line: str) -> bool:
+    try:
+        return line.startswith("@") and bool(ast.parse(f"{line}\ndef decorated(): ..."))
+    except UNPARSABLE:
+        return False
+
+
 def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
     """Parse a text that has errors, from one line in column 0 to a later one.
 
@@ -312,7 +319,8 @@ def _parse_in_pieces(text: str, place: str, problems: list[str]) -> list[Any]:
             at = next((i for i, start in enumerate(starts) if start >= end), len(starts))
             break
         else:
-            errors.append(f"{first} (this statement was left out)")
+            if not _is_decorator(lines[starts[at]]):  # the error is of what it decorates
+                errors.append(f"{first} (this statement was left out)")
             at += 1
     more = [f"{place}: {len(errors) - MAX_SAID} more errors"] * (len(errors) > MAX_SAID)
     problems += errors[:MAX_SAID] + more
