@@ -385,6 +385,13 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
                              "import not_installed")},
         "masked_mean",
     ),
+    "a training run in a module": (
+        {"a.py": b"from tools import HISTORY, zero\nprint(HISTORY)\n"
+                 + MEAN.format(fill="zero()").encode(),
+         "tools.py": b"import time\ndef train():\n    time.sleep(100)\nHISTORY = train()\n"
+                     b"def zero():\n    return 0.0\n"},
+        "masked_mean",
+    ),
     "one that calls an endless one": (
         {"r.py": REINFORCE.encode()
                  + b"def masked_mean(*a):\n    while True:\n        pass\n"},
@@ -406,6 +413,7 @@ EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses r
              "modules of its own in folders named like the course's",
              "a notebook that was exported", "modules of its own named like others",
              "a file of data", "two drafts, the better first", "a training run that is kept",
+             "a training run in a module",
              "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
 
 
@@ -473,8 +481,22 @@ def test_what_is_not_given_costs_nothing_else(graded):
     assert not own["problems"]
 
 
+def test_a_magic_without_anything_to_run_costs_nothing_else():
+    cells = ("%time", "%run", "%run -i", "%run 01_tools.ipynb", "%time %run 2.py", PLAIN)
+    parsed = parse(notebook(*cells), "m.ipynb")
+    assert [s.name for s in parsed.statements if hasattr(s, "name")] == ["masked_mean"]
+    assert parsed.problems == [
+        "m.ipynb, cell 4: %run 01_tools is not read, as Python imports no file of that name:"
+        " rename it"
+    ]
+    assert len(parsed.statements) == len(cells)
+
+
 @linux
 def test_what_took_too_long_or_could_not_be_imported_is_said(graded):
+    problems = graded["a training run in a module"]["problems"]
+    assert problems[0].startswith("tools.py, line 4: it takes more than 8 s, and what it defines")
+    assert problems[1].startswith("a.py, line 1: ImportError: cannot import name 'HISTORY'")
     problems = graded["a training run that is kept"]["problems"]
     assert problems[0].startswith("t.ipynb, cell 2, line 2: it takes more than 8 s")
     assert problems[1:] == [

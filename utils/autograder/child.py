@@ -33,7 +33,7 @@ from utils.autograder.modules import (
     name_folder,
 )
 from utils.grading import wire
-from utils.grading.cells import parse
+from utils.grading.cells import Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
     count_stubs,
@@ -63,6 +63,7 @@ from utils.plotting import plot_history
 
 MAX_IMPORTS = 500  # from the course, of one file
 MAX_WRITTEN = 20  # modules that the cells of one file write
+MAX_PLACES = 20_000  # of statements of one file, that a report may name
 MAX_DEFINITIONS = 20  # of one name in a file, that are compared
 
 
@@ -107,16 +108,16 @@ def list_definitions(
     Gives, by chapter, the defined names, and those of them that are stubs; the code that `load`
     takes, and the places of its statements without the file's name; what is wrong with the file
     and what of it is not run, by cell and line, without lines `given` by the course; what it
-    imports of the course; how many definitions are stubs; the modules that its cells write;
-    digests of those that are `solved`, and the first line of its docstring. A cell that takes more
-    than `patience` seconds to parse costs itself.
+    imports of the course; how many definitions are stubs; the modules that its cells write, with
+    such places; digests of those that are `solved`, and the first line of its docstring. A cell
+    that takes more than `patience` seconds to parse costs itself.
     """
     all_names = set().union(*names.values())
     defined: set[str] = set()
     answered: set[str] = set()
     hinted: set[str] = set()
     places: list[str] = []
-    written: list[list[str]] = []
+    written: list[list[Any]] = []
     problems: list[str] = []
     left_out: list[str] = []
     imports: list[list[str]] = []
@@ -130,7 +131,9 @@ def list_definitions(
             kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
             statements = select_statements(kept, all_names)
         except Exception as error:
-            problems.append(f"{type(error).__name__}: {error}"[:300])
+            is_said = isinstance(error, ValueError)  # by `parse`, with the file's name
+            said = error if is_said else f"{name}: {type(error).__name__}: {error}"
+            problems.append(f"{said}"[:300])
         else:
             problems += [problem[:300] for problem in parsed.problems]
             problems += [
@@ -142,9 +145,10 @@ def list_definitions(
             finished = [s for s in statements if not is_stub_definition(s)]
             answered |= set().union(*map(get_bound_names, finished))
             hinted |= get_names_in_strings(finished)
-            written += [[n, text] for n, text in parsed.written.items()][:MAX_WRITTEN]
+            for module, text in [*parsed.written.items()][:MAX_WRITTEN]:
+                written.append([module, text, list_places(parse(text.encode(), module), module)])
             defined |= get_written_names(parsed, statements)
-            places += [f"{s.place}, line {s.first_line}".removeprefix(name) for s in statements]
+            places += list_places(parsed, name)
             stubs += count_stubs(statements)
             left_out += describe_left_out(kept, statements, given)
             imports += list_imports(statements, facades.COURSE)[:MAX_IMPORTS]
@@ -182,6 +186,12 @@ def limit_reading(seconds: float, place: str, problems: list[str]) -> Iterator[N
         problems.append(f"{place}: not read, as that takes more than {seconds:.2g} s")
 
 
+def list_places(parsed: Parsed, name: str) -> list[str]:
+    """List where the statements of a file stand, without its name."""
+    places = [f"{s.place}, line {s.first_line}" for s in parsed.statements[:MAX_PLACES]]
+    return [place.removeprefix(name) for place in places]
+
+
 def get_first_line(statements: list[Any]) -> str:
     """Return the first line of a file's docstring; empty where there is none."""
     said = ast.get_docstring(ast.Module(body=statements[:1], type_ignores=[])) or ""
@@ -203,7 +213,7 @@ def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> 
     """Compile each statement, and note its place, its kind and, if it is a stub, its name; an error
     stands for what the compiler refuses."""
     compiled = []
-    for statement in (part for s in statements for part in split_import(s, facades.COURSE)):
+    for statement in (part for s in statements for part in split_import(s)):
         place = f"{statement.place}, line {statement.first_line}"
         try:
             code = compile_statement(statement, flags)

@@ -247,6 +247,8 @@ class Grader:
             problems += seen["problems"]
             self.left_out += seen["left_out"]
             self.places |= {f"{file[0]}{place}" for place in seen["places"]}
+            for name, _, places in seen["written"]:
+                self.places |= {f"{PurePosixPath(file[0]).parent / name}{p}" for p in places}
             code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
@@ -360,7 +362,7 @@ def _as_list(value: Any) -> list[str]:
 def _list_written(name: str, seen: dict[str, Any]) -> list[tuple[str, bytes]]:
     """List the modules that the cells of a notebook write, beside it."""
     folder = PurePosixPath(name).parent
-    files = [(str(folder / n), text.encode(errors="replace")) for n, text in seen["written"]]
+    files = [(str(folder / n), text.encode(errors="replace")) for n, text, _ in seen["written"]]
     return [(n, data) for n, data in files if len(data) <= MAX_MODULE_BYTES]
 
 

@@ -229,7 +229,7 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         wanted = definitions | self._get_mentioned(name)
         taken = select_statements(statements, wanted, are_graded=False)
         flags = get_flags(statements)
-        for statement in (part for s in taken for part in split_import(s, COURSE)):
+        for statement in (part for s in taken for part in split_import(s)):
             place = f"{statement.place}, line {statement.first_line}"
             try:
                 code = compile_statement(statement, flags)

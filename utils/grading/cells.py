@@ -163,7 +163,13 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
             re.search(r"^\s*(def|class) ", text, re.M)
         )
         return
-    text = _RUN_MAGIC.sub(_import_instead, _blank_magics(text))
+    text = _blank_magics(text)
+    parsed.problems += [
+        f"{place}: %run {match[1]} is not read, as Python imports no file of that name: rename it"
+        for match in _RUN_MAGIC.finditer(text)
+        if not PurePosixPath(match[1]).name.isidentifier() and not match[1].startswith("-")
+    ][:MAX_SAID]
+    text = _RUN_MAGIC.sub(_import_instead, text)
     untimed = _TIME_MAGIC.sub(r"\1", text)
     readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(untimed)]
     if len(re.findall(r"^\s*[%!]", text, re.M)) > MAX_MAGICS:
@@ -193,7 +199,9 @@ def _open_magic(statement: Any, place: str, parsed: Parsed) -> list[Any]:
         text = f"%%{name} {given[1]}\n{given[2]}"
         is_read = name in PYTHON_MAGICS or name in ("writefile", "file")
     elif kind == "run_line_magic" and len(given) == 2:
-        text, is_read = f"%{name} {given[1]}", name in ("time", "run")
+        text = f"%{name} {given[1]}"
+        # What is not read at once never is, as `%time` alone.
+        is_read = _RUN_MAGIC.sub(_import_instead, _TIME_MAGIC.sub(r"\1", text)) != text
     else:
         return [statement]
     if not is_read:

@@ -144,10 +144,9 @@ def compile_statement(statement: Any, flags: int) -> CodeType:
     return compile(text, statement.place, "exec", flags)
 
 
-def split_import(statement: Any, packages: Collection[str]) -> list[Any]:
-    """Return an import from these packages name by name: one that fails costs no other."""
-    is_from = isinstance(statement, ast.ImportFrom) and not statement.level
-    if not is_from or str(statement.module).partition(".")[0] not in packages:
+def split_import(statement: Any) -> list[Any]:
+    """Return a `from ... import` name by name: one that fails costs no other."""
+    if not isinstance(statement, ast.ImportFrom) or len(statement.names) == 1:
         return [statement]
     parts = [copy.copy(statement) for _ in statement.names]
     for part, alias in zip(parts, statement.names, strict=True):
