@@ -12,7 +12,7 @@ import pytest
 from tests.attacks.containers import make_notebook
 from tests.course.test_grade import get_exercise, linux, load_reports
 from utils import grade
-from utils.autograder.roster import Person, match, read_roster, write_grades
+from utils.autograder.roster import Person, find_owners, read_roster, write_grades
 from utils.grading.known_answers import get_source
 from utils.grading.points import FILE
 from utils.grading.scoring import earn, weigh
@@ -207,8 +207,8 @@ def test_core_checks_share_two_thirds():
 def test_whose_a_submission_is(name, owner, tmp_path):
     more = "2,Max Short,7@example.org,,,\n2026,Ann Year,,,,\n105,李雷,,,,\n106,Łukasz Ørsted,,,,\n"
     (tmp_path / "roster.csv").write_text(f"{ROSTER}{more}107,王 Wei,,,,\n", encoding="utf-8")
-    found = match([name], read_roster(tmp_path / "roster.csv"))
-    assert (found[name].id if name in found else None) == owner
+    found = find_owners(name, read_roster(tmp_path / "roster.csv"))
+    assert (found[0].id if len(found) == 1 else None) == owner
 
 
 @pytest.mark.parametrize(
@@ -263,6 +263,20 @@ def test_where_chapters_were_set_all_can_reach_the_same(tmp_path):
     assert {row["of"] for row in rows} == {"10"}
     assert read_csv(tmp_path / "canvas.csv")[0]["RLHF"] == "10"
     assert said == ["Late Comer (103) handed in nothing"]
+
+
+def test_what_fits_nobody_or_several_is_said(tmp_path):
+    people = [Person("101", "Jan Novak"), Person("102", "Novak, Jan"), Person("103", "Jan Doe")]
+    reports = [
+        make_report(name, a=(1, 1)) for name in ("jan_novak", "101 jan doe", "jan", "102 hw")
+    ]
+    assert write_grades(tmp_path, people, reports, "RLHF") == [
+        "101 jan doe: fits several people: Jan Novak (101), Jan Doe (103)",
+        "jan: fits nobody on the roster",
+        "jan_novak: fits several people: Jan Novak (101), Novak, Jan (102)",
+        "Jan Novak (101) handed in nothing",
+        "Jan Doe (103) handed in nothing",
+    ]
 
 
 def grade_emptily(todo, *_):

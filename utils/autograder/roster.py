@@ -8,12 +8,13 @@ import csv
 import io
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 COLUMNS = ("id", "name", "email", "late", "adjustment", "comment")
+MAX_SAID = 5  # people whom a submission fits
 # Letters that are no letter with an accent, as platforms and people write them in file names.
 PLAIN_LETTERS = str.maketrans({"ł": "l", "ø": "o", "đ": "d", "ı": "i", "æ": "ae", "œ": "oe"})
 
@@ -83,22 +84,16 @@ def _read_person(row: dict[str, Any], place: str) -> Person:
     return Person(given["id"], given["name"], given["email"], comment=given["comment"], **numbers)
 
 
-def match(names: Iterable[str], people: list[Person]) -> dict[str, Person]:
-    """Find whose each submission is, by its file name: an id in it, an address, or a name.
-
-    What fits nobody, or several, is left out.
-    """
-    found = {}
-    for name in names:
-        words = _split(re.sub(r"\(\d+\)", " ", name))  # of a copy: "hw (2)"
-        owners: dict[str, Person] = {p.id: p for p in people if words == _split(p.id)}
-        for get_keys in (_get_id, _get_address, _get_names):
-            fitting = [p for p in people if any(_is_in(key, words) for key in get_keys(p))]
-            if len(fitting) == 1:
-                owners[fitting[0].id] = fitting[0]
-        if len(owners) == 1:
-            (found[name],) = owners.values()
-    return found
+def find_owners(name: str, people: list[Person]) -> list[Person]:
+    """Find whose a submission is, by its file name: an id in it, an address, or a name. It is
+    nobody's if it fits several, all of whom are returned."""
+    words = _split(re.sub(r"\(\d+\)", " ", name))  # of a copy: "hw (2)"
+    owners: dict[str, Person] = {p.id: p for p in people if words == _split(p.id)}
+    several: dict[str, Person] = {}
+    for get_keys in (_get_id, _get_address, _get_names):
+        fitting = {p.id: p for p in people if any(_is_in(key, words) for key in get_keys(p))}
+        (owners if len(fitting) == 1 else several).update(fitting)
+    return [*(owners or several).values()]
 
 
 def _split(text: str) -> list[str]:
@@ -155,7 +150,8 @@ def write_grades(
     best counts, and that is said.
     """
     reports = sorted(reports, key=lambda report: report["submission"])
-    owners = match([report["submission"] for report in reports], people)
+    found = {r["submission"]: find_owners(r["submission"], people) for r in reports}
+    owners = {name: fitting[0] for name, fitting in found.items() if len(fitting) == 1}
     worth = {c: max(_count(r, c)[1] for r in reports) for c in chapters if reports}
     said: list[str] = []
     rows = []
@@ -195,17 +191,27 @@ def write_grades(
         for name, report in ((r["submission"], r) for r in reports)
         if report["not_graded"]
     ]
-    names = [report["submission"] for report in reports if report["submission"] not in owners]
     return (
         said
         + missing
-        + [f"{name}: fits nobody on the roster, or several" for name in names]
+        + [
+            f"{name}: {_say_owners(fitting)}"
+            for name, fitting in found.items()
+            if name not in owners
+        ]
         + [
             f"{person.name} ({person.id}) handed in nothing"
             for person, file, *_ in rows
             if not file
         ]
     )
+
+
+def _say_owners(people: list[Person]) -> str:
+    if not people:
+        return "fits nobody on the roster"
+    some = ", ".join(f"{person.name} ({person.id})" for person in people[:MAX_SAID])
+    return f"fits several people: {some}" + ", ..." * (len(people) > MAX_SAID)
 
 
 def _count(report: dict[str, Any], chapter: str) -> tuple[float, float]:
