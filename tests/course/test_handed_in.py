@@ -497,6 +497,7 @@ def test_what_took_too_long_or_could_not_be_imported_is_said(graded):
     problems = graded["a training run in a module"]["problems"]
     assert problems[0].startswith("tools.py, line 4: it takes more than 8 s, and what it defines")
     assert problems[1].startswith("a.py, line 1: ImportError: cannot import name 'HISTORY'")
+    assert len(problems) == 2
     problems = graded["a training run that is kept"]["problems"]
     assert problems[0].startswith("t.ipynb, cell 2, line 2: it takes more than 8 s")
     assert problems[1:] == [

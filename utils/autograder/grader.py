@@ -189,12 +189,12 @@ class Grader:
     def note(self, seen: dict[str, Any], is_open: bool) -> bool:
         """Keep what a child says of the statements that it ran; return whether it is to run once
         more without one of them. is_open: whether it knew of no more than students may see."""
-        self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
-        if is_open:
-            self.failed += _as_list(seen.get("failed"))
         slow = [p for p in _as_list(seen.get("slow")) if p in {*self.places} - {*self.slow}]
         is_new = bool(slow) and len(self.slow) < MAX_SLOW
         self.slow += slow[:1] * is_new
+        if not is_new:  # what runs once more may import what was not there yet
+            self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
+            self.failed += _as_list(seen.get("failed")) * is_open
         return is_new
 
     @property
