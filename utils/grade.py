@@ -33,6 +33,7 @@ from utils.autograder.roster import read_roster, write_grades
 from utils.grading.points import list_chapters, list_exercises, load_points
 
 ROOT = Path(__file__).parents[1]
+MAX_NAMES = 10  # of submissions, in a line
 GRADER = ("tests", "solutions", "utils")  # what a report depends on, beside the submission
 
 
@@ -72,6 +73,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             paths = [name for name in given if name not in known and Path(name).exists()]
             args.paths += map(Path, paths)
             setattr(args, option, [name for name in given if name not in paths])
+    args.chapters = sorted(set(args.chapters))
     if not args.paths:
         parser.error("there should be a PATH of a submission at least")
     return args
@@ -231,18 +233,29 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
     graded += f", {len(unreadable)} not" if unreadable else ""
     count = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
     print(f"{count} ({kept} from before): {graded}: {args.out / 'class.html'}")
+    if late := [r for r in reports if any(c.get("took_too_long") for c in _list_checks(r))]:
+        print(f"Checks of {_list_names(late)} took too long, and earn nothing. It may be a loop"
+              " that does not end; if the machine was busy, run this again with their paths and"
+              " --again.", file=sys.stderr)  # fmt: skip
     failed = [report for report in reports if report["not_graded"]]
     if failed:
         count = sum(len(report["not_graded"]) for report in failed)
-        names = ", ".join(report["submission"] for report in failed[:10])
-        names += f" and {len(failed) - 10} more" if len(failed) > 10 else ""
         checks = "1 check" if count == 1 else f"{count} checks"
-        print(f"The grader failed on {checks} of {names}. Their points are neither earned nor"
-              " counted. See \"not_graded\" in report.json, and run this again once the grader is"
-              " fixed.", file=sys.stderr)  # fmt: skip
+        print(f"The grader failed on {checks} of {_list_names(failed)}. Their points are neither"
+              " earned nor counted. See \"not_graded\" in report.json, and run this again once the"
+              " grader is fixed.", file=sys.stderr)  # fmt: skip
     if lacking and args.require_isolation:
         return 3
     return 1 if unreadable or failed else 0
+
+
+def _list_checks(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [check for exercise in report["exercises"] for check in exercise["checks"]]
+
+
+def _list_names(reports: list[dict[str, Any]]) -> str:
+    names = ", ".join(report["submission"] for report in reports[:MAX_NAMES])
+    return names + f" and {len(reports) - MAX_NAMES} more" * (len(reports) > MAX_NAMES)
 
 
 def _load_secret(out: Path) -> str:

@@ -155,6 +155,32 @@ def test_an_error_of_the_grader_is_said_at_the_end_and_graded_again(
     assert stored["not_graded"] == [f"{CHAPTER} calc_exact_kl, a_check: KeyError: 1"]
 
 
+def test_what_took_too_long_is_said_at_the_end(tmp_path, run_grade, monkeypatch):
+    def grade_slowly(todo, *_):
+        for name, report in grade_emptily(todo):
+            check = {"passed": False, "tier": "core", "weight": 1, "earns_alone": True,
+                     "title": "", "message": "", "error": ""}  # fmt: skip
+            check["took_too_long"] = name != "c"
+            exercise = {"chapter": CHAPTER, "name": "x", "sentence": None, "seconds": 1,
+                        "checks": [check]}  # fmt: skip
+            yield name, grade.load_points(FILE).score(report | {"exercises": [exercise]})
+
+    monkeypatch.setattr(grade.batch, "grade_all", grade_slowly)
+    monkeypatch.setattr(grade, "MAX_NAMES", 1)
+    paths = [tmp_path / f"{name}.py" for name in "abc"]
+    for path in paths:
+        path.write_text("x = 1\n")
+    for given in (paths, paths, paths[2:]):
+        ended = run_grade(*given, "--out", tmp_path / "out")
+        said = "Checks of a and 1 more took too long, and earn nothing." in ended.stderr
+        assert (ended.returncode, said) == (0, len(given) > 1)
+
+
+def test_the_order_of_chapters_changes_nothing():
+    args = grade.parse_arguments(["x.py", "--out", "out", "--chapters", CHAPTER, "ch0", CHAPTER])
+    assert args.chapters == ["ch0", CHAPTER]
+
+
 def test_another_secret_grades_again():
     args = grade.parse_arguments(["x.py", "--out", "out"])
     versions = [grade._digest_grader(args, secret) for secret in ("one", "another", "one")]

@@ -71,6 +71,7 @@ _PLACES = re.compile(
     r"(?:/[\w.@+-]+)*/grading-\w+(?:/|\b)|"
     + "|".join(f"{re.escape(root)}/" for root in sorted(_ROOTS, key=len, reverse=True))
 )
+NOT_RUN = "was not run, as others took too long"
 OUTCOMES = {
     Outcome.TOO_LONG: "was stopped after {seconds} s",
     Outcome.TOO_MUCH: "gave more data than any answer has",
@@ -337,6 +338,7 @@ class Grader:
                 "earns_alone": verdict.check.earns_alone,
                 "message": _hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
                 "error": _get_error(verdict),
+                "took_too_long": verdict.is_timeout or verdict.mismatch == Mismatch(NOT_RUN),
             }
             for verdict in verdicts
         ]
@@ -433,7 +435,7 @@ class _Exercise:
             if verdicts and verdicts[0].is_unwritten:
                 verdicts.append(dataclasses.replace(verdicts[0], check=check))
             elif self._took_too_long(verdicts, max_timeouts) or self.grader.is_out_of_time:
-                mismatch = Mismatch("was not run, as others took too long")
+                mismatch = Mismatch(NOT_RUN)
                 verdicts.append(Verdict(check, (), mismatch))
             else:
                 verdicts.append(self._run_check(check, is_alone))
