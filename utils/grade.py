@@ -231,8 +231,8 @@ def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int
         print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
     graded = f"{len(reports) - len(unreadable)} graded"
     graded += f", {len(unreadable)} not" if unreadable else ""
-    count = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
-    print(f"{count} ({kept} from before): {graded}: {args.out / 'class.html'}")
+    all_of_them = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
+    print(f"{all_of_them} ({kept} from before): {graded}: {args.out / 'class.html'}")
     if late := [r for r in reports if any(c.get("took_too_long") for c in _list_checks(r))]:
         print(f"Checks of {_list_names(late)} took too long, and earn nothing. It may be a loop"
               " that does not end; if the machine was busy, run this again with their paths and"

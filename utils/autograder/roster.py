@@ -63,7 +63,7 @@ def read_roster(path: Path) -> list[Person]:
     return people
 
 
-def _read_person(row: dict[str, Any], place: str) -> Person:
+def _read_person(row: dict[Any, Any], place: str) -> Person:
     if any(map(str.strip, row.get(None) or ())):
         raise ValueError(
             f"{place}: there are more cells than the first line names: put quotation marks around"

@@ -146,7 +146,8 @@ def compile_statement(statement: Any, flags: int) -> CodeType:
 
 def split_import(statement: Any) -> list[Any]:
     """Return a `from ... import` name by name: one that fails costs no other."""
-    if not isinstance(statement, ast.ImportFrom) or len(statement.names) == 1:
+    is_one = not isinstance(statement, ast.ImportFrom) or len(statement.names) == 1
+    if is_one:
         return [statement]
     parts = [copy.copy(statement) for _ in statement.names]
     for part, alias in zip(parts, statement.names, strict=True):
