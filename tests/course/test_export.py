@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from solutions.ch0_sampling import sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, TransformerWithValueHeadLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -507,6 +508,29 @@ def test_a_run_becomes_files_at_the_command_line(form, checkpoints, tmp_path, ca
     else:
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(get_theirs(theirs), get_ours(trainer.model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_the_printed_lines_read_and_sample_as_in_training(form, checkpoints, tmp_path, capsys):
+    base = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).to(torch.bfloat16)
+    base.generation_config.update(do_sample=True, top_p=0.5, repetition_penalty=1.5)
+    base.save_pretrained(tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints["llama"])
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "base")
+    prompt = [{"role": "user", "content": "your prompt"}]
+    args = GrpoArgs(
+        base_model=tmp_path / "base", prompts=[prompt], lora_sites=SITES["llama"], **SMALL
+    )
+    trainer = GrpoTrainer(args)
+    main([str(write_run(trainer, tmp_path / "run")), str(tmp_path / "out"), "--format", form])
+    lines = [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    code, here = "\n".join(lines), {}
+    exec(code, here)
+    assert "top_p=1.0, repetition_penalty=1.0" in code
+    assert here["model"].dtype == torch.float32
+    samples = sample_completions(trainer.model, [prompt], 1, temperature=0.0)
+    assert here["inputs"]["input_ids"].tolist() == samples.input_ids[:, :-1].tolist()
 
 
 def test_a_ppo_run_leaves_its_value_head_behind_and_says_so(tmp_path, capsys):

@@ -44,6 +44,11 @@ from utils.validation import require
 
 ROOT = Path(__file__).parents[2]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Habits of a model's generation config, each as it is where nothing is changed.
+NEUTRAL = {
+    "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0, "min_new_tokens": 0, "min_length": 0, "num_beams": 1,
+}  # fmt: skip
 PREFIX = "base_model.model."  # of PEFT's names: it wraps the model twice
 CONTENTS = "EXPORTED.txt"  # lists the files of a folder that was written here
 NAMES = {  # of the linear layers in a block: GPT-2's, and those of the other models
@@ -173,14 +178,15 @@ def _save_tokenizer(source: str, folder: Path, prepend_bos: bool) -> None:
     """
     tokenizer = AutoTokenizer.from_pretrained(source)
     bos, backend = tokenizer.bos_token, getattr(tokenizer, "backend_tokenizer", None)
-    if prepend_bos and bos is not None and tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+    does_prepend = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    if bos is not None and does_prepend != prepend_bos:
         require(backend is not None, f"the tokenizer of {source} should be a fast one, but is not")
-        before = TemplateProcessing(
-            single=f"{bos} $A",
-            pair=f"{bos} $A $B",
+        start = f"{bos} " if prepend_bos else ""
+        backend.post_processor = TemplateProcessing(
+            single=f"{start}$A",
+            pair=f"{start}$A $B",
             special_tokens=[(bos, tokenizer.bos_token_id)],
         )
-        backend.post_processor = before
     tokenizer.save_pretrained(folder)
 
 
@@ -441,12 +447,28 @@ def main(arguments: list[str] | None = None) -> None:
     library = {"merged": "transformers", "peft": "peft"}[args.format]
     sampling = f"top_k={model.args.get('top_k') or 0}, max_new_tokens={model.args['gen_len']}"
     sampling += f", temperature={model.args['temperature']}"
-    print(f"""To load it, and sample as in training (top_k=0 keeps every token):
+    habits = model.base.original_model.generation_config  # which training does not follow
+    sampling += "".join(
+        f", {name}={value}"
+        for name, value in NEUTRAL.items()
+        if getattr(habits, name, None) not in (None, value)
+    )
+    dtype = str(model.args.get("dtype") or "float32").removeprefix("torch.")
+    inputs = 'inputs = tokenizer("your prompt", return_tensors="pt")'
+    if str(model.args.get("prompts")).startswith("[["):  # chats, as a checkpoint describes them
+        inputs = """chat = [{"role": "user", "content": "your prompt"}]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )"""
+    name = Path(_name_base(model.base.cfg.model_name))
+    is_ours = args.format == "peft" and not name.is_absolute() and (ROOT / name).is_dir()
+    where = ", in the course's folder, where its base lies" if is_ours else ""
+    print(f"""To load it{where}, and sample as in training (top_k=0 keeps every token):
     from transformers import AutoTokenizer
     from {library} import {kind}
     tokenizer = AutoTokenizer.from_pretrained({str(args.out)!r})
-    model = {kind}.from_pretrained({str(args.out)!r})
-    inputs = tokenizer("your prompt", return_tensors="pt")
+    model = {kind}.from_pretrained({str(args.out)!r}, dtype="{dtype}")
+    {inputs}
     ids = model.generate(**inputs, do_sample=True, {sampling})
     print(tokenizer.decode(ids[0], skip_special_tokens=True))""")
 
