@@ -15,7 +15,7 @@ import copy
 import re
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -392,9 +392,15 @@ class RLHFArgs:
                 setattr(self, f.name, float(getattr(self, f.name)))
         check_fields(self)
         require(callable(self.reward_fn), f"reward_fn should be a function: {self.reward_fn!r}")
+        is_column = (
+            not isinstance(self.prompts, str | dict) and getattr(self.prompts, "ndim", 1) == 1
+        )
+        if is_column and isinstance(self.prompts, Iterable):  # of a table, read by its labels
+            self.prompts = list(self.prompts)
         require(
             self.prompts is None or (isinstance(self.prompts, list) and len(self.prompts) > 0),
-            f"prompts should be None or a list of at least one prompt, but is {self.prompts!r}",
+            "prompts should be None or a list of at least one prompt, but is "
+            f"{reprlib.repr(self.prompts)}",
         )
         require(
             isinstance(self.lora_sites, list | tuple),

@@ -97,6 +97,14 @@ def call_reward_fn(
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
     chosen = {name: column for name, column in columns.items() if takes_all or name in named}
     free = [p for p in explicit if p.name not in columns]
+    is_other = free and free[0] is not parameters[0] and free[0].default is not free[0].empty
+    if is_other or (explicit and not free and kinds == {p.kind for p in explicit}):
+        name = explicit[0].name  # meant for the samples, most likely
+        require(
+            name not in columns or name == "prompts",
+            f"reward_fn should take the samples, but its first parameter, {name!r}, has the name "
+            f"of a column: rename one of them",
+        )
     for parameter in free[1:]:
         require(
             parameter.default is not parameter.empty,

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import reprlib
+import shutil
 import sys
 import tempfile
 import time
@@ -199,11 +200,22 @@ class RunLog:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` so that a crash on the way leaves the previous checkpoint whole."""
+    """Write `state` so that a crash on the way leaves the previous checkpoint whole.
+
+    Raises ValueError where it cannot be written, as on a full disk.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    torch.save(state, partial)
-    os.replace(partial, path)
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # PyTorch's own on a full disk says "unexpected pos"
+        partial.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free // 2**20
+        raise ValueError(
+            f"runs_dir should have room for a checkpoint, but {path} could not be written, with "
+            f"{free} MB free on its disk: {error}"
+        ) from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -234,15 +246,26 @@ def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
         if checkpoint.exists():
             raise ValueError(
                 f"name should be new, but {folder} holds a run. Go on with it by "
-                f"trainer.load_checkpoint({str(checkpoint)!r}), or remove it"
+                f"trainer.load_checkpoint({str(checkpoint)!r}), at the command line by --resume "
+                f"{folder}, or remove it"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        return make_folder(folder)
     stamp = time.strftime(f"{kind}-%Y%m%d-%H%M%S")
     names = itertools.chain([stamp], (f"{stamp}-{k}" for k in itertools.count(2)))
     folder = next(runs_dir / name for name in names if not (runs_dir / name).exists())
-    folder.mkdir(parents=True)
-    return folder
+    return make_folder(folder)
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a run's folder, and return it; raises ValueError where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(
+            f"runs_dir should be a folder that can be written, but {folder} cannot be: {error}"
+        ) from error
 
 
 def describe_args(args: Any) -> dict[str, Any]:
@@ -282,10 +305,21 @@ def check_same_args(args: Any, saved: dict[str, Any]) -> None:
     own = describe_args(args)
     for name in own | saved:
         if own.get(name) != saved.get(name):
-            raise ValueError(
-                f"{name} should be {reprlib.repr(saved.get(name))} as in the checkpoint, but is "
-                f"{reprlib.repr(own.get(name))}"
-            )
+            was, now = show_difference(saved.get(name), own.get(name))
+            raise ValueError(f"{name} should be {was} as in the checkpoint, but is {now}")
+
+
+def show_difference(first: Any, second: Any) -> tuple[str, str]:
+    """Return what an error shows of two values: of long texts, the part where they part."""
+    start = 0
+    if isinstance(first, str) and isinstance(second, str):
+        pairs = zip(first, second, strict=False)
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        start = max(same - 20, 0)
+    if start == 0:
+        return reprlib.repr(first), reprlib.repr(second)
+    first, second = (f"...{text[start:]}" for text in (first, second))
+    return tuple(text if len(text) <= 60 else f"{text[:60]}..." for text in (first, second))
 
 
 def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> str:

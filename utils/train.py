@@ -79,7 +79,10 @@ def load_rows(data: str) -> list[dict[str, Any]]:
         else:
             rows = [_parse(line, f"{path}, line {i}") for i, line in numbered]
     else:
-        require(":" in data, f"data should be a .jsonl or .txt file or module:function, not {data}")
+        how = ": pandas.read_csv(...).to_json('rows.jsonl', orient='records', lines=True) turns it"
+        hint = f"{how} into one" if path.suffix == ".csv" else ""
+        said = f"data should be a .jsonl or .txt file or module:function, not {data}"
+        require(":" in data, said + hint)
         rows = list(load_function(data)())
     require(len(rows) > 0, f"data should hold at least one row, but {data} holds none")
     first = rows[0] if isinstance(rows[0], dict) else {}

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from solutions.ch0_sampling import get_completion_mask, sample_completions
+from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import find_finished
 from tests.course.helpers import randomize
@@ -22,7 +23,8 @@ from utils.models.decoding import get_end_ids
 from utils.models.export import save_merged
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.prompts import write_prompt
-from utils.rewards import reward_fn_sum
+from utils.rewards import call_reward_fn, reward_fn_sum
+from utils.tracking import check_same_args, describe_args, save_checkpoint
 from utils.train import load_rows
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,24 @@ def test_rows_of_a_table_stay_together(choose, tmp_path):
     make_trainer(tmp_path, prompts=prompts, columns=columns, reward_fn=reward_fn).train()
     assert len(met) == 8
     assert all(prompt[1] == answer[1] for prompt, answer in met)
+
+
+@pytest.mark.parametrize("kind", [lambda c: c, tuple, lambda c: c.to_numpy()])
+def test_prompts_may_be_a_column_of_a_table(kind, tmp_path):
+    table = pd.DataFrame({"prompt": ["p0", "p1", "p2"], "answer": [0, 1, 2]}).iloc[[2, 0]]
+    args = {"prompts": kind(table["prompt"]), "columns": {"answer": table["answer"]}}
+    assert make_trainer(tmp_path, **args).args.prompts == ["p2", "p0"]
+    with pytest.raises(ValueError, match="prompts should be None or a list"):
+        make_trainer(tmp_path, prompts=table)
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "name"),
+    [(lambda samples, answer: answer, "samples"), (lambda completion, n=3: n, "completion")],
+)
+def test_a_column_named_like_the_samples_is_said(reward_fn, name):
+    with pytest.raises(ValueError, match=f"its first parameter, '{name}', has the name of a col"):
+        call_reward_fn(reward_fn, ["x"], {name: [1.0], "answer": [1.0]})
 
 
 @pytest.mark.parametrize(
@@ -153,6 +173,17 @@ def test_an_exported_tokenizer_puts_the_bos_where_training_put_it(embedded, tmp_
     assert bos not in AutoTokenizer.from_pretrained(tmp_path / "without")("Q")["input_ids"]
 
 
+def test_a_tokenizer_that_puts_a_bos_is_exported_without_it_if_training_had_none(
+    embedded, tmp_path
+):
+    save_merged(embedded, tmp_path / "with")  # its tokenizer puts it
+    base = load_base_model(tmp_path / "with", device="cpu")
+    save_merged(TransformerWithLora(base, rank=2), tmp_path / "without", prepend_bos=False)
+    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / name) for name in ("with", "without")]
+    ids = [tokenizer("Q: 1+2")["input_ids"] for tokenizer in tokenizers]
+    assert ids[0] == [tokenizers[0].bos_token_id, *ids[1]]
+
+
 def test_an_adapter_with_nan_is_refused(embedded, tmp_path):
     state = {name: tensor.clone() for name, tensor in embedded.trainable_state().items()}
     name = next(iter(state))
@@ -211,6 +242,35 @@ def test_two_kernels_lose_no_notes(tmp_path):
     kernels = [subprocess.Popen([sys.executable, "-c", NOTE, name], env=env) for name in "AB"]
     assert [kernel.wait() for kernel in kernels] == [0, 0]
     assert len(json.loads((tmp_path / "progress.json").read_text())) == 100
+
+
+def test_columns_that_differ_late_are_shown_where_they_do():
+    args = GrpoArgs(prompts=["p"] * 200, columns={"answer": list(range(200))})
+    other = dataclasses.replace(args, columns={"answer": [*range(100), 0, *range(101, 200)]})
+    with pytest.raises(ValueError, match=r"98, 99, 100, 101, .* but is .*98, 99, 0, 101, "):
+        check_same_args(other, describe_args(args))
+
+
+class Unwritable:
+    """As a disk that is full: saving it ends on the way."""
+
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_folder_and_a_disk_that_cannot_be_written_are_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="runs_dir should be a folder that can be written"):
+        make_trainer(tmp_path / "file", name="run").train()
+    with pytest.raises(ValueError, match="runs_dir should have room for a checkpoint"):
+        save_checkpoint(tmp_path / "checkpoint.pt", {"phase": Unwritable()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_a_device_that_is_not_there_is_named():
+    for device in ["gpu", "cuda:99"]:
+        with pytest.raises(ValueError, match=f"device should be one that .* but is '{device}'"):
+            load_base_model("embedded", device=device)
 
 
 @pytest.mark.takes_long

@@ -107,6 +107,11 @@ def load_base_model(
         name = path
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # as PyTorch raises without CUDA
+        said = f"device should be one that PyTorch has here, such as cpu, but is {str(device)!r}"
+        raise ValueError(f"{said}: {str(error).splitlines()[0]}") from error
     kept = _kept.get(str(name))
     if kept is None:
         return _boot(str(name), device, exact_dtype)
