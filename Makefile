@@ -47,7 +47,7 @@ slides: $(SLIDES)/.installed  ## the slides of the teaching kit, dist/slides/ind
 release: $(VENV)/.tools  ## course bundles and the autograder, into dist/
 	$(PY) -m utils.authoring.release
 
-bench: $(VENV)/.tools  ## against TRL, generate() and the machine, side by side: runs/bench.json
+bench: $(VENV)/.tools  ## against TRL, side by side: runs/bench.json
 	$(PY) -m utils.bench
 
 $(VENV)/.installed: requirements.txt

@@ -4,25 +4,26 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from solutions.ch0_sampling import encode_prompts
-from utils.bench.measuring import get_ratios, measure_peak, run_apart, take_turns
-from utils.bench.memory import store_reference_logits
-from utils.bench.models import SIZES, Work, make_config, make_data, save_embedded, save_random
+from utils.bench import comparisons, ours, trl
+from utils.bench.measuring import clock_methods, get_ratios, measure_peak, run_apart
+from utils.bench.models import MODELS, Work, make_data, make_gpt2, save_embedded, save_model
 from utils.bench.report import MARKS, PUBLISHED, README, format_report, replace_tables
-from utils.bench.trainers import check_length, make_trainer, run_step
-from utils.bench.trl import make_trl_trainer
+from utils.models.loading import EMBEDDED_MODEL
 
 TINY = Work(n_prompts=2, group_size=2, gen_len=5)
+CONTESTANTS = {"ours": ours.Contestant, "trl": trl.Contestant}
 
 
-def test_sides_take_turns_and_the_first_round_is_not_counted():
-    calls = []
-    seconds = take_turns({side: lambda side=side: calls.append(side) for side in "ab"}, 3)
-    assert calls == ["a", "b"] * 4
-    assert {side: len(values) for side, values in seconds.items()} == {"a": 3, "b": 3}
+def test_ratios_are_taken_round_by_round_and_calls_are_clocked():
     assert get_ratios([2.0, 9.0, 8.0], [1.0, 3.0, 1.0]) == [2.0, 3.0, 8.0]
+    layer = torch.nn.Linear(2, 2)
+    clocks = clock_methods(layer, "forward")
+    for _ in range(3):
+        layer(torch.ones(2))
+    assert len(clocks["forward"]) == 3
 
 
 def allocate(mib: int) -> dict:
@@ -42,33 +43,34 @@ def endless(tmp_path):
 
 
 @pytest.mark.takes_long
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-def test_completions_never_end_early(endless, tmp_path, kind):
+def test_completions_never_end_early(endless, tmp_path):
     work = Work(n_prompts=8, group_size=8, gen_len=60)
-    check_length(make_trainer(endless, work, kind), work)
-    random = save_random(tmp_path / "random", 1, 16, 2, 512)
-    check_length(make_trainer(random, work, kind), work)
+    ours.Contestant(endless, work).check_length()
+    small = MODELS["smollm2_shape"].to_dict() | {"num_hidden_layers": 1, "vocab_size": 512}
+    llama = type(MODELS["smollm2_shape"])(**small)
+    for name, config in {"gpt2": make_gpt2(1, 16, 2, 512), "llama": llama}.items():
+        ours.Contestant(save_model(config, tmp_path / name), work).check_length()
     with pytest.raises(ValueError, match="should have 60 tokens"):
-        check_length(make_trainer("embedded", work, kind), work)
+        ours.Contestant("embedded", work).check_length()
 
 
 def test_the_endless_model_is_the_embedded_one(endless):
-    ours = make_trainer(endless, TINY).model.base
-    embedded = make_trainer("embedded", TINY).model.base
+    models = [ours.Contestant(folder, TINY).trainer.model for folder in (endless, "embedded")]
     ids = torch.arange(3, 40)[None]
-    assert torch.equal(ours(ids), embedded(ids))
+    assert torch.equal(*(model.base(ids) for model in models))
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["0.9M", "10M", "124M", "smollm2_shape"])
 def test_the_sizes_are_what_they_are_called(name):
     with torch.device("meta"):
-        count = GPT2LMHeadModel(make_config(*SIZES[name])).num_parameters()
-    assert abs(count / 1e6 / float(name.removesuffix("M")) - 1) < 0.05
+        count = AutoModelForCausalLM.from_config(MODELS[name]).num_parameters()
+    assert abs(count / 1e6 / float(name.replace("smollm2_shape", "135M")[:-1]) - 1) < 0.05
 
 
-def test_trl_does_the_same_work(endless, tmp_path):
+def test_trl_does_the_same_work(endless):
     lengths, prompts = [], []
-    trainer, clock = make_trl_trainer(endless, tmp_path, TINY, 2)
+    contestant = trl.Contestant(endless, TINY)
+    trainer = contestant.trainer
     score = trainer._generate_and_score_completions
 
     def record(inputs):
@@ -80,30 +82,39 @@ def test_trl_does_the_same_work(endless, tmp_path):
 
     trainer._generate_and_score_completions = record
     before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    trainer.train()
+    assert len(contestant.train(2)) == 2
     assert lengths == [([5] * 4, True)] * 2  # one rollout a step, scored by the reference
-    assert len(clock.seconds) == 2
-    model = make_trainer(endless, TINY).model
+    model = ours.Contestant(endless, TINY).trainer.model
     ids, mask = encode_prompts(model, make_data()[0], 5, prepend_bos=True)
     known = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
     assert all(prompt in known for prompt in prompts)  # with its bos
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
     # Ours has queries', keys' and values' adapters apart: three A where theirs has one.
-    ours = sum(p.numel() for p in make_trainer(endless, TINY).model.trainable_parameters())
-    theirs = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    assert ours - theirs == 4 * 2 * 128 * TINY.rank
+    n_ours = sum(p.numel() for p in model.trainable_parameters())
+    n_theirs = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert n_ours - n_theirs == 4 * 2 * 128 * TINY.rank
 
 
-def test_the_textbook_way_computes_the_same_objective(endless):
-    ours, textbook = (make_trainer(endless, TINY, "ppo", base_lr=0.1) for _ in range(2))
-    store_reference_logits(textbook)
-    for trainer in (ours, textbook):
-        for tensor in trainer.model.trainable_state().values():
-            tensor.copy_(torch.linspace(-0.05, 0.05, tensor.numel()).view_as(tensor))
-        run_step(trainer)
-    for name in ("reward", "objective", "grad_norm"):
-        assert ours.metrics[name] == pytest.approx(textbook.metrics[name], rel=1e-5)
-    assert ours.metrics["kl_exact"][0] > 0
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_a_contestant_stops_when_it_is_told_to(name):
+    contestant, asked = CONTESTANTS[name](EMBEDDED_MODEL, TINY), []
+    seconds = contestant.train(5, lambda step: asked.append(step) or step == 3)
+    assert asked == [1, 2, 3]
+    assert len(seconds) == 3
+    assert sum(contestant.get_parts().values()) > 0
+    texts = contestant.sample(["1 + 1", "2 + 2"], seed=0)
+    assert texts == contestant.sample(["1 + 1", "2 + 2"], seed=0)
+    assert len(texts) == 2
+
+
+@pytest.mark.takes_long
+def test_learning_is_said_to_be_there_only_at_the_target(monkeypatch):
+    monkeypatch.setattr(comparisons, "MAX_STEPS", 4)
+    monkeypatch.setattr(comparisons, "ROWS", 8)
+    pairs = [(11, 12)]
+    assert comparisons.learn("ours", 0.0, 0, pairs)["seconds"] is None
+    monkeypatch.setattr(comparisons, "TARGET", 0.0)
+    assert comparisons.learn("ours", 0.0, 0, pairs)["steps"] == 4
 
 
 def test_the_readme_has_the_tables_of_the_published_results():

@@ -17,7 +17,7 @@ ARROWS = {
     "autograder": {HELPERS, "grading"},
     "mutation": {HELPERS, "grading"},
     "authoring": {HELPERS, "grading", "course"},
-    "bench": {HELPERS, "solutions", "grading"},
+    "bench": {HELPERS, "solutions"},
     "scale": {HELPERS, "solutions", "course"},
 }
 # Modules that stand outside of their room, or that may do more than the rest of it.
@@ -107,12 +107,12 @@ def test_imports_point_one_way_at_the_top_and_never_in_a_circle():
         ("utils/rewards.py", "import solutions.ch0", "helpers should not import solutions"),
         ("utils/grading/judging.py", "import tests.checks.ch0", "grading should not import tests"),
         ("utils/grading/judging.py", "from utils import grade", "should not import autograder"),
-        ("utils/bench/steps.py", "def f():\n    import utils.rewards", "be imported at the top"),
-        ("utils/bench/steps.py", "from utils.bench import steps", "a circle: utils.bench.steps"),
+        ("utils/bench/report.py", "def f():\n    import utils.rewards", "be imported at the top"),
+        ("utils/bench/report.py", "from utils.bench import report", "a circle: utils.bench.report"),
     ],
 )
 def test_a_fault_is_found(path, source, fault, tmp_path):
-    files = ("rewards", "grade", "grading/judging", "bench/steps")
+    files = ("rewards", "grade", "grading/judging", "bench/report")
     for name in [*(f"utils/{file}.py" for file in files), "solutions/ch0.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")

@@ -27,7 +27,7 @@ from solutions.ch3_grpo import (
 from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
-from utils.bench.trainers import use_the_bridge
+from utils.bench.ours import use_the_bridge
 from utils.course.evaluation import sample_prompts
 from utils.models.forward import NativeScorer, get_scorer
 from utils.rewards import call_reward_fn

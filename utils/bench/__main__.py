@@ -1,4 +1,4 @@
-"""The benchmarks: `make bench`, or `python -m utils.bench --only steps rollouts`.
+"""The benchmarks: `make bench`, or `python -m utils.bench --only steps learning`.
 
 Each part is measured by itself and written to `runs/bench.json` when it is done, so that a run
 that was stopped has lost nothing; the table at the end is of all that the file holds.
@@ -15,24 +15,15 @@ from pathlib import Path
 
 import torch
 
-from utils.bench import course, learning, limits, memory, rollouts, steps
-from utils.bench.models import save_embedded
+from utils.bench import comparisons
 from utils.bench.report import format_report, publish
 
-PARTS: dict[str, Callable] = {  # each takes a folder and a number of rounds
-    "steps": steps.measure_throughput,
-    "rollouts": rollouts.measure_rollouts,
-    "limits": limits.measure_limits,
-    "scaling": steps.measure_scaling,
-    "memory": memory.measure_memory,
-    "learning": learning.measure_learning,
-    "paths": learning.compare_paths,
-    "checks": course.measure_checks,
-    "imports": course.measure_imports,
-    "grading": course.measure_grading,
-    "tests": course.measure_tests,
+PARTS: dict[str, Callable[[Path, int], dict]] = {  # each takes a folder and a number of rounds
+    "steps": comparisons.measure_steps,
+    "scaling": comparisons.measure_scaling,
+    "learning": comparisons.measure_learning,
+    "paths": comparisons.compare_paths,
 }
-NEED_EMBEDDED = {"steps", "rollouts", "limits"}
 
 
 def main() -> None:
@@ -49,12 +40,8 @@ def main() -> None:
         print(f"{part} ...", flush=True)
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            if part in NEED_EMBEDDED:
-                folder = save_embedded(folder / "embedded")
-            results[part] = PARTS[part](folder, args.rounds)
+            results[part] = PARTS[part](Path(name), args.rounds)
         results["machine"] = describe_machine()
-        results["summary"] = steps.summarize(results)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         partial = args.out.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,7 +1,6 @@
-"""How the benchmarks measure: sides that take turns, peaks of memory in processes of their own."""
+"""How the benchmarks measure: clocks on methods, peaks of memory in processes of their own."""
 
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -9,31 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from tqdm import tqdm
 
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # Linux: "5" begins a new peak
 MIB = 2**20
-
-
-def take_turns(
-    sides: dict[str, Callable[[], Any]], rounds: int, label: str = ""
-) -> dict[str, list[float]]:
-    """Measure the seconds of each side, `rounds` times, after a first round that is not counted.
-
-    The sides take turns, so that whatever else the machine does disturbs them alike.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round_ in tqdm(range(rounds + 1), desc=label or " against ".join(sides), leave=False):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run()
-            if round_ > 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def get_median(values: list[float]) -> float:
-    return statistics.median(values)
 
 
 def get_ratios(slow: list[float], fast: list[float]) -> list[float]:
@@ -41,17 +18,24 @@ def get_ratios(slow: list[float], fast: list[float]) -> list[float]:
     return [a / b for a, b in zip(slow, fast, strict=True)]
 
 
-def clock_method(owner: Any, name: str, seconds: list[float]) -> None:
-    """Make `owner`'s method append the seconds of each of its calls."""
-    method = getattr(owner, name)
+def clock_methods(owner: Any, *names: str) -> dict[str, list[float]]:
+    """Make methods of `owner` keep the seconds of each of their calls, and return the lists."""
+    seconds: dict[str, list[float]] = {name: [] for name in names}
 
-    def clocked(*args, **kwargs):
-        start = time.perf_counter()
-        result = method(*args, **kwargs)
-        seconds.append(time.perf_counter() - start)
-        return result
+    def clock(name: str) -> Callable:
+        method = getattr(owner, name)
 
-    setattr(owner, name, clocked)
+        def clocked(*args, **kwargs):
+            start = time.perf_counter()
+            result = method(*args, **kwargs)
+            seconds[name].append(time.perf_counter() - start)
+            return result
+
+        return clocked
+
+    for name in names:
+        setattr(owner, name, clock(name))
+    return seconds
 
 
 def run_apart(function: Callable, *arguments: Any) -> Any:

@@ -1,22 +1,25 @@
-"""Models for the benchmarks whose completions never end early, and trainers on them."""
+"""The work that is measured, and models whose completions never end early."""
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
+    PretrainedConfig,
 )
 
 from utils.models.corpus import addition_prompt, training_pairs
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
+
+Between = Callable[[int], bool | None]  # called after each step; True ends the training
 
 # By architecture every linear layer of the blocks, under this course's names and PEFT's.
 SITES = {
@@ -25,12 +28,6 @@ SITES = {
         (*ALL_LINEAR_SITES, "mlp.gate"),
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     ),
-}
-SMOLLM2_SHAPE = "smollm2_shape"  # SmolLM2-135M's sizes, random weights
-SIZES = {  # n_layer, n_embd, n_head, vocab_size
-    "0.9M": (4, 128, 4, 512),
-    "10M": (8, 320, 5, 512),
-    "124M": (12, 768, 12, 50257),
 }
 
 
@@ -50,6 +47,39 @@ class Work:
         return self.n_prompts * self.group_size
 
 
+def make_gpt2(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2Config:
+    """Return the embedded model's architecture in another size."""
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=128,
+        n_embd=n_embd,
+        n_layer=n_layer,
+        n_head=n_head,
+        activation_function="gelu_pytorch_tanh",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+
+
+MODELS = {
+    "0.9M": make_gpt2(4, 128, 4, 512),
+    "10M": make_gpt2(8, 320, 5, 512),
+    "124M": make_gpt2(12, 768, 12, 50257),
+    "smollm2_shape": LlamaConfig(  # SmolLM2-135M's sizes
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    ),
+}
+
+
 def save_embedded(folder: Path) -> Path:
     """Save the embedded model with an eos beyond its vocabulary: no completion ends early."""
     shutil.copytree(EMBEDDED_MODEL, folder)
@@ -64,47 +94,28 @@ def save_embedded(folder: Path) -> Path:
     return folder
 
 
-def save_random(folder: Path, n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> Path:
-    """Save a GPT-2 with random weights that gives its eos a probability of practically 0."""
+@torch.no_grad()
+def save_model(config: PretrainedConfig, folder: Path) -> Path:
+    """Save a model with random weights that gives its eos a probability of practically 0.
+
+    What the eos's logit reads, and nothing else, is an entry that is 1 at every position.
+    """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    model = GPT2LMHeadModel(make_config(n_layer, n_embd, n_head, vocab_size))
-    # The last layer norm's output has a constant first entry, which only the eos's logit reads.
-    model.transformer.ln_f.weight.data[0] = 0.0
-    model.transformer.ln_f.bias.data[0] = 1.0
-    model.transformer.wte.weight.data[:, 0] = 0.0
-    model.transformer.wte.weight.data[tokenizer.eos_token_id, 0] = -100.0
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def save_smollm2_shape(folder: Path) -> Path:
-    """Save a Llama of SmolLM2-135M's shape with random weights, which never ends early."""
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            max_position_embeddings=8192,
-            rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-            tie_word_embeddings=True,
-            **{name: getattr(tokenizer, name) for name in ids},
-        )
-    )
-    # A constant first entry, which no block changes and only the eos's logit reads.
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 1.0
-        model.model.embed_tokens.weight[tokenizer.eos_token_id, 0] = -100.0
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    model = AutoModelForCausalLM.from_config(config)
+    embeddings = model.get_input_embeddings().weight
+    if config.model_type == "gpt2":  # of the last layer norm
+        model.transformer.ln_f.weight[0] = 0.0
+        model.transformer.ln_f.bias[0] = 1.0
+        embeddings[:, 0] = 0.0
+    else:  # of the embeddings, which no block changes
+        embeddings[:, 0] = 1.0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = 0.0
             layer.mlp.down_proj.weight[0] = 0.0
+    embeddings[tokenizer.eos_token_id, 0] = -100.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -114,25 +125,6 @@ def get_sites(folder: Path | str) -> tuple[tuple[str, ...], list[str]]:
     """Return this course's names and PEFT's of a model's linear layers."""
     name = EMBEDDED_MODEL if str(folder) == "embedded" else folder
     return SITES[AutoConfig.from_pretrained(name).model_type]
-
-
-def make_config(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2Config:
-    """Return the embedded model's architecture in another size."""
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
-    return GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=128,
-        n_embd=n_embd,
-        n_layer=n_layer,
-        n_head=n_head,
-        activation_function="gelu_pytorch_tanh",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
 
 
 def make_data() -> tuple[list[str], list[str]]:

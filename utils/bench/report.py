@@ -18,14 +18,7 @@ def format_report(results: dict) -> str:
         "steps": _format_steps,
         "learning": _format_learning,
         "paths": _format_paths,
-        "rollouts": _format_rollouts,
-        "limits": _format_limits,
-        "memory": _format_memory,
         "scaling": _format_scaling,
-        "checks": _format_checks,
-        "grading": _format_seconds("grading", "seconds"),
-        "imports": _format_seconds("importing, a new process each", "seconds"),
-        "tests": _format_seconds("`make test`, without installation", "seconds"),
     }
     machine = results["machine"]
     lines = [
@@ -49,7 +42,7 @@ def replace_tables(readme: str, report: str) -> str:
     return re.sub(pattern, lambda _: f"{begin}\n{report}\n{end}", readme, flags=re.DOTALL)
 
 
-def _table(rows: list, headers: tuple) -> str:
+def _table(rows: list, *headers: str) -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -59,53 +52,56 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 
 def _format_steps(result: dict) -> str:
-    fixed = result["fixed"]
-    rows = [
-        (
-            f"seconds a step, {label}",
-            f"{_spread(result[name]['ratios'])} times as fast",
-            _spread(result[name]["seconds"]["ours"]),
-            _spread(result[name]["seconds"]["trl"]),
-            aim,
-        )
-        for name, label, aim in (
-            ("fixed", "exactly 40 tokens", "1.7"),
-            ("natural", "until they end, at most 40", "3"),
-        )
-    ]
-    rows += _list_memory(fixed["memory_mib"])
-    lines = [
-        _table(rows, ("one GRPO step, 16 prompts × 8 completions", "ratio", "here", "TRL", "aim"))
-    ]
-    for name, label in (("fixed", "Exactly 40 tokens"), ("natural", "Until they end")):
-        tried = ", ".join(
-            f"{configuration} {seconds:.2f}"
-            for configuration, seconds in result[name]["trl_seconds_by_configuration"].items()
-        )
-        parts = {
-            # Parts are differences of medians, and one that takes no time may come out below 0.
-            side: ", ".join(f"{part} {max(0, seconds):.2f}" for part, seconds in row.items())
-            for side, row in result[name]["parts"].items()
-        }
-        lines.append(
-            f"{label}. TRL's configurations that were tried, seconds a step: {tried}. Taken: "
-            f"{result[name]['trl_configuration']}. Parts of a step in seconds, here: "
-            f"{parts['ours']}; TRL: {parts['trl']}."
-        )
-    return "\n\n".join(lines)
-
-
-def _list_memory(memory: dict) -> list[tuple]:
-    rows = []
-    for name, label in (
-        ("added", "peak memory that three steps add, MiB"),
-        ("whole", "peak memory of the process, MiB"),
+    rows, notes = [], []
+    for name, label, limit, aim in (
+        ("fixed", "Exactly 40 tokens", "", "1.7"),
+        ("natural", "Until they end", ", at most 40", "3"),
     ):
-        ours, trl = ([run[name] for run in memory[side]] for side in ("ours", "trl"))
-        ratio = statistics.median(ours) / statistics.median(trl)
-        aim = "0.8" if name == "whole" else ""
-        rows.append((label, f"{ratio:.2f} of TRL's", _spread(ours, 0), _spread(trl, 0), aim))
-    return rows
+        row = result[name]
+        ratio, seconds = _spread(row["ratios"]), row["seconds"]
+        task = f"seconds a step, {label[0].lower()}{label[1:]}{limit}"
+        sides = _spread(seconds["ours"]), _spread(seconds["trl"])
+        rows.append((task, f"{ratio} times as fast", *sides, aim))
+        tried = _list_seconds(row["trl_seconds_by_configuration"])
+        ours, trl = (_list_seconds(row["parts"][side]) for side in ("ours", "trl"))
+        notes.append(
+            f"{label}. TRL's configurations that were tried, seconds a step: {tried}. Taken: "
+            f"{row['trl_configuration']}. Parts of a step in seconds, here: {ours}; TRL: {trl}."
+        )
+    memory = result["fixed"]["memory_mib"]
+    rows.append(("peak memory that three steps add, MiB", *_compare_memory(memory, "added"), ""))
+    rows.append(("peak memory of the process, MiB", *_compare_memory(memory, "whole"), "0.8"))
+    headers = "one GRPO step, 16 prompts × 8 completions", "ratio", "here", "TRL", "aim"
+    return "\n\n".join([_table(rows, *headers), *notes])
+
+
+def _list_seconds(seconds: dict[str, float]) -> str:
+    # Parts are differences of medians, and one that takes no time may come out below 0.
+    return ", ".join(f"{name} {max(0, value):.2f}" for name, value in seconds.items())
+
+
+def _compare_memory(memory: dict, kind: str) -> tuple[str, str, str]:
+    """Return the ratio of the medians, and both sides' peaks."""
+    ours, trl = ([peak[kind] for peak in memory[side]] for side in ("ours", "trl"))
+    ratio = statistics.median(ours) / statistics.median(trl)
+    return f"{ratio:.2f} of TRL's", _spread(ours, 0), _spread(trl, 0)
+
+
+def _format_learning(result: dict) -> str:
+    rows = []
+    for side, label in (("ours", "here"), ("trl", "TRL")):
+        runs = result["runs"][side]
+        reached = [run for run in runs if run["steps"] is not None]
+        if len(reached) < len(runs):
+            rows.append((label, f"{len(reached)} of {len(runs)} got there", "", ""))
+            continue
+        seconds, steps = ([run[key] for run in reached] for key in ("seconds", "steps"))
+        rows.append((label, _spread(seconds, 1), _spread(steps, 0), f"{result['lr'][side]:g}"))
+    title = "time to 0.90 held-out accuracy, additions, five seeds"
+    table = _table(rows, title, "seconds", "steps", "lr")
+    pairs = zip(result["runs"]["trl"], result["runs"]["ours"], strict=True)
+    both = [a["seconds"] / b["seconds"] for a, b in pairs if a["steps"] and b["steps"]]
+    return table + (f"\n\nSooner by a factor of {_spread(both)}." if both else "")
 
 
 def _format_paths(result: dict) -> str:
@@ -115,101 +111,22 @@ def _format_paths(result: dict) -> str:
         (f"step {step}", *(_spread([run[step - 1] for run in curves[path]]) for path in curves))
         for step in steps
     ]
-    return _table(rows, ("reward on additions, three seeds", "native forward", "bridge"))
-
-
-def _format_learning(result: dict) -> str:
-    rows = []
-    for side, label in (("ours", "here"), ("trl", "TRL")):
-        runs = result["runs"][side]
-        steps = [run["steps"] for run in runs]
-        reached = [run["seconds"] for run in runs if run["steps"] is not None]
-        if len(reached) < len(runs):
-            rows.append((label, f"{len(reached)} of {len(runs)} got there", "", ""))
-            continue
-        rows.append((label, _spread(reached, 1), _spread(steps, 0), f"{result['lr'][side]:g}"))
-    headers = ("time to 0.90 held-out accuracy, additions, five seeds", "seconds", "steps", "lr")
-    pairs = zip(result["runs"]["trl"], result["runs"]["ours"], strict=True)
-    both = [(a["seconds"], b["seconds"]) for a, b in pairs if a["steps"] and b["steps"]]
-    ratio = f"\n\nSooner by a factor of {_spread([a / b for a, b in both])}." if both else ""
-    return _table(rows, headers) + ratio
-
-
-def _format_rollouts(result: dict) -> str:
-    aims = {"bridge": "3", "hugging face": "2"}
-    exact, ended = result["exactly 40 tokens"], result["until they end"]
-    rows = [
-        (
-            name,
-            _spread(ratios),
-            f"{exact['seconds'][name]:.3f}",
-            aims.get(name, ""),
-            _spread(ended["ratios"][name]) if name in ended["ratios"] else "",
-            f"{ended['seconds'][name]:.3f}" if name in ended["ratios"] else "",
-        )
-        for name, ratios in exact["ratios"].items()
-    ]
-    headers = (
-        f"128 rollouts here: {exact['seconds']['ours']:.3f} s for 40 tokens each, "
-        f"{ended['seconds']['ours']:.3f} s until they end; against",
-        "40 tokens: times as fast",
-        "seconds",
-        "aim",
-        "until they end: times as fast",
-        "seconds",
-    )
-    return _table(rows, headers)
-
-
-def _format_limits(result: dict) -> str:
-    rows = [
-        (
-            kind.upper(),
-            f"{row['fraction']:.2f}",
-            f"{row['gflop']:.1f}",
-            f"{row['seconds']:.2f}",
-            f"{row['machine_gflop_per_second']:.0f}",
-        )
-        for kind, row in result.items()
-    ]
-    headers = (
-        "one update of 128 × 40 tokens",
-        "share of the machine's rate",
-        "GFLOP",
-        "seconds",
-        "machine, GFLOP/s",
-    )
-    return _table(rows, headers)
-
-
-def _format_memory(result: list) -> str:
-    rows = [
-        [f"{row[name]:.0f}" for name in ("vocabulary", "batch", "length", "ours", "textbook")]
-        for row in result
-    ]
-    headers = ("vocabulary", "batch", "length", "here, MiB", "reference logits stored, MiB")
-    return _table(rows, headers)
+    return _table(rows, "reward on additions, three seeds", "native forward", "bridge")
 
 
 def _format_scaling(result: dict) -> str:
     names = {"smollm2_shape": "SmolLM2's shape, 135M"}
     rows = []
     for size, row in result.items():
-        memory = [("", "", "", "", "")] * 2
+        ratio = peaks = ""
         if "memory_mib" in row:
-            memory = _list_memory(row["memory_mib"])
-        rows.append(
-            (
-                names.get(size, size),
-                _spread(row["ratios"]),
-                f"{row['rate']['ours']:.3g}",
-                f"{row['rate']['trl']:.3g}",
-                " / ".join(filter(None, memory[1][2:4])),
-                memory[1][1],
-                row["trl_configuration"],
-            )
-        )
-    headers = (
+            ratio, *both = _compare_memory(row["memory_mib"], "whole")
+            peaks = " / ".join(both)
+        rates = (f"{row['rate'][side]:.3g}" for side in ("ours", "trl"))
+        label = names.get(size, size)
+        rows.append((label, _spread(row["ratios"]), *rates, peaks, ratio, row["trl_configuration"]))
+    return _table(
+        rows,
         "GRPO, 16 × 20 tokens, parameters",
         "ratio",
         "here, steps/s",
@@ -218,23 +135,3 @@ def _format_scaling(result: dict) -> str:
         "ratio",
         "TRL's configuration",
     )
-    return _table(rows, headers)
-
-
-def _format_checks(result: dict) -> str:
-    rows = []
-    for when, label in (("first", "the first time"), ("later", "the second time")):
-        seconds = {name: row[when] for name, row in result.items()}
-        worst = max(seconds, key=lambda name: seconds[name])
-        rows.append(
-            (label, f"{statistics.median(seconds.values()):.2f}", f"{seconds[worst]:.2f}", worst)
-        )
-    return _table(rows, ("check() of a right answer, after start()", "median, s", "worst, s", "of"))
-
-
-def _format_seconds(label: str, header: str):
-    def format_(result: dict) -> str:
-        rows = [(name, f"{seconds:.1f}") for name, seconds in result.items()]
-        return _table(rows, (label, header))
-
-    return format_

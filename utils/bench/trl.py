@@ -1,10 +1,9 @@
-"""The same GRPO step by `trl.GRPOTrainer` with PEFT, in the best configuration found for a CPU."""
+"""TRL's contestant: `GRPOTrainer` with PEFT, in the best configuration found for a CPU."""
 
 import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from utils.bench.measuring import measure_peak
-from utils.bench.models import Work, get_sites, make_data
+from utils.bench.measuring import clock_methods
+from utils.bench.models import Between, Work, get_sites, make_data
 
 EAGER, STATIC = {"attn_implementation": "eager"}, {"cache_implementation": "static"}
 # What is tried. TRL's own defaults, bfloat16 autocast and checkpointing, took 1.7 times as long as
@@ -38,16 +37,12 @@ def reward(completions: list[str], answers: list[str], **_) -> list[float | None
     ]
 
 
-class AfterStep(TrainerCallback):
-    """Measures TRL's steps, and calls `between` between them, outside the measurement.
+class _AfterStep(TrainerCallback):
+    """Measures TRL's steps, and calls `between` between them, outside the measurement."""
 
-    Stops the training when `between` returns True.
-    """
-
-    def __init__(self, between: Callable[[int], bool | None]):
+    def __init__(self, between: Between):
         self.between = between
         self.seconds: list[float] = []
-        self.start = 0.0
 
     def on_train_begin(self, *_, **__):
         self.start = time.perf_counter()
@@ -59,62 +54,94 @@ class AfterStep(TrainerCallback):
         self.start = time.perf_counter()
 
 
-def make_trl_trainer(
-    folder: Path | str,
-    out: Path | str,
-    work: Work,
-    steps: int,
-    between: Callable[[int], bool | None] = lambda step: None,
-    seed: int = 0,
-    attn_implementation: str = "sdpa",
-    **options,
-) -> tuple[GRPOTrainer, AfterStep]:
-    """Return a trainer for `steps` steps of `work`, and the callback that has their seconds."""
-    torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts, answers = make_data()
-    prompts = [tokenizer.bos_token + prompt for prompt in prompts]  # TRL prepends none
-    config: dict[str, Any] = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": work.batch_size,
-        "num_generations": work.group_size,
-        "max_completion_length": work.gen_len,
-        "learning_rate": work.lr,
-        "lr_scheduler_type": "constant",
-        "beta": work.beta,
-        "loss_type": "grpo",
-        "max_steps": steps,
-        "max_grad_norm": 1.0,
-        "seed": seed,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "logging_strategy": "no",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    _, target_modules = get_sites(folder)
-    callback = AfterStep(between)
-    trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=attn_implementation, dtype=torch.float32
-        ),
-        args=GRPOConfig(**(config | options)),
-        reward_funcs=reward,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "answers": answers}),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(
-            r=work.rank,
-            lora_alpha=32,
-            lora_dropout=0.0,
-            target_modules=target_modules,
-            fan_in_fan_out="c_attn" in target_modules,  # GPT-2's Conv1D keeps [d_in d_out]
-        ),
-        callbacks=[callback],
-    )
-    trainer.remove_callback(PrinterCallback)
-    return trainer, callback
+class Contestant:
+    """Takes the steps of the course's `Contestant`, the first time that it is asked to train."""
+
+    def __init__(
+        self,
+        folder: Path | str,
+        work: Work,
+        seed: int = 0,
+        attn_implementation: str = "sdpa",
+        **options: Any,
+    ):
+        torch.manual_seed(seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        prompts, answers = make_data()
+        prompts = [self.tokenizer.bos_token + prompt for prompt in prompts]  # TRL prepends none
+        self.out = tempfile.TemporaryDirectory()
+        config: dict[str, Any] = {
+            "output_dir": self.out.name,
+            "per_device_train_batch_size": work.batch_size,
+            "num_generations": work.group_size,
+            "max_completion_length": work.gen_len,
+            "learning_rate": work.lr,
+            "lr_scheduler_type": "constant",
+            "beta": work.beta,
+            "loss_type": "grpo",
+            "max_grad_norm": 1.0,
+            "seed": seed,
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "report_to": "none",
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        _, target_modules = get_sites(folder)
+        self.work = work
+        self.trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=attn_implementation, dtype=torch.float32
+            ),
+            args=GRPOConfig(**config | options),
+            reward_funcs=reward,
+            train_dataset=Dataset.from_dict({"prompt": prompts, "answers": answers}),
+            processing_class=self.tokenizer,
+            peft_config=LoraConfig(
+                r=work.rank,
+                lora_alpha=32,
+                lora_dropout=0.0,
+                target_modules=target_modules,
+                fan_in_fan_out="c_attn" in target_modules,  # GPT-2's Conv1D keeps [d_in d_out]
+            ),
+        )
+        self.trainer.remove_callback(PrinterCallback)
+        methods = ("_generate", "_generate_and_score_completions")
+        self.clocks = clock_methods(self.trainer, *methods)
+        self.seconds: list[float] = []
+
+    def train(self, steps: int, between: Between = lambda step: None) -> list[float]:
+        """Take steps until `between` returns True, and return their seconds."""
+        callback = _AfterStep(between)
+        self.trainer.add_callback(callback)
+        self.trainer.args.max_steps = steps
+        self.trainer.train()
+        self.seconds = callback.seconds
+        return self.seconds
+
+    @torch.no_grad()
+    def sample(self, prompts: list[str], seed: int) -> list[str]:
+        """Sample a completion of each prompt."""
+        model: Any = self.trainer.model
+        prompts = [self.tokenizer.bos_token + prompt for prompt in prompts]
+        inputs = self.tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+        sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}
+        with torch.random.fork_rng():  # the training samples from the global generator
+            torch.manual_seed(seed)
+            ids = model.generate(**inputs, max_new_tokens=self.work.gen_len, **sampling)
+        completions = ids[:, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.batch_decode(completions, skip_special_tokens=True)
+
+    def get_parts(self) -> dict[str, float]:
+        """Return the median seconds of each part of a step, without the first step's."""
+        sampling, rollout = (statistics.median(values[1:]) for values in self.clocks.values())
+        return {
+            "sampling": sampling,
+            "reference and the rest of the rollout": rollout - sampling,
+            "update": statistics.median(self.seconds[1:]) - rollout,
+        }
 
 
 @functools.cache
@@ -122,18 +149,9 @@ def choose_configuration(folder: Path, work: Work, steps: int = 3) -> tuple[str,
     """Return the fastest of `CONFIGURATIONS` at this work, and the median seconds a step of each:
     there and back through the list, `steps` steps each time after a first one."""
     seconds: dict[str, list[float]] = {name: [] for name in CONFIGURATIONS}
-    with tempfile.TemporaryDirectory() as out:
-        order = [*CONFIGURATIONS, *reversed(CONFIGURATIONS)]
-        for tried in tqdm(order, desc="TRL's configurations", leave=False):
-            trainer, clock = make_trl_trainer(folder, out, work, steps + 1, **CONFIGURATIONS[tried])
-            trainer.train()
-            seconds[tried] += clock.seconds[1:]
+    order = [*CONFIGURATIONS, *reversed(CONFIGURATIONS)]
+    for tried in tqdm(order, desc="TRL's configurations", leave=False):
+        contestant = Contestant(folder, work, **CONFIGURATIONS[tried])
+        seconds[tried] += contestant.train(steps + 1)[1:]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return min(medians, key=lambda name: medians[name]), medians
-
-
-def measure_trl_memory(folder: Path, work: Work, options: dict) -> dict:
-    """Measure the memory that three steps take."""
-    with tempfile.TemporaryDirectory() as out:
-        trainer, _ = make_trl_trainer(folder, out, work, 3, **options)
-        return measure_peak(trainer.train)
