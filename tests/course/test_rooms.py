@@ -23,7 +23,6 @@ ARROWS = {
 # Modules that stand outside of their room, or that may do more than the rest of it.
 SPECIAL = {
     "utils.grade": "autograder",
-    "utils.evaluation": "course",
     "utils.course.demo": "demo",
     "utils.course.real": "demo",
     "utils.train": "scale",

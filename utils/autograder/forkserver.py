@@ -43,7 +43,7 @@ PRELOADED = (
     "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
     "IPython.display", "utils.course", "utils.course.choosing", "utils.course.evaluation",
-    "utils.evaluation", "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
+    "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
     "utils.tracking", "utils.validation",
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
 )  # fmt: skip

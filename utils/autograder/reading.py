@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 SUFFIXES = (".ipynb", ".py")
 # Of the course's folder, what students do not write; beside one of these, it is that folder.
 COURSE_FOLDERS = ("solutions", "tests", "utils")
-COURSE_MARKS = ("utils/course", "utils/course.py", "utils/grading", "utils/authoring")
+COURSE_MARKS = ("utils/course", "utils/grading", "utils/authoring")
 MAX_COURSES = 20  # copies of the course in a submission that are looked for
 MAX_FILES = 200
 MAX_DEPTH = 3  # of zips in zips, as learning platforms send them

@@ -196,13 +196,9 @@ def _say_how_far(note: dict[str, Any]) -> str:
 
 def _load_progress() -> dict[str, dict[str, Any]]:
     try:
-        done = json.loads(PROGRESS.read_text())
+        return json.loads(PROGRESS.read_text())
     except (OSError, ValueError):  # none yet, or damaged
         return {}
-    # An earlier version noted the share alone.
-    of_before = {n: NOTHING | {"solved": s == 1, "share": s} for n, s in done.items()
-                 if isinstance(s, int | float)}  # fmt: skip
-    return done | of_before
 
 
 def catch_up() -> None:
