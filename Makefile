@@ -18,7 +18,7 @@ demo: $(VENV)/.installed  ## train PPO and GRPO on the embedded model, before an
 	$(PY) -m utils.course.demo
 
 real: $(VENV)/.installed  ## fetch a real language model (SmolLM2, 135M) and train it, before and after
-	$(PY) -m utils.course.real
+	$(PY) -m utils.course.real_model
 
 lint: $(VENV)/.tools
 	$(PY) -m ruff check .

@@ -25,7 +25,7 @@ from solutions.ch6_preferences import (
     train_reward_model,
 )
 from utils.course.evaluation import measure_kl, sample_prompts
-from utils.course.real import MODEL, VaderReward
+from utils.course.real_model import MODEL, VaderReward
 from utils.course.session import choose_threads
 from utils.models.corpus import review_prompts
 from utils.models.fetch import fetch

@@ -1,4 +1,4 @@
-"""GRPO and PPO on SmolLM2 with three seeds, recorded: all runs of `utils.course.real`.
+"""GRPO and PPO on SmolLM2 with three seeds, recorded: all runs of `utils.course.real_model`.
 
 `python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. Runs that are in
 the file are skipped; delete it to repeat them. Samples are kept for seed 1 alone. The weights are
@@ -11,7 +11,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from utils.course.real import MODEL, describe_origin, make_tasks, run_task
+from utils.course.real_model import MODEL, describe_origin, make_tasks, run_task
 from utils.models.fetch import MODELS, fetch
 
 RESULT = Path(__file__).parents[1] / "results" / "real_runs.json"

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from solutions.ch0_sampling import get_samples
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils import tracking
-from utils.course import attached, session
+from utils.course import kept_methods, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis
 from utils.grading.checks import get_checks
@@ -232,9 +232,9 @@ def test_methods_stay_when_the_cell_of_their_class_runs_again():
     names: dict = {}
 
     def run(source: str) -> list[str]:
-        attached.remember(names, {"T"})
+        kept_methods.remember(names, {"T"})
         exec(source, names)
-        return attached.keep(names)
+        return kept_methods.keep(names)
 
     given = "class T:\n    def base(self): return {n}\n    def given(self): return self.mine()"
     assert run(given.format(n=1)) == []

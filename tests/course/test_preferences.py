@@ -28,7 +28,7 @@ from solutions.ch6_preferences import (
     train_reward_model,
 )
 from tests.oracles.trl import calc_trl_dpo_loss, calc_trl_reward_loss
-from utils.course import choosing
+from utils.course import own_preferences
 from utils.models.corpus import review_prompts
 from utils.preferences import Preferences, append_preference, load_preferences
 
@@ -269,15 +269,15 @@ def test_typed_choices_survive_a_stop(tmp_path, monkeypatch, capsys):
     path = tmp_path / "mine.jsonl"
     answers = iter(["1", "what?", "2", "q"])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
-    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
+    own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
     assert "2 choices" in capsys.readouterr().out
-    lefts = [choosing.get_sides(CANDIDATES, i) for i in range(4)]
-    mine = choosing.load_own_preferences(CANDIDATES, path)
+    lefts = [own_preferences.get_sides(CANDIDATES, i) for i in range(4)]
+    mine = own_preferences.load_own_preferences(CANDIDATES, path)
     assert list(mine.chosen) == [lefts[0][0], lefts[1][1]]
     answers = iter(["1", "1"])
-    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
-    assert choosing.count_choices(path) == 4
-    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)  # asks nothing more
+    own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
+    assert own_preferences.count_choices(path) == 4
+    own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)  # asks nothing more
     assert "All 4" in capsys.readouterr().out
 
 
@@ -285,45 +285,45 @@ def test_files_that_were_edited_by_hand_go_on(tmp_path, monkeypatch, capsys):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "P0", "chosen": "good", "rejected": "poor"}')  # without a newline
     monkeypatch.setattr("builtins.input", lambda _: "1")
-    choosing.ask_for_preferences(CANDIDATES, path, buttons=False)
-    assert len(choosing.load_own_preferences(CANDIDATES, path)) == 4
+    own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
+    assert len(own_preferences.load_own_preferences(CANDIDATES, path)) == 4
     others = Preferences(["Q"] * 4, ["good"] * 4, ["poor"] * 4)
-    choosing.ask_for_preferences(others, path, buttons=False)
+    own_preferences.ask_for_preferences(others, path, buttons=False)
     assert "other pairs" in capsys.readouterr().out
 
 
 def test_choices_between_answers_to_chats_are_read_again(tmp_path, monkeypatch):
     chats = Preferences([CHAT], ["Hello!"], ["No."])
     monkeypatch.setattr("builtins.input", lambda _: "1")
-    choosing.ask_for_preferences(chats, tmp_path / "mine.jsonl", buttons=False)
+    own_preferences.ask_for_preferences(chats, tmp_path / "mine.jsonl", buttons=False)
     assert load_preferences(tmp_path / "mine.jsonl").prompts == (CHAT,)
 
 
 def test_clicked_choices_are_saved_one_by_one(tmp_path):
     path = tmp_path / "mine.jsonl"
-    box = choosing._Buttons(CANDIDATES, path, 0)
+    box = own_preferences._Buttons(CANDIDATES, path, 0)
     box.show_pair()
     for i in range(4):
-        left, right = choosing.get_sides(CANDIDATES, i)
+        left, right = own_preferences.get_sides(CANDIDATES, i)
         assert left in box.texts[0].value
         assert right in box.texts[1].value
         box.buttons[i % 2].click()
-        assert choosing.count_choices(path) == i + 1
+        assert own_preferences.count_choices(path) == i + 1
         assert load_preferences(path).chosen[i] == (left, right)[i % 2]
     assert "Done" in box.title.value
 
 
 def test_both_sides_get_the_good_one():
     many = Preferences(["P"] * 200, ["good"] * 200, ["poor"] * 200)
-    lefts = [choosing.get_sides(many, i)[0] for i in range(200)]
+    lefts = [own_preferences.get_sides(many, i)[0] for i in range(200)]
     assert 70 < lefts.count("good") < 130
 
 
 def test_without_choices_the_simulated_person_chooses(tmp_path, capsys):
-    assert choosing.load_own_preferences(CANDIDATES, tmp_path / "none.jsonl") is CANDIDATES
+    assert own_preferences.load_own_preferences(CANDIDATES, tmp_path / "none.jsonl") is CANDIDATES
     assert "simulated" in capsys.readouterr().out
     append_preference(tmp_path / "one.jsonl", "A", "b", "c")
-    assert choosing.load_own_preferences(CANDIDATES, tmp_path / "one.jsonl").chosen == ("b",)
+    assert own_preferences.load_own_preferences(CANDIDATES, tmp_path / "one.jsonl").chosen == ("b",)
 
 
 # --- What the chapter says of its runs ----------------------------------------------------------

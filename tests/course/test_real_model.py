@@ -6,7 +6,7 @@ import torch
 from solutions.ch0_sampling import get_logprobs, get_samples, select_completion
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.course.real import make_tasks, run_task
+from utils.course.real_model import make_tasks, run_task
 from utils.models.fetch import find_fetched, is_fetched
 from utils.models.forward import get_scorer
 

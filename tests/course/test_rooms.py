@@ -24,7 +24,7 @@ ARROWS = {
 SPECIAL = {
     "utils.grade": "autograder",
     "utils.course.demo": "demo",
-    "utils.course.real": "demo",
+    "utils.course.real_model": "demo",
     "utils.train": "scale",
 }
 

@@ -42,7 +42,7 @@ PRELOADED = (
     "matplotlib.pyplot", "matplotlib.backends.backend_agg", "nbformat", "safetensors.torch",
     "transformers",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "wandb",
-    "IPython.display", "utils.course", "utils.course.choosing", "utils.course.evaluation",
+    "IPython.display", "utils.course", "utils.course.own_preferences", "utils.course.evaluation",
     "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
     "utils.tracking", "utils.validation",
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",

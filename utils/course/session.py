@@ -15,9 +15,8 @@ from IPython.display import SVG, Image, display
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from utils.course import attached, in_bundle, stale_cells
+from utils.course import in_bundle, kept_methods, stale_cells
 from utils.course.checking import YELLOW, is_solution, is_solved, paint, run_and_print
-from utils.describing import describe_figure
 from utils.grading.checks import (
     boot_models,
     get_chapters,
@@ -27,6 +26,7 @@ from utils.grading.checks import (
 )
 from utils.grading.judging import Verdict, count_points
 from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
+from utils.plot_descriptions import describe_figure
 from utils.tracking import make_lock, tolerate_encoding
 from utils.version import get_version
 
@@ -69,10 +69,10 @@ def _watch_classes(chapter: str) -> None:
     classes = {name.partition(".")[0] for name in get_checks(chapter) if "." in name}
 
     def remember(*_: Any) -> None:
-        attached.remember(shell.user_ns, classes)
+        kept_methods.remember(shell.user_ns, classes)
 
     def keep(*_: Any) -> None:
-        if kept := attached.keep(shell.user_ns):
+        if kept := kept_methods.keep(shell.user_ns):
             print(f"A class was defined anew; what was attached to it stays: {', '.join(kept)}")
 
     for event, callback in (("pre_run_cell", remember), ("post_run_cell", keep)):

@@ -6,7 +6,7 @@ from IPython.core.pylabtools import select_figure_formats
 from matplotlib.figure import Figure
 
 from utils.course import session
-from utils.describing import describe_figure
+from utils.plot_descriptions import describe_figure
 from utils.plotting import plot_tokens
 
 

@@ -1,4 +1,4 @@
-"""GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real`.
+"""GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real_model`.
 
 Two runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: GRPO on sums
 of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. `--only
