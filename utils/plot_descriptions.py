@@ -1,10 +1,11 @@
 """Plots in words, for those who do not see them."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.container import BarContainer, ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Polygon
 
 MOST = 8  # curves, or bars, that are told one by one
@@ -26,12 +27,8 @@ def describe_figure(figure: Figure) -> str:
 
 
 def _describe_panel(axes: Axes) -> str:
-    said = [*_describe_curves(axes), *_describe_bars(axes), *_describe_grids(axes)]
-    said += [*_describe_intervals(axes), *_describe_marks(axes)]
-    points = sum(
-        len(np.asarray(drawn.get_offsets())) for drawn in axes.collections if _is_scatter(drawn)
-    )
-    said += [f"{points} points"] if points else []
+    kinds = (_list_curves, _list_bars, _list_grids, _list_intervals, _list_marks, _list_points)
+    said = [text for list_ in kinds for text in list_(axes)]
     if not said:  # a picture of text
         bold = [text for text in axes.texts if text.get_fontweight() == "bold"]
         said = [text.get_text() for text in bold or axes.texts][:MOST]
@@ -43,19 +40,14 @@ def _describe_panel(axes: Axes) -> str:
     return f"{head}: {'; '.join(said)}." if head else f"{'; '.join(said)}."
 
 
-def _is_scatter(drawn) -> bool:
-    return type(drawn).__name__ == "PathCollection"
-
-
-def _describe_curves(axes: Axes) -> list[str]:
+def _list_curves(axes: Axes) -> list[str]:
     said = []
     for line in axes.get_lines():
-        heights = [y for y in _get_heights(line) if y == y]
+        heights = [y for y in _get_numbers(line.get_ydata()) if y == y]
         if len(heights) < 3 or len(set(heights)) == 1 or line.get_linestyle() == "None":
             continue  # a rule, or marks, and not a curve
         first, last, low, high = heights[0], heights[-1], min(heights), max(heights)
-        label = str(line.get_label())
-        curve = f"{'a curve' if label.startswith('_') else label} from {first:.3g} to {last:.3g}"
+        curve = f"{_get_name(line) or 'a curve'} from {first:.3g} to {last:.3g}"
         beyond = 0.1 * (high - low)
         curve += f", at least {low:.3g}" * (low < min(first, last) - beyond)
         curve += f", at most {high:.3g}" * (high > max(first, last) + beyond)
@@ -63,14 +55,11 @@ def _describe_curves(axes: Axes) -> list[str]:
     return said[:MOST] + [f"{len(said) - MOST} more curves"] * (len(said) > MOST)
 
 
-def _describe_bars(axes: Axes) -> list[str]:
+def _list_bars(axes: Axes) -> list[str]:
     said = []
-    for bars in axes.containers:
-        if not isinstance(bars, BarContainer):
-            continue
+    for bars in (drawn for drawn in axes.containers if isinstance(drawn, BarContainer)):
         heights = [bar.get_height() for bar in bars]
-        label = str(bars.get_label())
-        name = "bars" if label.startswith("_") else label
+        name = _get_name(bars) or "bars"
         if len(heights) <= MOST:
             said.append(f"{name} {', '.join(f'{height:.3g}' for height in heights)}")
         else:
@@ -80,48 +69,60 @@ def _describe_bars(axes: Axes) -> list[str]:
     return said
 
 
-def _describe_intervals(axes: Axes) -> list[str]:
-    """Of error bars, and the names that stand beside them."""
+def _list_grids(axes: Axes) -> list[str]:
+    grids = [np.asarray(image.get_array()) for image in axes.get_images()]
+    return [
+        f"{grid.shape[0]} by {grid.shape[1]} squares from {grid.min():.3g} to {grid.max():.3g}"
+        for grid in grids
+    ]
+
+
+def _list_intervals(axes: Axes) -> list[str]:
+    """List what error bars show, and the names that stand beside them."""
     bars = [drawn for drawn in axes.containers if isinstance(drawn, ErrorbarContainer)]
     lines = [bar.lines[0] for bar in bars if bar.lines[0] is not None]
     if not lines:
         return []
     is_lying = bars[0].has_xerr
-    places = [line.get_xdata() if is_lying else line.get_ydata() for line in lines]
-    values = np.concatenate([np.asarray(x, dtype=float).ravel() for x in places])
+    data = [line.get_xdata() if is_lying else line.get_ydata() for line in lines]
+    values = [value for one in data for value in _get_numbers(one)]
     ticks = axes.get_yticklabels() if is_lying else axes.get_xticklabels()
     names = ", ".join(tick.get_text() for tick in ticks if tick.get_text())
     return [f"{len(values)} intervals around {min(values):.3g} to {max(values):.3g} ({names})"]
 
 
-def _describe_marks(axes: Axes) -> list[str]:
-    """Of marks that no line joins, how many and where; of outlines, as of histograms, the names."""
+def _list_marks(axes: Axes) -> list[str]:
+    """List marks that no line joins, how many and where, and the names of outlines, as of
+    histograms."""
     said, unnamed = [], []
     for line in axes.get_lines():
-        heights = _get_heights(line)
+        heights = _get_numbers(line.get_ydata())
         if line.get_linestyle() != "None" or not heights:
             continue
-        if (label := str(line.get_label())).startswith("_"):
-            unnamed += heights
+        if name := _get_name(line):
+            said.append(f"{name}: {_tell_range(heights)}")
         else:
-            said.append(f"{label}: {_tell_range(heights)}")
+            unnamed += heights
     said += [_tell_range(unnamed)] if unnamed else []
-    names = [str(patch.get_label()) for patch in axes.patches if isinstance(patch, Polygon)]
-    return said + [f"a histogram of {name}" for name in names if not name.startswith("_")]
-
-
-def _get_heights(line: Line2D) -> list[float]:
-    return np.asarray(line.get_ydata(), dtype=float).tolist()
+    outlines = [_get_name(patch) for patch in axes.patches if isinstance(patch, Polygon)]
+    return said + [f"a histogram of {name}" for name in outlines if name]
 
 
 def _tell_range(heights: list[float]) -> str:
     return f"{len(heights)} marks from {min(heights):.3g} to {max(heights):.3g}"
 
 
-def _describe_grids(axes: Axes) -> list[str]:
-    said = []
-    for image in axes.get_images():
-        values = np.asarray(image.get_array())
-        rows, columns = values.shape[:2]
-        said.append(f"{rows} by {columns} squares from {values.min():.3g} to {values.max():.3g}")
-    return said
+def _list_points(axes: Axes) -> list[str]:
+    scatters = [drawn for drawn in axes.collections if type(drawn).__name__ == "PathCollection"]
+    points = sum(len(np.asarray(drawn.get_offsets())) for drawn in scatters)
+    return [f"{points} points"] if points else []
+
+
+def _get_name(drawn: Any) -> str:
+    """Return the label that its author gave, if one was given."""
+    label = str(drawn.get_label())
+    return "" if label.startswith("_") else label
+
+
+def _get_numbers(data: Any) -> list[float]:
+    return np.asarray(data, dtype=float).ravel().tolist()

@@ -41,48 +41,32 @@ def check_fields(args: Any) -> None:
     and either of them None where its type has `| None`. Other types are not checked.
     """
     types = typing.get_type_hints(type(args), include_extras=True)
-    for name in [field.name for field in fields(args)]:
-        options = typing.get_args(types[name])
-        if type(None) in options and getattr(args, name) is None:
-            continue
-        kind = (
-            next(o for o in options if o is not type(None))
-            if type(None) in options
-            else types[name]
-        )
+    for name in (field.name for field in fields(args)):
+        kind, value = types[name], getattr(args, name)
+        if type(None) in typing.get_args(kind):
+            if value is None:
+                continue
+            kind = next(o for o in typing.get_args(kind) if o is not type(None))
         if typing.get_origin(kind) is Literal:
             require_option(args, name, *typing.get_args(kind))
         elif typing.get_origin(kind) is Annotated:
             number, limits = typing.get_args(kind)[:2]
-            if not isinstance(limits, Range):  # an annotation of some other library
-                continue
-            if number is int:
-                require_integers(args, limits.low, name)
-            else:
-                require_numbers(args, limits.low, limits.high, name)
+            if isinstance(limits, Range):  # not an annotation of some other library
+                _require_number(name, value, number, limits)
 
 
-def require_integers(args: Any, least: float, *names: str) -> None:
-    """Raise a ValueError unless each named field of `args` is an integer of at least `least`."""
-    for name in names:
-        value = getattr(args, name)
-        require(
-            isinstance(value, int) and not isinstance(value, bool) and value >= least,
-            f"{name} should be an integer of at least {least}, but is {value!r}",
-        )
-
-
-def require_numbers(args: Any, low: float, high: float, *names: str) -> None:
-    """Raise a ValueError unless each named field of `args` is a number in [low, high]."""
-    for name in names:
-        value = getattr(args, name)
-        require(
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-            and low <= value <= high,
-            f"{name} should be a finite number in [{low}, {high}], but is {value!r}",
-        )
+def _require_number(name: str, value: Any, kind: type, limits: Range) -> None:
+    low, high = limits.low, limits.high
+    what = f"a finite number in [{low}, {high}]"
+    if kind is int:
+        what = f"an integer of at least {low}"
+    require(
+        isinstance(value, int | kind)
+        and not isinstance(value, bool)
+        and (kind is int or math.isfinite(value))
+        and low <= value <= high,
+        f"{name} should be {what}, but is {value!r}",
+    )
 
 
 def require_option(args: Any, name: str, *options: Any) -> None:
@@ -103,7 +87,6 @@ def shape_checked(function: Callable) -> Callable:
         for name, parameter in signature.parameters.items()
         if (arrays := _array_types(parameter.annotation))
     }
-
     optional = {
         name
         for name, parameter in signature.parameters.items()
