@@ -15,7 +15,7 @@ from solutions.ch0_sampling import encode_prompts, sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from tests.support.models import SPECIAL
-from utils.course import real
+from utils.course import real_model
 from utils.models import fetch
 from utils.models.corpus import split_digit_pairs
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
@@ -315,16 +315,16 @@ def test_chats_need_a_template_and_messages(embedded):
 @pytest.mark.parametrize("name", ["sums", "mood", "mood_ppo"])
 def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, capsys):
     fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path / "tiny", torch.float32)
-    task = real.make_tasks()[name]
+    task = real_model.make_tasks()[name]
     task.n_samples = 1
     small = {"total_phases": 1, "batch_size": 16, "gen_len": 4}
-    row = real.run_task(name, task, tmp_path / "tiny", tmp_path, 1, **small)
+    row = real_model.run_task(name, task, tmp_path / "tiny", tmp_path, 1, **small)
     keys = "model task reward heldout kl nll distinct_bigrams seconds".split()
     for key in keys:
         assert key in row or {f"{key}_before", f"{key}_after"} <= row.keys()
     assert (tmp_path / f"{name}.png").exists()
     assert "held-out prompt" in capsys.readouterr().out
-    assert "KL from the base" in real.format_summary([row])
+    assert "KL from the base" in real_model.format_summary([row])
 
 
 def test_sums_are_held_out_in_either_order_and_answered_as_a_whole_number():

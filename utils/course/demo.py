@@ -9,6 +9,7 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tabulate import tabulate
 from solutions.ch0_sampling import sample_completions
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.course.evaluation import evaluate_additions, evaluate_reviews
+from utils.course.evaluation import evaluate_additions, evaluate_reviews, pair_up
 from utils.course.session import choose_threads
 from utils.models.corpus import (
     addition_prompt,
@@ -76,20 +77,12 @@ def _get_run_args(name: str, out: Path, seed: int) -> dict:
 
 def run_ppo(out: Path, seed: int, **overrides) -> dict[str, Any]:
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
-    trainer = make_ppo_trainer(out, seed, **overrides)
-    print(f"\nPPO on the sentiment of reviews, seed {seed}: measure, train, measure again")
-    prompts = review_prompts()[1]
-    before = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
-    start = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - start
-    after = evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
-    return {
-        **_before_and_after(before, after),
-        "kl": after["kl"],
-        "seconds": seconds,
-        "samples": _sample(trainer, prompts, seed),
-    }
+    trainer, prompts = make_ppo_trainer(out, seed, **overrides), review_prompts()[1]
+
+    def measure() -> dict[str, float]:
+        return evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
+
+    return _run("PPO on the sentiment of reviews", trainer, seed, prompts, measure)
 
 
 def run_grpo(out: Path, seed: int, **overrides) -> dict[str, Any]:
@@ -98,36 +91,37 @@ def run_grpo(out: Path, seed: int, **overrides) -> dict[str, Any]:
     The run has fewer phases than those that the chapters record, enough to see it learn.
     """
     trainer = make_grpo_trainer(out, seed, **{"total_phases": 25} | overrides)
-    print(f"\nGRPO on additions, seed {seed}: measure, train, measure again")
     pairs = held_out_pairs()
-    before = evaluate_additions(trainer.model, pairs, seed=seed)
+    prompts = [addition_prompt(a, b) for a, b in pairs]
+
+    def measure() -> dict[str, float]:
+        return evaluate_additions(trainer.model, pairs, seed=seed)
+
+    return _run("GRPO on additions", trainer, seed, prompts, measure)
+
+
+def _run(
+    label: str,
+    trainer: RLHFTrainer,
+    seed: int,
+    prompts: list[str],
+    measure: Callable[[], dict[str, float]],
+) -> dict[str, Any]:
+    """Train between two measurements, and add three prompts with what is written after them."""
+    print(f"\n{label}, seed {seed}: measure, train, measure again")
+    before = measure()
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
-    after = evaluate_additions(trainer.model, pairs, seed=seed)
-    return {
-        **_before_and_after(before, after),
-        "kl": after["kl"],
-        "seconds": seconds,
-        "samples": _sample(trainer, [addition_prompt(a, b) for a, b in pairs], seed),
-    }
-
-
-def _sample(trainer: RLHFTrainer, prompts: list[str], seed: int) -> list[list[str]]:
-    """Return three prompts that were not trained on, and what the trained model makes of them."""
-    model, args = trainer.model, trainer.args
+    after = measure()
     generator = torch.Generator(trainer.device).manual_seed(seed)
     chosen = prompts[:: max(len(prompts) // 3, 1)][:3]
-    texts = sample_completions(model, chosen, args.gen_len, generator=generator).texts
-    return [[prompt, text] for prompt, text in zip(chosen, texts, strict=True)]
-
-
-def _before_and_after(before: dict, after: dict) -> dict[str, float]:
+    sampled = sample_completions(trainer.model, chosen, trainer.args.gen_len, generator=generator)
     return {
-        f"{name}_{when}": values[name]
-        for name in before
-        if name != "kl"
-        for when, values in (("before", before), ("after", after))
+        **pair_up(before, after),
+        "kl": after["kl"],
+        "seconds": seconds,
+        "samples": [list(pair) for pair in zip(chosen, sampled.texts, strict=True)],
     }
 
 
@@ -161,13 +155,12 @@ def format_summary(summaries: list[dict]) -> str:
 
     table = []
     for trainer, rows in ROWS.items():
-        for label, name in rows:
-            before, after = (cell(trainer, f"{name}_{when}") for when in ("before", "after"))
-            table.append((trainer.upper(), label, before, after))
-        table.append(
-            (trainer.upper(), "KL from the base, nats per token", "0", cell(trainer, "kl"))
-        )
-        table.append((trainer.upper(), "seconds of training", "", cell(trainer, "seconds")))
+        name = trainer.upper()
+        for label, key in rows:
+            values = (cell(trainer, f"{key}_{when}") for when in ("before", "after"))
+            table.append((name, label, *values))
+        table.append((name, "KL from the base, nats per token", "0", cell(trainer, "kl")))
+        table.append((name, "seconds of training", "", cell(trainer, "seconds")))
     headers = ("", "held-out", "before", "after")
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -194,18 +187,15 @@ def main() -> None:
     if args.seeds is not None and args.seeds < 1:
         parser.error(f"--seeds should be at least 1, but is {args.seeds}")
     choose_threads()
+    seeds = {args.out: args.seed}
+    if args.seeds is not None:
+        seeds = {args.out / f"seed-{k}": k for k in range(args.seeds)}
     try:
-        _run_and_report(args)
+        summaries = [run_demo(out, seed) for out, seed in seeds.items()]
     except KeyboardInterrupt:
         print("The demonstration was stopped; it starts over next time.")
         raise SystemExit(130) from None
-
-
-def _run_and_report(args: argparse.Namespace) -> None:
-    if args.seeds is None:
-        summaries = [run_demo(args.out, args.seed)]
-    else:
-        summaries = [run_demo(args.out / f"seed-{k}", k) for k in range(args.seeds)]
+    if args.seeds is not None:
         (args.out / "seeds.json").write_text(json.dumps(summaries, indent=2) + "\n")
     table = format_summary(summaries)
     (args.out / "summary.md").write_text(table + "\n")

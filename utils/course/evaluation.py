@@ -81,6 +81,13 @@ def measure_distinct_bigrams(texts: list[str]) -> float:
     return len(set(bigrams)) / max(len(bigrams), 1)
 
 
+def pair_up(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return both measurements under names that say when; of the KL, which was 0, neither."""
+    both = {"before": before, "after": after}
+    names = [name for name in before if name != "kl"]
+    return {f"{name}_{when}": both[when][name] for name in names for when in both}
+
+
 def evaluate_reviews(
     model, prompts: list[str], reward_fn, n_samples: int = 32, gen_len: int = 30, seed: int = 0
 ) -> dict[str, float]:

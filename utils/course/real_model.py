@@ -9,7 +9,6 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from utils.course.evaluation import (
     measure_distinct_bigrams,
     measure_kl,
     measure_nll,
+    pair_up,
     sample_prompts,
 )
 from utils.course.session import choose_threads
@@ -39,7 +39,13 @@ SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
 BEGINNINGS = ["This movie is", "The film", "I watched it and", "My review:"]
 OTHER_BEGINNINGS = ["The plot was", "After the first hour I", "The actors", "In the end this book"]
 SHOWN = ["sums", "mood_ppo"]  # what `make real` runs
-SETUP = {"warmup_steps": 0, "base_lr": 1e-3, "num_minibatches": 2, "samples_every": 4}
+SETUP = {
+    "warmup_steps": 0,
+    "base_lr": 1e-3,
+    "num_minibatches": 2,
+    "batches_per_learning_phase": 1,
+    "samples_every": 4,
+}
 
 
 class VaderReward:
@@ -62,7 +68,6 @@ class Task:
     prompts: list[str]  # held out
     n_samples: int  # of each
     columns: dict[str, list[str]] = field(default_factory=dict)
-    measure_reward: Callable[..., Tensor] = reward_fn_sum
 
 
 def make_tasks() -> dict[str, Task]:
@@ -75,48 +80,35 @@ def make_tasks() -> dict[str, Task]:
         "batch_size": 64,
         "gen_len": 4,
         "total_phases": 16,
-        "batches_per_learning_phase": 1,
     }
-    reward = VaderReward()
     mood = {
         "prompts": BEGINNINGS,
-        "reward_fn": reward,
+        "reward_fn": VaderReward(),
         "batch_size": 32,
         "gen_len": 24,
         "total_phases": 12,
-        "batches_per_learning_phase": 1,
         "base_lr": 2e-3,
     }
-    measured: dict[str, Any] = {
-        "prompts": OTHER_BEGINNINGS,
-        "n_samples": 16,
-        "measure_reward": reward,
-    }
+    by_ppo = mood | {"kl_coef": 0.05}
+    sums_held_out = [f"{SHOTS}{a}+{b}=" for a, b in held]
+    answers = {"answers": [str(a + b) for a, b in held]}
+    on_mood = "on the mood of free text"
     return {
-        "sums": Task(
-            "GRPO on sums of one digit",
-            GrpoTrainer,
-            sums,
-            [f"{SHOTS}{a}+{b}=" for a, b in held],
-            8,
-            {"answers": [str(a + b) for a, b in held]},
-        ),
-        "mood": Task("GRPO on the mood of free text", GrpoTrainer, mood, **measured),
-        "mood_ppo": Task(
-            "PPO on the mood of free text", RLHFTrainer, mood | {"kl_coef": 0.05}, **measured
-        ),
+        "sums": Task("GRPO on sums of one digit", GrpoTrainer, sums, sums_held_out, 8, answers),
+        "mood": Task(f"GRPO {on_mood}", GrpoTrainer, mood, OTHER_BEGINNINGS, 16),
+        "mood_ppo": Task(f"PPO {on_mood}", RLHFTrainer, by_ppo, OTHER_BEGINNINGS, 16),
     }
 
 
 def measure(model, task: Task, gen_len: int, seed: int, has_learnt: bool = True) -> dict[str, Any]:
     """Measure held-out prompts: reward, nll under the base, distinct bigrams, and the KL where
     anything was learnt; keep samples."""
-    prompts = task.prompts * task.n_samples
+    prompts, reward_fn = task.prompts * task.n_samples, task.setup["reward_fn"]
     columns = {name: column * task.n_samples for name, column in task.columns.items()}
     batches = sample_prompts(model, prompts, gen_len, seed=seed, rows=64)
     texts = [text for batch in batches for text in batch.texts]
     found = {
-        "heldout": task.measure_reward(texts, **columns).mean().item(),
+        "heldout": reward_fn(texts, **columns).mean().item(),
         "nll": measure_nll(model, batches),
         "distinct_bigrams": measure_distinct_bigrams(texts),
     }
@@ -125,53 +117,39 @@ def measure(model, task: Task, gen_len: int, seed: int, has_learnt: bool = True)
     if task.columns:
         greedy = sample_prompts(model, task.prompts, gen_len, temperature=0, rows=64)
         answers = [text for batch in greedy for text in batch.texts]
-        found["greedy"] = task.measure_reward(answers, **task.columns).mean().item()
+        found["greedy"] = reward_fn(answers, **task.columns).mean().item()
     return found | {"samples": [[p, t] for p, t in zip(task.prompts, texts, strict=False)][:4]}
 
 
-def run_task(
-    name: str,
-    task: Task,
-    folder: Path,
-    out: Path,
-    seed: int,
-    untrained: dict | None = None,
-    **overrides: Any,
-) -> dict:
-    """Train one run and return its row of the summary.
-
-    untrained: what runs before this one have measured on the untrained model, to which this adds.
-    """
+def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overrides: Any) -> dict:
+    """Train one run and return its row of the summary."""
     shutil.rmtree(out / name, ignore_errors=True)  # of an earlier run
     run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
     if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
         run["dtype"] = torch.bfloat16
-    trainer = task.trainer_class(
-        task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
-    )
-    gen_len = trainer.args.gen_len
+    args = task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
+    trainer = task.trainer_class(args)
     print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)
-    untrained = {} if untrained is None else untrained
-    measured = (folder, *task.prompts, task.n_samples, gen_len, seed)
-    if measured not in untrained:
-        untrained[measured] = measure(trainer.model, task, gen_len, seed, has_learnt=False)
-    before = untrained[measured]
+    before = measure(trainer.model, task, args.gen_len, seed, has_learnt=False)
     start = time.perf_counter()
     history = trainer.train()
     seconds = time.perf_counter() - start
-    after = measure(trainer.model, task, gen_len, seed)
+    after = measure(trainer.model, task, args.gen_len, seed)
     plot_history({name: history}, out / f"{name}.png")
     show_samples(before["samples"], after["samples"])
-    both = {
-        f"{key}_{when}": found[key]
-        for key in before
-        for when, found in (("before", before), ("after", after))
+    return {
+        "model": MODEL,
+        "origin": describe_origin(folder),
+        "task": name,
+        "seed": seed,
+        "reward_before": history[0]["reward"],
+        "reward_after": history[-1]["reward"],
+        **pair_up(before, after),
+        "kl": after["kl"],
+        "seconds": seconds,
+        "rewards": [row["reward"] for row in history],
+        "phase_seconds": [row["seconds"] for row in history],
     }
-    rewards = {"reward_before": history[0]["reward"], "reward_after": history[-1]["reward"]}
-    phases = {"rewards": [row["reward"] for row in history]}
-    phases |= {"phase_seconds": [row["seconds"] for row in history]}
-    about = {"model": MODEL, "origin": describe_origin(folder), "task": name, "seed": seed}
-    return about | rewards | both | {"kl": after["kl"], "seconds": seconds} | phases
 
 
 def describe_origin(folder: Path) -> str:
@@ -252,11 +230,10 @@ def main() -> None:
         file.write_text(json.dumps(summary, indent=1) + "\n")
     except (OSError, ValueError) as error:
         parser.error(f"--out: {error}")
-    untrained: dict = {}
     for seed, name in dict.fromkeys((seed, name) for seed in args.seeds for name in args.only):
         out = args.out if len(args.seeds) == 1 else args.out / f"seed-{seed}"
         try:
-            row = run_task(name, tasks[name], folder, out, seed, untrained)
+            row = run_task(name, tasks[name], folder, out, seed)
         except KeyboardInterrupt:
             parser.exit(130, f"\nStopped in {name}, seed {seed}; what was finished is in {file}.\n")
         summary = [old for old in summary if (old["task"], old["seed"]) != (name, seed)] + [row]
