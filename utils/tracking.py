@@ -275,8 +275,6 @@ def describe_args(args: Any) -> dict[str, Any]:
     def describe(value: Any) -> Any:
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        if callable(value):
-            return format_stably(value)
         return str(value) if isinstance(value, Path) else format_stably(value)
 
     # A reward function may have been mended since; its name says little anyway.

@@ -316,19 +316,32 @@ def _run_alike(one: NotebookNode, two: NotebookNode) -> bool:
     return ast.dump(trees[0]) == ast.dump(trees[1])
 
 
+def list_tagged(notebook: NotebookNode, prefix: str) -> list[tuple[NotebookNode, str]]:
+    """Return the cells that have a tag `prefix-NAME`, each with the name."""
+    return [
+        (cell, tag.removeprefix(f"{prefix}-"))
+        for cell in notebook.cells
+        for tag in cell.metadata.get("tags", [])
+        if tag.startswith(f"{prefix}-")
+    ]
+
+
+def list_pictures(cell: NotebookNode) -> list[NotebookNode]:
+    """Return what a cell drew: a picture, and the words that stand beside it."""
+    data = [output.get("data", {}) for output in cell.outputs]
+    return [d for d in data if "image/png" in d]
+
+
 def save_figures(chapter: str, notebook: NotebookNode) -> None:
     """Save the pictures of an executed notebook's cells with a tag `figure-NAME`, as PNG
     files."""
     FIGURES.mkdir(exist_ok=True)
-    for cell in notebook.cells:
-        for tag in cell.metadata.get("tags", []):
-            if tag.startswith("figure-"):
-                data = [output.get("data", {}) for output in cell.outputs]
-                images = [d["image/png"] for d in data if "image/png" in d]
-                if not images:
-                    raise ValueError(f"{chapter}: the cell {tag} should draw a picture")
-                path = FIGURES / f"{chapter}-{tag.removeprefix('figure-')}.png"
-                path.write_bytes(base64.b64decode(images[-1]))
+    for cell, name in list_tagged(notebook, "figure"):
+        pictures = list_pictures(cell)
+        if not pictures:
+            raise ValueError(f"{chapter}: the cell figure-{name} should draw a picture")
+        path = FIGURES / f"{chapter}-{name}.png"
+        path.write_bytes(base64.b64decode(pictures[-1]["image/png"]))
 
 
 def save_loop(chapter: str) -> None:
@@ -340,30 +353,20 @@ def save_loop(chapter: str) -> None:
 def embed_results(chapter: str, notebook: NotebookNode, executed: NotebookNode) -> None:
     """Put the pictures below the cells that show them, so that they are seen before any run, and
     with them the words that stand beside them in the executed notebook."""
-    for cell in notebook.cells:
-        for tag in cell.metadata.get("tags", []):
-            if not tag.startswith("result-"):
-                continue
-            path = FIGURES / f"{chapter}-{tag.removeprefix('result-')}.png"
-            drawing = path.with_suffix(".svg")
-            if drawing.exists():
-                data = {"image/svg+xml": drawing.read_text(encoding="utf-8")}
-                data["text/plain"] = describe_loop(chapter)
-            elif path.exists():
-                data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
-                data["text/plain"] = find_description(executed, path.stem.partition("-")[2])
-            else:
-                continue
-            cell.outputs = [nbformat.v4.new_output("display_data", data)]
-
-
-def find_description(executed: NotebookNode, name: str) -> str:
-    """Return the words that stand beside a plot in an executed notebook."""
-    for cell in executed.cells:
-        if f"figure-{name}" in cell.metadata.get("tags", []):
-            data = [output.get("data", {}) for output in cell.outputs]
-            return next((d["text/plain"] for d in data if "image/png" in d), "")
-    return ""
+    figures = {name: list_pictures(cell) for cell, name in list_tagged(executed, "figure")}
+    for cell, name in list_tagged(notebook, "result"):
+        path = FIGURES / f"{chapter}-{name}.png"
+        drawing = path.with_suffix(".svg")
+        if drawing.exists():
+            data = {"image/svg+xml": drawing.read_text(encoding="utf-8")}
+            data["text/plain"] = describe_loop(chapter)
+        elif path.exists():
+            data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
+            drawn = figures.get(name, [])
+            data["text/plain"] = drawn[0]["text/plain"] if drawn else ""
+        else:
+            continue
+        cell.outputs = [nbformat.v4.new_output("display_data", data)]
 
 
 def write(notebook: NotebookNode, path: Path) -> None:
@@ -371,11 +374,6 @@ def write(notebook: NotebookNode, path: Path) -> None:
     partial = path.with_name(path.name + ".partial")
     nbformat.write(notebook, partial)
     os.replace(partial, path)
-
-
-def get_sources(notebook: NotebookNode) -> list[tuple[str, str, str]]:
-    """Return what staleness compares: everything but outputs."""
-    return [(cell.id, cell.cell_type, cell.source) for cell in notebook.cells]
 
 
 def get_written_chapters() -> list[str]:

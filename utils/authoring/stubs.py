@@ -83,17 +83,6 @@ def get_imports(chapter: str) -> str:
     return _squeeze("\n".join(lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]))
 
 
-def get_signatures(source: str) -> list[tuple[str, str, str | None]]:
-    """Name, signature and docstring of each function of a cell, for comparing two."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            returns = ast.unparse(node.returns) if node.returns else ""
-            head = f"{ast.unparse(node.args)} -> {returns}"
-            found.append((node.name, head, ast.get_docstring(node)))
-    return found
-
-
 def _get_lines(chapter: str, name: str) -> list[str]:
     """Return the lines of a definition, flush left."""
     lines = known_answers.get_source(chapter).splitlines()

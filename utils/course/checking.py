@@ -63,10 +63,15 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
     student = Answers(given, caller, home, rest)
-    # A half of the time for the search is left for the exercise alone.
-    verdicts, sentence = grade_exercise(
-        chapter, exercise, student, slow=slow, hardening=hardening, seconds=SEARCH_SECONDS / 2
-    )
+
+    def grade_it(answers: Answers) -> tuple[list[Verdict], str | None]:
+        # A half of the time for the search is left for the exercise alone.
+        half = SEARCH_SECONDS / 2
+        return grade_exercise(
+            chapter, exercise, answers, slow=slow, hardening=hardening, seconds=half
+        )
+
+    verdicts, sentence = grade_it(student)
     if not verdicts:
         print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
         return chapter, exercise, []
@@ -75,20 +80,14 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
         first, note = in_bundle.comment(exercise, verdicts, sentence, student, caller, hardening)
     elif not all(verdict.passed for verdict in verdicts):
         with alone(get_chapter_source(chapter), exercise, answer, caller) as student_alone:
-            again = grade_exercise(
-                chapter,
-                exercise,
-                student_alone,
-                slow=slow,
-                hardening=hardening,
-                seconds=SEARCH_SECONDS / 2,
-            )
-        if count_points(again[0]) > count_points(verdicts):
+            again = grade_it(student_alone)
+        gained = count_points(again[0]) - count_points(verdicts)
+        if gained > 0:
             pairs = zip(verdicts, again[0], strict=True)
             mended = [now.check for before, now in pairs if now.passed and not before.passed]
             note = "Graded with the solutions of the other exercises, "
             note += _find_culprit(chapter, exercise, mended, student, caller)
-        elif sentence is None and again[1] and count_points(again[0]) == count_points(verdicts):
+        elif gained == 0 and sentence is None and again[1]:
             note = "Graded with the solutions of the other exercises. "
             note += "With your own it fails too, in another way."
         if note is not None:

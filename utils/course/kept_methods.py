@@ -7,10 +7,32 @@ first again would lose what was written in the others.
 import types
 from typing import Any
 
+from IPython import get_ipython
+
 from utils.grading.substitution import rebind
 
 METHODS = (types.FunctionType, classmethod, staticmethod, property)
+_watched: set[str] = set()  # names of classes
 _before: dict[str, type] = {}  # the classes as they were when a cell began
+
+
+def watch(classes: set[str]) -> None:
+    """Keep what is attached to classes of these names from now on; without IPython, do nothing."""
+    _watched.clear()
+    _watched.update(classes)
+    shell = get_ipython()
+    for event, callback in (("pre_run_cell", _begin_cell), ("post_run_cell", _end_cell)):
+        if shell is not None and callback not in shell.events.callbacks[event]:
+            shell.events.register(event, callback)
+
+
+def _begin_cell(*_: Any) -> None:
+    remember(get_ipython().user_ns, _watched)
+
+
+def _end_cell(*_: Any) -> None:
+    if kept := keep(get_ipython().user_ns):
+        print(f"A class was defined anew; what was attached to it stays: {', '.join(kept)}")
 
 
 def remember(names: dict[str, Any], classes: set[str]) -> None:

@@ -10,7 +10,6 @@ import psutil
 import torch
 import transformer_lens  # noqa: F401  before transformers
 from filelock import Timeout
-from IPython import get_ipython
 from IPython.display import SVG, Image, display
 from matplotlib.figure import Figure
 from tabulate import tabulate
@@ -49,37 +48,13 @@ def start(chapter: str, version: str | None = None) -> None:
         print(f"This notebook is of version {version} of the course, and {ROOT} is of {here}.")
     choose_threads()
     stale_cells.watch()
-    _watch_classes(chapter)
+    kept_methods.watch({name.partition(".")[0] for name in get_checks(chapter) if "." in name})
     _describe_figures()
     done = _load_progress()
-    exercises = [name for name in get_checks(chapter)]
     boot_models()
-    n_done = sum(_is_done(chapter, done.get(f"{chapter}::{name}", NOTHING)) for name in exercises)
-    how = "solved" if has_reference(chapter) else "pass the public checks"
-    print(
-        f"{chapter}: {n_done} of {len(exercises)} exercises {how}. progress() shows all chapters."
-    )
-
-
-def _watch_classes(chapter: str) -> None:
-    """Keep, from now on, what is attached to a class when its cell runs again."""
-    shell = get_ipython()
-    if shell is None:
-        return
-    classes = {name.partition(".")[0] for name in get_checks(chapter) if "." in name}
-
-    def remember(*_: Any) -> None:
-        kept_methods.remember(shell.user_ns, classes)
-
-    def keep(*_: Any) -> None:
-        if kept := kept_methods.keep(shell.user_ns):
-            print(f"A class was defined anew; what was attached to it stays: {', '.join(kept)}")
-
-    for event, callback in (("pre_run_cell", remember), ("post_run_cell", keep)):
-        for old in shell.events.callbacks[event]:
-            if getattr(old, "__module__", "") == __name__:  # of a set-up cell that ran before
-                shell.events.unregister(event, old)
-        shell.events.register(event, callback)
+    found = [done.get(f"{chapter}::{name}", NOTHING) for name in get_checks(chapter)]
+    n_done, goal = sum(_is_done(chapter, one) for one in found), _get_goal(chapter)
+    print(f"{chapter}: {n_done} of {len(found)} exercises {goal}. progress() shows all chapters.")
 
 
 def _describe_figures() -> None:
