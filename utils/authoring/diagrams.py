@@ -1,12 +1,17 @@
 """The diagram of the training loop, one for each chapter: what is new is blue, what is gone red.
 
-`python -m utils.authoring` writes them to chapters/figures as SVG. Each has a light ground of its
-own, so that it can be read on a dark page, and a description for those who do not see it.
+`python -m utils.authoring` reads them from chapters/source/loops.yaml, and writes them as SVG to
+chapters/figures. Each has a light ground of its own, so that it can be read on a dark page, and a
+description for those who do not see it.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from xml.sax.saxutils import escape
+
+import yaml
 
 WIDTH, HEIGHT = 800, 330
 BOX_WIDTH, BOX_HEIGHT = 124, 58
@@ -35,10 +40,10 @@ class Loop:
 
     title: str
     notes: dict[str, str]
-    new: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-    later: tuple[str, ...] = ()
-    absent: tuple[str, ...] = ()  # dropped in an earlier chapter
+    new: Sequence[str] = ()
+    gone: Sequence[str] = ()
+    later: Sequence[str] = ()
+    absent: Sequence[str] = ()  # dropped in an earlier chapter
 
     def get_look(self, name: str) -> str:
         marked = {"new": self.new, "gone": self.gone, "later": self.later}
@@ -46,118 +51,10 @@ class Loop:
 
 
 STEPS = {1: "sample", 2: "score", 3: "compare", 4: "weigh", 5: "update the policy"}
+SOURCE = Path(__file__).parents[2] / "chapters" / "source" / "loops.yaml"
 LOOPS = {
-    "ch0_sampling": Loop(
-        "Chapter 0: the loop at its plainest, REINFORCE",
-        {
-            "policy": "the model",
-            "reward": "a program",
-            "advantage": "reward − baseline",
-            "objective": "log-prob × A",
-            "reference": "chapter 1",
-            "value head": "chapter 2",
-        },
-        new=("prompts", "policy", "completions", "reward", "advantage", "objective"),
-        later=("reference", "value head"),
-    ),
-    "ch1_lora": Loop(
-        "Chapter 1: adapters, and a reference for free",
-        {
-            "policy": "base + LoRA",
-            "reference": "adapters off",
-            "advantage": "reward − baseline",
-            "objective": "log-prob × A",
-            "value head": "chapter 2",
-        },
-        new=("policy", "reference"),
-        later=("value head",),
-    ),
-    "ch2_ppo": Loop(
-        "Chapter 2: PPO",
-        {
-            "policy": "base + LoRA",
-            "reference": "adapters off",
-            "value head": "V(s), a baseline",
-            "advantage": "GAE, per token",
-            "objective": "clip, KL, values",
-        },
-        new=("value head", "advantage", "objective"),
-    ),
-    "ch3_grpo": Loop(
-        "Chapter 3: GRPO, without the value head",
-        {
-            "policy": "base + LoRA",
-            "completions": "G per prompt",
-            "reference": "adapters off",
-            "advantage": "within the group",
-            "value head": "dropped",
-            "objective": "clip, KL",
-        },
-        new=("completions", "advantage", "objective"),
-        gone=("value head",),
-    ),
-    "ch4_kl": Loop(
-        "Chapter 4: how the KL is estimated, and what its gradient does",
-        {
-            "policy": "base + LoRA",
-            "completions": "G per prompt",
-            "reference": "k1, k2, k3, k4",
-            "advantage": "within the group",
-            "objective": "what holds it?",
-        },
-        new=("reference", "objective"),
-        absent=("value head",),
-    ),
-    "ch5_rlvr": Loop(
-        "Chapter 5: rewards that a program verifies, and what came after GRPO",
-        {
-            "prompts": "with an answer",
-            "policy": "base + LoRA",
-            "completions": "G per prompt",
-            "reward": "a verifier",
-            "reference": "often left out",
-            "advantage": "which baseline?",
-            "objective": "DAPO, GSPO, ...",
-        },
-        new=("prompts", "reward", "advantage", "objective"),
-        absent=("value head",),
-    ),
-    "ch6_preferences": Loop(
-        "Chapter 6: a reward that was learnt from preferences",
-        {
-            "policy": "base + LoRA",
-            "completions": "G, or the picked",
-            "reward": "learnt from pairs",
-            "reference": "adapters off",
-            "advantage": "against the pool",
-            "objective": "GRPO, DPO, SFT",
-        },
-        new=("completions", "reward", "advantage", "objective"),
-        absent=("value head",),
-    ),
-    "ch7_scale": Loop(
-        "Chapter 7: the loop on many processes",
-        {
-            "prompts": "a share each",
-            "policy": "on every rank",
-            "completions": "own seeds",
-            "reference": "refreshed",
-            "advantage": "whole groups",
-            "objective": "global counts",
-        },
-        new=("prompts", "policy", "completions", "reference", "objective"),
-        absent=("value head",),
-    ),
-    "ch8_inside": Loop(
-        "Chapter 8: what the loop has changed inside the policy",
-        {
-            "policy": "opened up",
-            "completions": "read by position",
-            "reference": "adapters off",
-        },
-        new=("policy", "reference"),
-        absent=("value head",),
-    ),
+    chapter: Loop(**fields)
+    for chapter, fields in yaml.safe_load(SOURCE.read_text(encoding="utf-8")).items()
 }
 
 
