@@ -68,7 +68,7 @@ def get_given(chapter: str, name: str, exercises: tuple[str, ...]) -> str:
     lines = known_answers.get_source(chapter).splitlines()
     first, last = known_answers.get_lines(chapter, name)
     kept = list(range(first, last))
-    for method in (n for n in node.body if isinstance(n, ast.FunctionDef)):
+    for method in _list_methods(node):
         if f"{name}.{method.name}" in exercises:
             start, end = known_answers.get_lines(chapter, f"{name}.{method.name}")
             kept = [i for i in kept if not start <= i < end]

@@ -21,14 +21,8 @@ from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 Between = Callable[[int], bool | None]  # called after each step; True ends the training
 
-# By architecture every linear layer of the blocks, under this course's names and PEFT's.
-SITES = {
-    "gpt2": (ALL_LINEAR_SITES, ["c_attn", "c_proj", "c_fc"]),
-    "llama": (
-        (*ALL_LINEAR_SITES, "mlp.gate"),
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    ),
-}
+# By architecture every linear layer of the blocks.
+SITES = {"gpt2": ALL_LINEAR_SITES, "llama": (*ALL_LINEAR_SITES, "mlp.gate")}
 
 
 @dataclass(frozen=True)
@@ -121,8 +115,8 @@ def save_model(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def get_sites(folder: Path | str) -> tuple[tuple[str, ...], list[str]]:
-    """Return this course's names and PEFT's of a model's linear layers."""
+def get_sites(folder: Path | str) -> tuple[str, ...]:
+    """Return the names of a model's linear layers."""
     name = EMBEDDED_MODEL if str(folder) == "embedded" else folder
     return SITES[AutoConfig.from_pretrained(name).model_type]
 

@@ -31,7 +31,7 @@ class Contestant:
             num_minibatches=1,
             batches_per_learning_phase=1,
             lora_rank=work.rank,
-            lora_sites=get_sites(folder)[0],
+            lora_sites=get_sites(folder),
             kl_coef=work.beta,
             base_lr=work.lr,
             warmup_steps=0,

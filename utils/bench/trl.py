@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from utils.bench.measuring import clock_methods
-from utils.bench.models import Between, Work, get_sites, make_data
+from utils.bench.models import Between, Work, make_data
+from utils.rewards import reward_fn_addition
 
 EAGER, STATIC = {"attn_implementation": "eager"}, {"cache_implementation": "static"}
 # What is tried. TRL's own defaults, bfloat16 autocast and checkpointing, took 1.7 times as long as
@@ -30,11 +31,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def reward(completions: list[str], answers: list[str], **_) -> list[float | None]:
-    """Reward as `reward_fn_addition` does, in TRL's form."""
-    return [
-        float(text.endswith(f"A: {answer}"))
-        for text, answer in zip(completions, answers, strict=True)
-    ]
+    """Reward as ours does, in TRL's form."""
+    return reward_fn_addition(completions, answers).tolist()
 
 
 class _AfterStep(TrainerCallback):
@@ -89,12 +87,12 @@ class Contestant:
             "save_strategy": "no",
             "disable_tqdm": True,
         }
-        _, target_modules = get_sites(folder)
         self.work = work
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attn_implementation, dtype=torch.float32
+        )
         self.trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation=attn_implementation, dtype=torch.float32
-            ),
+            model=model,
             args=GRPOConfig(**config | options),
             reward_funcs=reward,
             train_dataset=Dataset.from_dict({"prompt": prompts, "answers": answers}),
@@ -103,8 +101,8 @@ class Contestant:
                 r=work.rank,
                 lora_alpha=32,
                 lora_dropout=0.0,
-                target_modules=target_modules,
-                fan_in_fan_out="c_attn" in target_modules,  # GPT-2's Conv1D keeps [d_in d_out]
+                target_modules="all-linear",
+                fan_in_fan_out=model.config.model_type == "gpt2",  # Conv1D keeps [d_in d_out]
             ),
         )
         self.trainer.remove_callback(PrinterCallback)
