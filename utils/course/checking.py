@@ -51,14 +51,10 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     chapter = find_chapter(exercise)
     if "." not in exercise and "." in getattr(answer, "__qualname__", ""):
         answer = caller.get(exercise, answer)
-    if is_stub(answer):
-        print(paint(f"{exercise}: not written yet: its cell still holds the stub", YELLOW))
+    if reason := _find_nothing_to_run(chapter, exercise, answer, caller, slow):
+        print(paint(f"{exercise}: {reason}", YELLOW))
         return chapter, exercise, []
     name, _, method = exercise.partition(".")
-    if method and _is_of_an_earlier_chapter(chapter, exercise, caller.get(name)):
-        said = f"not written yet: {name} inherits it. Run this exercise's cell"
-        print(paint(f"{exercise}: {said} (again, if you ran the class's once more)", YELLOW))
-        return chapter, exercise, []
     given = {} if method else {name: answer}
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
@@ -72,9 +68,6 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
         )
 
     verdicts, sentence = grade_it(student)
-    if not verdicts:
-        print(paint(f"{exercise}: its checks are slow: check({exercise}, slow=True)", YELLOW))
-        return chapter, exercise, []
     first = note = None
     if not has_reference(chapter):
         first, note = in_bundle.comment(exercise, verdicts, sentence, student, caller, hardening)
@@ -96,6 +89,21 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
             note = say_called(chapter, exercise)
     print(format_verdicts(exercise, verdicts, sentence, note, hardening, first))
     return chapter, exercise, verdicts
+
+
+def _find_nothing_to_run(
+    chapter: str, exercise: str, answer: Any, caller: dict[str, Any], slow: bool
+) -> str | None:
+    """Return why there is nothing to run: no answer yet, or only slow checks."""
+    if is_stub(answer):
+        return "not written yet: its cell still holds the stub"
+    name, _, method = exercise.partition(".")
+    if method and _is_of_an_earlier_chapter(chapter, exercise, caller.get(name)):
+        said = f"not written yet: {name} inherits it. Run this exercise's cell"
+        return f"{said} (again, if you ran the class's once more)"
+    if not (get_checks(chapter)[exercise] if slow else get_quick_checks(chapter, exercise)):
+        return f"its checks are slow: check({exercise}, slow=True)"
+    return None
 
 
 def _went_alike(verdict: Verdict, other: Verdict) -> bool:
