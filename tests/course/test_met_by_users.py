@@ -11,6 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -244,6 +245,17 @@ def test_methods_stay_when_the_cell_of_their_class_runs_again():
     assert (names["T"]().given(), names["T"]().other()) == (11, 5)
     assert run("class T(T):\n    def mine(self): return 0") == []
     assert names["T"]().given() == 0
+
+
+def test_a_kernel_keeps_methods_once_however_often_the_set_up_cell_runs(monkeypatch, capsys):
+    shell = InteractiveShell()
+    monkeypatch.setattr(kept_methods, "get_ipython", lambda: shell)
+    for classes in ({"Other"}, {"T"}):
+        kept_methods.watch(classes)
+    for cell in ("class T: pass", "class T(T):\n    def mine(self): return 1", "class T: pass"):
+        shell.run_cell(cell)
+    assert shell.user_ns["T"]().mine() == 1
+    assert capsys.readouterr().out.count("what was attached to it stays: T.mine\n") == 1
 
 
 def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
