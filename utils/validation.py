@@ -55,7 +55,7 @@ def check_fields(args: Any) -> None:
                 _require_number(name, value, number, limits)
 
 
-def _require_number(name: str, value: Any, kind: type, limits: Range) -> None:
+def _require_number(name: str, value: Any, kind: Any, limits: Range) -> None:
     low, high = limits.low, limits.high
     what = f"a finite number in [{low}, {high}]"
     if kind is int:
