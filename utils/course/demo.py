@@ -7,7 +7,6 @@
 import argparse
 import json
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from utils.models.corpus import (
     training_pairs,
 )
 from utils.models.loading import ALL_LINEAR_SITES
-from utils.plotting import plot_history
+from utils.plotting import format_spread, plot_history
 from utils.rewards import reward_fn_addition
 
 
@@ -149,9 +148,7 @@ def format_summary(summaries: list[dict]) -> str:
 
     def cell(trainer: str, key: str) -> str:
         values = [summary[trainer][key] for summary in summaries]
-        if len(values) == 1:
-            return f"{values[0]:.3f}"
-        return f"{statistics.fmean(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
+        return f"{values[0]:.3f}" if len(values) == 1 else format_spread(values)
 
     table = []
     for trainer, rows in ROWS.items():
