@@ -316,8 +316,9 @@ def show_difference(first: Any, second: Any) -> tuple[str, str]:
         start = max(same - 20, 0)
     if start == 0:
         return reprlib.repr(first), reprlib.repr(second)
-    first, second = (f"...{text[start:]}" for text in (first, second))
-    return tuple(text if len(text) <= 60 else f"{text[:60]}..." for text in (first, second))
+    shown = [f"...{text[start:]}" for text in (first, second)]
+    was, now = (text if len(text) <= 60 else f"{text[:60]}..." for text in shown)
+    return was, now
 
 
 def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> str:
