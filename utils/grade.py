@@ -12,13 +12,14 @@ arguments, 3 if --require-isolation is not met, 130 or 143 if it was ended: run 
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import os
 import secrets
 import signal
 import sys
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from tqdm import tqdm
 from utils.autograder import batch, protections
 from utils.autograder.reading import OWN_FILES, name_submissions, read_submission
 from utils.autograder.reports import write_class, write_submission
-from utils.autograder.roster import read_roster, write_grades
-from utils.grading.points import list_chapters, list_exercises, load_points
+from utils.autograder.roster import Person, read_roster, write_grades
+from utils.grading.points import Points, list_chapters, list_exercises, load_points
 
 ROOT = Path(__file__).parents[1]
 MAX_NAMES = 10  # of submissions, in a line
@@ -83,96 +84,158 @@ def _list_all_exercises() -> list[str]:
     return [exercise for chapter in list_chapters() for exercise in list_exercises(chapter)]
 
 
+@dataclass
+class Run:
+    """A run of the command: submissions by name, reports of before that count, and those kept.
+
+    gone: reports whose file was taken away, with its path. only: of a submission, the exercises
+    that are graded again. version: a digest of the grader.
+    """
+
+    args: argparse.Namespace
+    secret: str
+    points: Points
+    people: list[Person]
+    named: dict[str, Path]
+    stored: dict[str, dict[str, Any]]
+    gone: dict[str, str]
+    version: str
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def options(self) -> batch.Options:
+        args = self.args
+        return batch.Options(
+            self.secret, args.points, args.seconds, tuple(args.chapters), self.only,
+            args.submission_seconds,
+        )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     args = parse_arguments(arguments)
-    if (wrong := _find_wrong_argument(args)) is not None:
-        print(wrong, file=sys.stderr)
-        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that is to be cleaned up
     try:
-        points = load_points(args.points)
-        people = read_roster(args.roster) if args.roster else []
+        run = open_run(args)
+        todo = find_work(run)
+        count_anew(run)
+        if args.require_isolation and (lacking := batch.find_missing_protections(run.options)):
+            _say(f"these protections are missing here: {', '.join(lacking)}")
+            return 3
+        grade(run, todo)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        _say(str(error))
         return 2
+    except KeyboardInterrupt:
+        _say("interrupted: run it again to go on")
+        return 130
+    write_results(run)
+    return conclude(run, len(run.named) - len(todo))
+
+
+def open_run(args: argparse.Namespace) -> Run:
+    """Read points, roster and the reports of before, and give each submission its name.
+
+    Raises ValueError, before anything is written, for arguments that are wrong or that do not fit
+    the reports.
+    """
+    if (wrong := _find_wrong_argument(args)) is not None:
+        raise ValueError(wrong)
+    points = load_points(args.points)
+    people = read_roster(args.roster) if args.roster else []
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         secret = args.secret or _load_secret(args.out)
     except OSError as error:
-        print(f"--out should be a folder to write into, but {error}", file=sys.stderr)
-        return 2
+        raise ValueError(f"--out should be a folder to write into, but {error}") from error
     stored = load_reports(args.out)
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in args.paths))
     named = name_submissions(paths, _get_places(stored, paths))
     if blocked := [name for name in named if (args.out / name).is_file()]:
-        print(f"{args.out / blocked[0]} should be a folder, for a report, but is a file: move it"
-              " away, or choose another --out", file=sys.stderr)  # fmt: skip
-        return 2
+        raise ValueError(
+            f"{args.out / blocked[0]} should be a folder, for a report, but is a file: move it"
+            " away, or choose another --out"
+        )
     gone = _find_gone(stored, named)
+    counted = {n: r for n, r in stored.items() if n in named or not (n in gone or "is_gone" in r)}
+    other = {
+        n for n, report in counted.items() if report.get("set", args.chapters) != args.chapters
+    }
+    if other - named.keys():
+        raise ValueError(
+            f"--chapters should be as for what is in {args.out} already: give the same, or another"
+            " --out, as pages and grade books would mix them"
+        )
+    if other:
+        _say(f"{len(other)} submissions are graded again, as --chapters is another than before:"
+             " to keep both, give another --out")  # fmt: skip
     for name in gone:
         write_submission(args.out / name, stored[name] | {"is_gone": True})
-    stored = {n: r for n, r in stored.items() if n in named or not (n in gone or "is_gone" in r)}
-    others = [report for name, report in stored.items() if name not in named]
-    if any(report.get("set", args.chapters) != args.chapters for report in others):
-        said = (
-            f"--chapters should be as for what is in {args.out} already: give the same, or another"
-        )
-        print(f"{said} --out, as pages and grade books would mix them", file=sys.stderr)
-        return 2
-    if replaced := [
-        n for n in named if stored.get(n, {}).get("set", args.chapters) != args.chapters
-    ]:
-        print(f"{len(replaced)} submissions are graded again, as --chapters is another than before:"
-              " to keep both, give another --out", file=sys.stderr)  # fmt: skip
-    version = _digest_grader(args, secret)
-    kept = {n: r for n, r in stored.items() if n not in named or _is_current(r, named[n], version)}
-    again = args.again or []
-    if args.again is not None:
-        partly = {n: stored[n] for n in named if again and _is_unchanged(stored.get(n), named[n])}
-        kept = {n: r for n, r in kept.items() if n not in named} | partly
-    if args.require_isolation:
-        kept = {n: r for n, r in kept.items() if not _find_lacking([r])}
-    only = {name: tuple(again) for name in named if again and name in kept}
-    todo = {name: path for name, path in named.items() if name not in kept or name in only}
-    options = batch.Options(
-        secret, args.points, args.seconds, tuple(args.chapters), only, args.submission_seconds
+    return Run(
+        args, secret, points, people, named, counted, gone, version=_digest_grader(args, secret)
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # with all that is to be cleaned up
-    reports = {name: points.score(report) for name, report in kept.items()}
-    for name, report in reports.items():
-        report.pop("is_gone", None)  # it is back
-        if name in named:
-            report["path"] = str(named[name])  # it may have been moved
-        if report != stored[name]:  # the points have changed
-            write_submission(args.out / name, report)
-    try:
-        if args.require_isolation and (lacking := batch.find_missing_protections(options)):
-            print(f"these protections are missing here: {', '.join(lacking)}", file=sys.stderr)
-            return 3
-        done = batch.grade_all(todo, args.jobs, options) if todo else []
-        for name, report in _show_progress(done, len(named), len(todo)):
-            report |= {"grader": version, "path": str(named[name])}
-            report |= {"set": args.chapters}
-            if name in only:
-                report = points.score(merge(stored[name], report))
-            reports[name] = report
-            write_submission(args.out / name, report)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: run it again to go on", file=sys.stderr)
-        return 130
-    write_class(args.out, list(reports.values()))
-    for name, place in gone.items():
-        print(f"{name} is no longer counted: there is no {place}", file=sys.stderr)
-    if args.roster:
-        graded = list(reports.values())
-        for line in write_grades(args.out, people, graded, args.assignment, args.chapters):
-            print(line, file=sys.stderr)
-    elif (args.out / "grades.csv").exists():
-        print("grades.csv, canvas.csv and moodle.csv are of an earlier run: give --roster to renew"
-              " them", file=sys.stderr)  # fmt: skip
-    return _conclude([reports[name] for name in named], args, len(named) - len(todo))
+
+
+def find_work(run: Run) -> dict[str, Path]:
+    """Find what has to be graded, wholly or `only` in part, and keep the reports of the rest."""
+    again, named = run.args.again, run.named
+    for name, report in run.stored.items():
+        is_kept = again is None and _is_current(report, named.get(name), run.version)
+        if name not in named or is_kept:
+            run.reports[name] = report
+        elif again and _is_unchanged(report, named[name]):
+            run.reports[name], run.only[name] = report, tuple(again)
+        if run.args.require_isolation and _find_lacking([report]):
+            run.reports.pop(name, None)
+            run.only.pop(name, None)
+    return {n: path for n, path in named.items() if n not in run.reports or n in run.only}
+
+
+def count_anew(run: Run) -> None:
+    """Count the points of the reports that are kept, and write those that have changed."""
+    for name, report in run.reports.items():
+        counted = run.points.score(report)
+        counted.pop("is_gone", None)  # it is back
+        if name in run.named:
+            counted["path"] = str(run.named[name])  # it may have been moved
+        if counted != report:
+            write_submission(run.args.out / name, counted)
+        run.reports[name] = counted
+
+
+def grade(run: Run, todo: dict[str, Path]) -> None:
+    """Grade what is to do, and write each report as it is done.
+
+    Raises ValueError if the grader cannot start.
+    """
+    done = batch.grade_all(todo, run.args.jobs, run.options) if todo else []
+    total = len(run.named)
+    for name, report in tqdm(
+        done, total=total, initial=total - len(todo), unit="submission", file=sys.stderr
+    ):
+        report |= {"grader": run.version, "path": str(run.named[name]), "set": run.args.chapters}
+        if name in run.only:
+            report = run.points.score(merge(run.stored[name], report))
+        run.reports[name] = report
+        write_submission(run.args.out / name, report)
+
+
+def write_results(run: Run) -> None:
+    """Write the class's pages and, with a roster, the grade books; say what no longer counts."""
+    out, reports = run.args.out, list(run.reports.values())
+    write_class(out, reports)
+    for name, place in run.gone.items():
+        _say(f"{name} is no longer counted: there is no {place}")
+    if run.args.roster:
+        for line in write_grades(out, run.people, reports, run.args.assignment, run.args.chapters):
+            _say(line)
+    elif (out / "grades.csv").exists():
+        _say("grades.csv, canvas.csv and moodle.csv are of an earlier run: give --roster to renew"
+             " them")  # fmt: skip
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _count_jobs() -> int:
@@ -213,37 +276,35 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _show_progress(done: Iterable, total: int, left: int) -> Iterable:
-    return tqdm(done, total=total, initial=total - left, unit="submission", file=sys.stderr)
-
-
 def _find_lacking(reports: list[dict[str, Any]]) -> list[str]:
     """Return the protections that some graded submission did without."""
     active = [set(report["protections"]) for report in reports if report["readable"]]
     return sorted(set(protections.PROTECTIONS) - set.intersection(*active)) if active else []
 
 
-def _conclude(reports: list[dict[str, Any]], args: argparse.Namespace, kept: int) -> int:
+def conclude(run: Run, kept: int) -> int:
+    """Say how many were graded and what could not be, and return the exit status."""
+    args, reports = run.args, [run.reports[name] for name in run.named]
     unreadable = [r["submission"] for r in reports if not r["readable"]]
     for name in unreadable:
-        print(f"not graded: {name}: see {args.out / name / 'report.json'}", file=sys.stderr)
+        _say(f"not graded: {name}: see {args.out / name / 'report.json'}")
     if lacking := _find_lacking(reports):
-        print(f"protections that were missing: {', '.join(lacking)}", file=sys.stderr)
+        _say(f"protections that were missing: {', '.join(lacking)}")
     graded = f"{len(reports) - len(unreadable)} graded"
     graded += f", {len(unreadable)} not" if unreadable else ""
     all_of_them = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
     print(f"{all_of_them} ({kept} from before): {graded}: {args.out / 'class.html'}")
     if late := [r for r in reports if any(c.get("took_too_long") for c in _list_checks(r))]:
-        print(f"Checks of {_list_names(late)} took too long, and earn nothing. It may be a loop"
-              " that does not end; if the machine was busy, run this again with their paths and"
-              " --again.", file=sys.stderr)  # fmt: skip
+        _say(f"Checks of {_list_names(late)} took too long, and earn nothing. It may be a loop that"
+             " does not end; if the machine was busy, run this again with their paths and"
+             " --again.")  # fmt: skip
     failed = [report for report in reports if report["not_graded"]]
     if failed:
         count = sum(len(report["not_graded"]) for report in failed)
         checks = "1 check" if count == 1 else f"{count} checks"
-        print(f"The grader failed on {checks} of {_list_names(failed)}. Their points are neither"
-              " earned nor counted. See \"not_graded\" in report.json, and run this again once the"
-              " grader is fixed.", file=sys.stderr)  # fmt: skip
+        _say(f"The grader failed on {checks} of {_list_names(failed)}. Their points are neither"
+             " earned nor counted. See \"not_graded\" in report.json, and run this again once the"
+             " grader is fixed.")  # fmt: skip
     if lacking and args.require_isolation:
         return 3
     return 1 if unreadable or failed else 0
@@ -294,8 +355,8 @@ def load_reports(out: Path) -> dict[str, dict[str, Any]]:
         if isinstance(report, dict) and parts <= report.keys():
             reports[path.parent.name] = report
         else:
-            print(f"{path} is damaged, or of another version: it is not counted until its"
-                  " submission is graded again", file=sys.stderr)  # fmt: skip
+            _say(f"{path} is damaged, or of another version: it is not counted until its submission"
+                 " is graded again")  # fmt: skip
     return reports
 
 
@@ -303,7 +364,7 @@ def _get_places(stored: dict[str, dict[str, Any]], paths: list[Path]) -> dict[st
     """Return for each name in use the path that it stands for; a name is free where that path is
     gone and the same file is among these, as after a move to another folder or machine."""
     gone = {name for name, report in stored.items() if not os.path.lexists(report.get("path", ""))}
-    digests = {read_submission("", path).digest for path in paths} if gone else set()
+    digests = {_digest(path) for path in paths} if gone else set()
     return {
         name: report.get("path", "")
         for name, report in stored.items()
@@ -324,18 +385,24 @@ def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dic
         if name in named or not path.name or os.path.lexists(path) or "is_gone" in report:
             continue
         if not digests and not path.parent.exists():
-            digests = {read_submission("", path).digest for path in named.values()}
+            digests = {_digest(path) for path in named.values()}
         if path.parent.exists() or report.get("digest") in digests:
             gone[name] = str(path)
     return gone
 
 
-def _is_unchanged(report: dict[str, Any] | None, path: Path) -> bool:
-    digest = report.get("digest") if report else None
-    return digest is not None and digest == read_submission("", path).digest
+@functools.cache
+def _digest(path: Path) -> str:
+    """Digest a submission, which is read once."""
+    return read_submission("", path).digest
 
 
-def _is_current(report: dict[str, Any], path: Path, version: str) -> bool:
+def _is_unchanged(report: dict[str, Any], path: Path | None) -> bool:
+    digest = report.get("digest")
+    return digest is not None and path is not None and digest == _digest(path)
+
+
+def _is_current(report: dict[str, Any], path: Path | None, version: str) -> bool:
     """Return whether submission and grader are what they were, and the grader made no error."""
     is_whole = not report.get("not_graded")
     return is_whole and report.get("grader") == version and _is_unchanged(report, path)
