@@ -27,6 +27,7 @@ from transformer_lens.model_bridge.generalized_components import AttentionBridge
 from transformers.pytorch_utils import Conv1D
 
 from solutions.ch0_sampling import at_least_float32, select_completion
+from utils.models.blocks import Parts
 from utils.models.loading import load_base_model
 from utils.validation import require, shape_checked
 
@@ -175,6 +176,10 @@ class TransformerWithLora(nn.Module):
     def adapters(self) -> dict[str, LoraLayer]:
         """Return the adapters by their full site name."""
         return dict(zip(self._linears, self._layers, strict=True))
+
+    def get_parts(self) -> Parts:
+        """Say what the model is made of now: `utils/models` computes with these parts, faster."""
+        return Parts(self.base, self.adapters if self._mode == "hooked" else {})
 
     def train(self, mode: bool = True) -> "TransformerWithLora":
         super().train(mode)

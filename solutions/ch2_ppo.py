@@ -16,7 +16,7 @@ import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,7 @@ from solutions.ch0_sampling import (
     sample_completions,
 )
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
+from utils.models.blocks import Parts
 from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.models.forward import Formulas, Scores, get_scorer, read_logits
 from utils.prompts import Prompt, show_prompt
@@ -131,6 +132,9 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         logits = self._run([("ln_final.hook_out", read_hidden)], input_ids, attention_mask)
         values = self.value_head(hidden[0].to(self.value_head.weight.dtype))
         return logits, rearrange(values, "batch seq 1 -> batch seq")
+
+    def get_parts(self) -> Parts:
+        return replace(super().get_parts(), value_head=self.value_head)
 
     def trainable_parts(self) -> dict[str, list[nn.Parameter]]:
         return super().trainable_parts() | {"value_head": list(self.value_head.parameters())}

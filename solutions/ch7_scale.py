@@ -293,6 +293,8 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
     entropy and exact KL are means over tokens, of which it has more or fewer.
     """
 
+    kind = "grpo"  # Its runs are named as those of one process.
+
     def measure_entropy(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
@@ -316,6 +318,8 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
 
 class DataParallelRLHFTrainer(DataParallel):
     """Train by PPO on all ranks. Every part of its objective is a mean over tokens."""
+
+    kind = "rlhf"
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
         """Weigh this rank's mean by its share of all tokens: then the mean over the ranks is that

@@ -43,9 +43,8 @@ class Run:
         trainer, args = self.trainer, self.trainer.args
         tolerate_encoding()
         if trainer.folder is None:
-            kind = (
-                type(trainer).__name__.removeprefix("DataParallel").removesuffix("Trainer").lower()
-            )
+            name = type(trainer).__name__.removesuffix("Trainer").lower()
+            kind = getattr(trainer, "kind", name)  # a trainer on many ranks says whose runs it does
             trainer.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
         self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"

@@ -1,5 +1,7 @@
 """What runs is what was written: an edit of the reader's code changes what a trainer does."""
 
+import contextlib
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -11,7 +13,8 @@ import torch
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.course.helpers import randomize
 from utils.grading.substitution import build_module
-from utils.models import decoding, forward
+from utils.models import forward
+from utils.models.decoding import Decoder, get_decoder
 from utils.models.fast_path import forget
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 
@@ -57,17 +60,23 @@ EDITS = {
 }  # fmt: skip
 
 
-def build_chapters(old: str = "", new: str = ""):
-    """Chapters 0 to 2 with one edit, each built on the one before; chapter 2's module."""
+def build_chapters(old: str | re.Pattern = "", new=""):
+    """Chapters 0 to 2 with one edit, or one name changed everywhere, each built on the one before;
+    chapter 2's module."""
     names: dict = {}
     sources = {c: (ROOT / "solutions" / f"{c}.py").read_text(encoding="utf-8") for c in CHAPTERS}
-    assert not old or sum(source.count(old) for source in sources.values()) == 1
+    if isinstance(old, re.Pattern):
+        assert any(old.search(source) for source in sources.values())
+        sources = {chapter: old.sub(new, source) for chapter, source in sources.items()}
+    elif old:
+        assert sum(source.count(old) for source in sources.values()) == 1
+        sources = {chapter: source.replace(old, new) for chapter, source in sources.items()}
     for chapter, source in sources.items():
         for earlier in CHAPTERS:
             source = source.replace(
                 f"from solutions.{earlier} import", f"from {earlier}_now import"
             )
-        module = build_module(chapter, source.replace(old, new) if old else source)
+        module = build_module(chapter, source)
         names[f"{chapter}_now"] = module
         yield f"{chapter}_now", module
 
@@ -106,12 +115,51 @@ def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeyp
     assert unedited[1] == []
 
 
+# Names of given code, which a reader may change.
+NAMES = {
+    "_mode": "_state", "_run": "_go", "_layers": "_low_rank", "_linears": "_frozen",
+    "adapters": "low_rank", "value_head": "critic",
+}  # fmt: skip
+# Other ways to say what a model is made of.
+ON = 'self.adapters if self._mode == "hooked" else {}'
+PARTS = {
+    "none": (re.compile("def get_parts"), "def list_parts"),
+    "an error": ("return Parts(", "return [].get_parts("),
+    "another kind": ("return Parts(", "return list("),
+    "no adapters": (ON, "{}"),
+    "adapters that are always on": (ON, "self.adapters"),
+    "no head": ("value_head=self.value_head", "value_head=None"),
+}  # fmt: skip
+
+
+def test_other_names_are_as_fast_and_train_the_same(unedited, tmp_path, monkeypatch):
+    names = re.compile(rf"\b({'|'.join(NAMES)})\b(?!=)")
+    numbers, said = train(monkeypatch, tmp_path, names, lambda match: NAMES[match[0]])
+    assert said == []
+    assert torch.equal(numbers, unedited[0])
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_are_wrong_are_slow_and_said_once(name, monkeypatch):
+    for module_name, module in build_chapters(*PARTS[name]):
+        monkeypatch.setitem(sys.modules, module_name, module)
+    model = randomize(module.TransformerWithValueHeadLora.from_pretrained("embedded", device="cpu"))
+    policy, reference = contextlib.nullcontext, model.reference
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for mode in (policy, reference, policy, reference):
+            with mode(), torch.no_grad():
+                kinds = {type(get_scorer(model)), type(get_decoder(model))}
+            if mode is (reference if name == "adapters that are always on" else policy):
+                assert kinds == {BridgeScorer, Decoder}
+    assert ["so your own code runs" in str(warning.message) for warning in said] == [True]
+
+
 @pytest.mark.parametrize("name", ["alpha alone", "the maximum", "no half"])
 def test_what_stays_native_trains_what_the_slow_path_trains(name, unedited, tmp_path, monkeypatch):
     old, new, _ = EDITS[name]
     fast, _ = train(monkeypatch, tmp_path / "fast", old, new)
-    for place in (decoding, forward):
-        monkeypatch.setattr(place, "find_native", lambda model: None)
+    monkeypatch.setattr(forward, "find_native", lambda model: None)
     slow, _ = train(monkeypatch, tmp_path / "slow", old, new)
     # Adam makes a whole step of a gradient that is rounding alone.
     assert (fast - slow).norm() < 0.25 * (fast - unedited[0]).norm()
@@ -162,3 +210,26 @@ def test_a_try_leaves_everything_as_it_was(gated):
     assert all(torch.equal(tensor, state[name]) for name, tensor in gated.trainable_state().items())
     assert (gated.value_head.weight.grad == 1).all()
     assert all(layer.lora_A.grad is None for layer in gated.adapters.values())
+
+
+class Scaled(TransformerWithValueHeadLora):
+    """A reader's class whose logits are scaled: by 1, or nearly everywhere."""
+
+    def forward(self, input_ids, attention_mask=None, **kwargs):
+        logits = super().forward(input_ids, attention_mask, **kwargs)
+        return logits * self.get_scale(logits)
+
+
+SCALES = {
+    "a parameter": lambda model, logits: model.gain,
+    "a far token": lambda model, logits: 1 + 0.1 * (torch.arange(logits.shape[1]) > 20)[:, None],
+    "a token": lambda model, logits: 1 + 0.1 * (torch.arange(logits.shape[-1]) == 7),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_differs_in_few_places_is_seen(name, gated, monkeypatch):
+    gated.__class__ = Scaled
+    gated.gain = torch.nn.Parameter(torch.tensor(1.0))
+    monkeypatch.setattr(Scaled, "get_scale", SCALES[name], raising=False)
+    assert type(get_scorer(gated)) is BridgeScorer

@@ -16,7 +16,7 @@ HIDDEN = ("utils", "tests")
 # By chapter, the modules whose functions are answers to its exercises, and the names in them that
 # hold none and are called by what is given. All else in them can be called no more.
 ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "ch0_sampling": {"utils.models.decoding": ("shares_weights",), "utils.models.forward": ()},
+    "ch0_sampling": {"utils.models.decoding": (), "utils.models.forward": ()},
 }
 # And exercises of other chapters whose probes do without them, though the chapter gives them.
 ANSWERED = ("calc_entropy_bonus", "calc_kl_penalty")

@@ -4,6 +4,8 @@ Adapters are added inside the products, and are never merged. `utils.models.forw
 these parts, `utils.models.decoding` samples with them.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +17,19 @@ from torch.autograd.function import once_differentiable
 GATED = ("llama", "mistral", "qwen2", "qwen3")  # with rotary positions and a gated MLP
 SMALL = 2**17  # weights up to this size are merged while one samples: 0.5 MB
 FEW_ROWS = 128  # up to which W x^T is faster than x W^T where W is kept [d_out d_in]
-SITES = {"attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.gate", "mlp.out"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a model is made of at this moment: a model's `get_parts()` says it.
+
+    It is all that the fast path knows of the model. Whether the model computes what these parts
+    make up is tried (`utils.models.fast_path`).
+    """
+
+    base: Any  # a TransformerBridge
+    adapters: Mapping[str, Any] = field(default_factory=dict)  # that are on, by site
+    value_head: nn.Linear | None = None  # It reads what the unembedding reads.
 
 
 # --- Products and blocks --------------------------------------------------------------------------
@@ -73,10 +87,8 @@ class Product:
         self.weight, self.bias, self.adapters = weight, bias, adapters
         self.frozen: tuple[Tensor, Tensor] | None = None
 
-    def __call__(
-        self, x: Float[Tensor, "token d_in"], adapted: bool
-    ) -> Float[Tensor, "token d_out"]:
-        if not adapted or not self.adapters:
+    def __call__(self, x: Float[Tensor, "token d_in"]) -> Float[Tensor, "token d_out"]:
+        if not self.adapters:
             return multiply(x, self.weight, self.bias)
         if self.frozen is not None:
             return multiply(x, self.weight, self.bias, *self.frozen)
@@ -105,7 +117,7 @@ class Product:
 class Block:
     """One block of either family, over the bridge's own weights."""
 
-    def __init__(self, base: Any, site: str, adapters: dict[str, Any]):
+    def __init__(self, base: Any, site: str, adapters: Mapping[str, Any]):
         def get(name: str) -> Product:
             linear = base.get_submodule(f"{site}.{name}").original_component
             weight = linear.weight.data
@@ -128,11 +140,11 @@ class Block:
         self.head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
 
     def project(
-        self, x: Float[Tensor, "token d_model"], rotary: tuple[Tensor, Tensor] | None, adapted: bool
+        self, x: Float[Tensor, "token d_model"], rotary: tuple[Tensor, Tensor] | None
     ) -> Float[Tensor, "token all_heads d_head"]:
         """Return queries, keys and values side by side; `self.heads` says how many of each."""
         h = normalize(self.norms[0], x)
-        parts = [product(h, adapted).unflatten(1, (-1, self.d_head)) for product in self.qkv]
+        parts = [product(h).unflatten(1, (-1, self.d_head)) for product in self.qkv]
         if len(parts) == 1:
             return parts[0]
         for i, norm in enumerate(self.head_norms):
@@ -141,19 +153,16 @@ class Block:
         return torch.cat(parts, dim=1)
 
     def finish(
-        self,
-        x: Float[Tensor, "token d_model"],
-        attended: Float[Tensor, "token d_heads"],
-        adapted: bool,
+        self, x: Float[Tensor, "token d_model"], attended: Float[Tensor, "token d_heads"]
     ) -> Float[Tensor, "token d_model"]:
         """Compute the rest of the block, from what attention read."""
-        x = x + self.out(attended, adapted)
+        x = x + self.out(attended)
         h = normalize(self.norms[1], x)
         if self.gate is None:
-            h = self.act(self.mlp_in(h, adapted))
+            h = self.act(self.mlp_in(h))
         else:
-            h = self.act(self.gate(h, adapted)) * self.mlp_in(h, adapted)
-        return x + self.mlp_out(h, adapted)
+            h = self.act(self.gate(h)) * self.mlp_in(h)
+        return x + self.mlp_out(h)
 
 
 def _join(linear: Any, parts: list[Product]) -> list[Product]:
@@ -198,11 +207,12 @@ def get_head_width(config: Any) -> int:
 
 
 class NativeModel:
-    """The parts of a GPT-2 or of a Llama-type model, over a bridge's weights."""
+    """A GPT-2 or a Llama-type model over a bridge's weights, with the adapters that are on."""
 
-    def __init__(self, base: Any, adapters: dict[str, Any]):
+    def __init__(self, parts: Parts):
+        self.parts, base = parts, parts.base
         self.base, self.config = base, base.original_model.config
-        self.blocks = [Block(base, f"blocks.{i}", adapters) for i in range(len(base.blocks))]
+        self.blocks = [Block(base, f"blocks.{i}", parts.adapters) for i in range(len(base.blocks))]
         unembed = base.unembed.original_component
         self.unembedding = unembed.weight.data  # [vocab d_model]
 

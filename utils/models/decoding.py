@@ -13,6 +13,7 @@ with a reader's hooks by the bridge, with the same draws.
 """
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from utils.models.blocks import NativeModel, multiply
-from utils.models.fast_path import agrees, find_difference, find_native, get_mode, has_hooks
+from utils.models.fast_path import agrees, find_parts, get_parts, has_hooks
 from utils.models.forward import NativeScorer, get_scorer
+from utils.models.loading import find_plain
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
@@ -46,63 +48,42 @@ def get_decoder(model: Any) -> "Decoder":
     `merged()` holds another one than its adapters make, samples are drawn inside of it.
     """
     with torch.no_grad():
-        found, scorer = find_native(model), get_scorer(model)
-    if found is not None:
-        if not isinstance(scorer, NativeScorer):
-            return Decoder(model)
-        return NativeDecoder(model, *found) if merges(model) else Decoder(model, is_merged=True)
+        scorer = get_scorer(model)
+    if isinstance(scorer, NativeScorer):
+        parts, way = scorer.native.parts, "sampling with merged weights"
+        if not parts.adapters or not hasattr(model, "merged") or merges(model, model, way):
+            return NativeDecoder(model, scorer.native)
+        return Decoder(model, is_merged=True)
     base = getattr(model, "base", model)
-    plain = getattr(base, "plain", [None])[0]
-    if plain is None or has_hooks(model) or not shares_weights(base, plain):
+    plain = find_plain(base)
+    if plain is None or has_hooks(model) or find_parts(model) is None:
         return Decoder(model)
-    return PlainDecoder(model, plain) if samples_alike(model, plain) else Decoder(model)
+    decoder = PlainDecoder(model, plain)
+    return decoder if merges(model, decoder.run, "sampling") else Decoder(model)
 
 
-def merges(model: Any) -> bool:
-    """Return whether `merged()` changes nothing of what a model computes."""
-    if get_mode(model) != "hooked" or not hasattr(model, "merged"):
-        return True
-    return agrees(model, (), "sampling with merged weights", lambda _: compare_merged(model, model))
+def merges(model: Any, run: Callable[..., Tensor], way: str) -> bool:
+    """Return whether `run`, inside `model.merged()`, gives the logits that the model gives."""
+    device = next(model.parameters()).device
+    ids = torch.arange(8, device=device).view(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=device)
 
-
-def samples_alike(model: Any, plain: Any) -> bool:
-    """Return whether a plain model, adapters merged, computes what a model, or a bridge, does."""
-    return agrees(model, (), "sampling", lambda _: compare_merged(model, plain))
-
-
-@torch.no_grad()
-def compare_merged(model: Any, merged: Any) -> str | None:
-    """Return how the logits of `merged`, inside `model.merged()`, differ from the model's; None if
-    they do not."""
-    ids = torch.arange(8, device=next(merged.parameters()).device).view(2, 4)
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=ids.device)
-    given: dict[str, Any] = {"attention_mask": mask}
-    if merged is not model:
-        given |= {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0), "use_cache": True}
-    try:
-        expected = model(ids, attention_mask=mask)[mask.bool()]
+    @torch.no_grad()
+    def try_merged(_: Any) -> dict[str, Tensor]:
         with hold_merged(model):
-            found = merged(ids, **given)
-    except Exception as error:  # of models and of a reader's code, of many kinds
-        return f"{type(error).__name__}: {error}"
-    if merged is not model:
-        if getattr(found, "past_key_values", None) is None:
-            return "it has no cache"
-        found = found.logits
-    dtype = next(merged.parameters()).dtype
-    return find_difference({"logits": found[mask.bool()]}, {"logits": expected}, dtype)
+            return {"logits": run(ids, attention_mask=mask)[mask.bool()]}
+
+    @torch.no_grad()
+    def try_own(_: Any) -> dict[str, Tensor]:
+        return {"logits": model(ids, attention_mask=mask)[mask.bool()]}
+
+    return agrees(model, (), way, try_merged, try_own)
 
 
 def hold_merged(model: Any) -> AbstractContextManager[Any]:
     """Merge the adapters for some time, unless they are merged or off already."""
-    is_hooked = get_mode(model) == "hooked" and hasattr(model, "merged")
-    return model.merged() if is_hooked else contextlib.nullcontext()
-
-
-def shares_weights(base: Any, plain: Any) -> bool:
-    """Return whether a plain model has a bridge's very weights."""
-    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
-    return all(p.untyped_storage().data_ptr() in shared for p in base.parameters())
+    is_on = bool(get_parts(model).adapters) and hasattr(model, "merged")
+    return model.merged() if is_on else contextlib.nullcontext()
 
 
 def get_end_ids(model: Any) -> list[int]:
@@ -246,30 +227,36 @@ class PlainDecoder(Decoder):
 
     def __init__(self, model: Any, plain: Any):
         super().__init__(model, is_merged=True)
-        self.plain = plain
+        self.plain, self.cache = plain, None
 
-    def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
+    def run(
+        self, ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch all"]
+    ) -> Float[Tensor, "batch seq vocab"]:
+        """Return the logits of the newest tokens, and keep the cache."""
         output = self.plain(
             input_ids=ids,
-            attention_mask=self.mask,
-            position_ids=(self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
+            attention_mask=attention_mask,
+            position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
             past_key_values=self.cache,
             use_cache=True,
         )
         self.cache = output.past_key_values
-        return output.logits[:, -1]
+        require(self.cache is not None, "the model should have a cache, but has none")
+        return output.logits
+
+    def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
+        return self.run(ids, self.mask)[:, -1]
 
 
 class NativeDecoder(Decoder):
     """Samples from GPT-2 and Llama-type models without hooks."""
 
-    def __init__(self, model: Any, native: NativeModel, adapted: bool):
+    def __init__(self, model: Any, native: NativeModel):
         super().__init__(model)
-        self.native, self.adapted = native, adapted
+        self.native = native
         self.keys: list[Tensor] = []  # of each block, [row kv_heads capacity d_head]
         self.values: list[Tensor] = []
-        if adapted:
-            native.freeze()
+        native.freeze()
 
     def start(
         self,
@@ -291,12 +278,12 @@ class NativeDecoder(Decoder):
         x, rotary = native.embed(ids.flatten(), positions.flatten())
         self.length, self.keys, self.values = seq, [], []
         for block in native.blocks:
-            qkv = block.project(x, rotary, self.adapted).unflatten(0, ids.shape)
+            qkv = block.project(x, rotary).unflatten(0, ids.shape)
             q, k, v = qkv.transpose(1, 2).split(block.heads, dim=1)
             attended = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1]
             )
-            x = block.finish(x, attended.transpose(1, 2).flatten(2).flatten(0, 1), self.adapted)
+            x = block.finish(x, attended.transpose(1, 2).flatten(2).flatten(0, 1))
             for cache, part in ((self.keys, k), (self.values, v)):
                 filled = part.new_empty(
                     len(copies), part.shape[1], seq + max_new_tokens, part.shape[3]
@@ -320,9 +307,9 @@ class NativeDecoder(Decoder):
         x, rotary = self.native.embed(everyone, self.positions)
         here, self.length = self.length, self.length + 1
         for block, keys, values in zip(self.native.blocks, self.keys, self.values, strict=True):
-            qkv = block.project(x, rotary, self.adapted)
+            qkv = block.project(x, rotary)
             q, keys[:, :, here], values[:, :, here] = qkv.split(block.heads, dim=1)
-            x = block.finish(x, self._attend(q, keys, values), self.adapted)
+            x = block.finish(x, self._attend(q, keys, values))
         return self._unembed(x[self.active])
 
     def _keep(self, rows: Int[Tensor, "kept"]) -> None:

@@ -1,13 +1,15 @@
 """Whether the native forward may stand in for a model's own: tried on a few tokens, not trusted.
 
-`utils.models.forward` and `utils.models.decoding` compute what a model computes, with less work.
-You may have edited the model, its adapters, its value head, or the functions that make a trainer's
-objective of its logits. So both ways are run once on a few tokens, with random numbers in place of
-what is trained, and compared: values and gradients. If they differ, your own code runs, and a
-warning says so. They're compared anew when the model's code, its modules or their plain attributes
-change, and whenever `train()` begins.
+`utils.models.forward` and `utils.models.decoding` compute, of the parts that a model's
+`get_parts()` says, what the model computes, with less work. You may have edited the model, its
+adapters, its value head, or the functions that make a trainer's objective of its logits. So both
+ways are run once on a few tokens, with random numbers in place of what is trained, and compared:
+values and gradients. If they differ, your own code runs, and a warning says so. They're compared
+anew when the model's code, its modules or their plain attributes change, and whenever `train()`
+begins.
 """
 
+import contextlib
 import functools
 import sys
 import warnings
@@ -19,15 +21,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
 
-from utils.models.blocks import SITES, NativeModel, is_covered
+from utils.models.blocks import NativeModel, Parts, is_covered
 
 LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "transformer_lens", "jaxtyping",
              "numpy", "einops", "safetensors", "pydantic", "tqdm"}  # fmt: skip
-CODE = FunctionType | MethodType | classmethod | staticmethod | property | type
-PLAIN = (bool, int, float, str)
+OBSERVED = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")  # hooks change nothing
+PLAIN, FUNCTION = (bool, int, float, str), (FunctionType, MethodType)
 MAX_REPR = 300  # characters of a global
-UNTOLD = {"__doc__", "__module__", "__qualname__", "__annotations__", "__firstlineno__"}
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1  # of a norm, and in shorter dtypes: rounding, with room
 SIZE = 0.3  # of the random numbers, so that what is trained changes what comes out
 SCALING = 8  # for which that is so: of adapters that are scaled otherwise, B is larger or smaller
@@ -37,38 +39,49 @@ MAX_KNOWN = 100  # states of a model's code that are remembered
 # differ, and those objects, so that no other gets the identity of one of them.
 _known: WeakKeyDictionary[Any, dict[Any, tuple[str | None, list[Any]]]] = WeakKeyDictionary()
 
+Run = Callable[[list[Tensor]], dict[str, Tensor]]  # of the trained parameters: what comes out
 
-# --- What the native forward can compute, as things are -------------------------------------------
+
+# --- What a model is made of ----------------------------------------------------------------------
 
 
-def find_native(model: Any) -> tuple[NativeModel, bool] | None:
-    """Return the parts of a model that `blocks` computes, and whether its adapters are on.
+def get_parts(model: Any) -> Parts:
+    """Return what a model says that it is made of now; a bridge alone is its own base."""
+    return Parts(model) if isinstance(model, TransformerBridge) else model.get_parts()
 
-    None for other architectures and sites, when somebody's hooks are attached, in autocast, for
-    sharded weights, and when the base itself is to get gradients.
-    """
-    base = getattr(model, "base", model)
-    adapters = getattr(model, "adapters", {})
-    mode = get_mode(model)
-    if not (
-        is_covered(base.original_model.config)
-        and mode is not None
-        and not any(hasattr(p, "full_tensor") for p in model.parameters())  # sharded
-        and not torch.is_autocast_enabled(next(base.parameters()).device.type)
-        and {site.split(".", 2)[2] for site in adapters} <= SITES
-        and not has_hooks(model)
-        and not (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
-    ):
-        return None
+
+def find_parts(model: Any) -> Parts | None:
+    """Return the parts of a model; None, with a warning, where it cannot say them."""
     try:
-        return NativeModel(base, adapters), mode == "hooked"
-    except (AttributeError, RuntimeError, TypeError):  # a part was replaced by something else
+        return get_parts(model)
+    except Exception as error:  # of a reader's code, of any kind
+        _say_once(model, f"get_parts(): {type(error).__name__}: {error}")
         return None
 
 
-def get_mode(model: Any) -> str | None:
-    """Return "hooked", "reference" or "merged"; "reference" for a bridge alone."""
-    return getattr(model, "_mode", None if getattr(model, "adapters", {}) else "reference")
+def find_native(model: Any) -> NativeModel | None:
+    """Return the model that `blocks` makes of a model's parts.
+
+    None for other architectures, in autocast, for sharded weights, when somebody's hooks look on,
+    when the base itself is to get gradients; and, with a warning, where a part is something else.
+    """
+    parts = find_parts(model)
+    try:
+        return NativeModel(parts) if parts and _can_compute(model, parts.base) else None
+    except Exception as error:  # of what a reader has put in a part's place
+        _say_once(model, f"its parts: {type(error).__name__}: {error}")
+        return None
+
+
+def _can_compute(model: Any, base: Any) -> bool:
+    weights = list(base.parameters())
+    return (
+        is_covered(base.original_model.config)
+        and not any(hasattr(p, "full_tensor") for p in model.parameters())  # they are sharded
+        and not torch.is_autocast_enabled(weights[0].device.type)
+        and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+        and not has_hooks(model)
+    )
 
 
 def has_hooks(model: Any) -> bool:
@@ -76,30 +89,29 @@ def has_hooks(model: Any) -> bool:
 
     FSDP's gather the weights: where these are whole, they change nothing.
     """
-    base = getattr(model, "base", model)
-    if any(point.fwd_hooks or point.bwd_hooks for point in base.hook_dict.values()):
-        return True
     if torch.nn.modules.module._has_any_global_hook():
         return True
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [hook for m in model.modules() for kind in kinds for hook in vars(m)[kind].values()]
-    homes = {getattr(hook, "__module__", None) or "" for hook in hooks}
-    libraries = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")
-    return not all(home.startswith(libraries) for home in homes)
+    for module in model.modules():
+        held = vars(module)
+        if held.get("fwd_hooks") or held.get("bwd_hooks"):  # of a hook point of TransformerLens
+            return True
+        for hook in (hook for kind in kinds for hook in held[kind].values()):
+            if not str(getattr(hook, "__module__", "")).startswith(OBSERVED):
+                return True
+    return False
 
 
 # --- Trying it ------------------------------------------------------------------------------------
 
 
-def agrees(
-    model: Any, functions: tuple[Any, ...], way: str, compare: Callable[[list[Any]], str | None]
-) -> bool:
+def agrees(model: Any, functions: tuple[Any, ...], way: str, other: Run, own: Run) -> bool:
     """Return whether another way to compute what a model computes gives the same.
 
     functions: what a reader wrote that takes part besides the model's own methods.
     way: what is compared, in words, for a warning.
-    compare: given the trained parameters, whose numbers are random at that moment, it returns None
-        or what differs. It is called once for each state of the model's code.
+    other, own: run either way, given the trained parameters, whose numbers are random at that
+        moment. They are called once for each state of the model's code.
 
     A sharded model whose weights are gathered can't be tried, as a call would free them: what was
     found before it was sharded holds, and if nothing was, it is taken to be as the course's.
@@ -108,15 +120,14 @@ def agrees(
     if any(type(m).__name__.startswith("FSDP") for m in model.modules()):
         return all(reason is None for key, (reason, _) in known.items() if key[0] == way)
     code, state = list_code(model, functions)
-    key = (way, get_mode(model), torch.is_inference_mode_enabled(), state, *map(id, code))
+    sites = tuple(get_parts(model).adapters)  # that are on
+    key = (way, torch.is_inference_mode_enabled(), sites, state, *map(id, code))
     if key not in known:
         if len(known) > MAX_KNOWN:
             known.clear()
-        device = next(model.parameters()).device
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), randomized(model) as parameters:
-            known[key] = (compare(parameters), code)
-        if (reason := known[key][0]) is not None:
+        reason = _try(model, other, own)
+        known[key] = (reason, code)
+        if reason is not None:
             _say_once(model, f"{way}: {reason}")
     return known[key][0] is None
 
@@ -126,12 +137,24 @@ def forget(model: Any) -> None:
     _known.pop(model, None)
 
 
+def _try(model: Any, other: Run, own: Run) -> str | None:
+    """Return the first thing in which two ways differ, in words."""
+    weight = next(model.parameters())
+    devices = [weight.device] if weight.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), randomized(model) as parameters:
+        try:
+            return find_difference(other(parameters), own(parameters), weight.dtype)
+        except Exception as error:  # of a reader's code, of any kind: it is met where it is run
+            return f"{type(error).__name__}: {error}"
+
+
 def _say_once(model: Any, reason: str) -> None:
     """Warn, unless something was said already of the model as its code is now."""
+    known = _known.setdefault(model, {})
     code, _ = list_code(model, ())
     key = ("said", *map(id, code))
-    if key not in _known[model]:
-        _known[model][key] = (reason, code)
+    if key not in known:
+        known[key] = (reason, code)
         said = f"Your {type(model).__name__} doesn't compute what the fast path computes ({reason})"
         warnings.warn(f"{said}, so your own code runs. That takes longer.", stacklevel=5)
 
@@ -143,11 +166,11 @@ def randomized(model: Any) -> Iterator[list[Any]]:
 
     Bit for bit as before afterwards; autograd sees nothing of it, nor does a random generator.
     """
-    named = [(n, p) for n, p in model.named_parameters() if not n.startswith("base.")]
-    named = named if hasattr(model, "base") else []
-    parameters = [p for _, p in named]
-    scalings = {id(layer.lora_B): layer.scaling for layer in getattr(model, "adapters", {}).values()
-                if hasattr(layer, "lora_B") and hasattr(layer, "scaling")}  # fmt: skip
+    parts = get_parts(model)
+    frozen = {id(p) for p in parts.base.parameters()}
+    parameters = [p for p in model.parameters() if id(p) not in frozen]
+    layers = [x for x in parts.adapters.values() if hasattr(x, "lora_B") and hasattr(x, "scaling")]
+    scalings = {id(layer.lora_B): layer.scaling for layer in layers}
     saved = [p.data.clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
     try:
@@ -183,12 +206,11 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> tuple[list[Any], tuple[
     the model's modules: the very same objects until one of them is replaced. And the plain values
     that it may read, in words: attributes of the model's own modules, and globals."""
     modules = list(model.modules())
-    own = [m for m in modules if not _is_of_a_library(type(m))]
-    state = [repr(sorted((k, v) for k, v in vars(m).items() if isinstance(v, PLAIN))) for m in own]
-    found: list[Any] = [x for m in modules for x in (type(m), m.training)]
-    waiting: list[Any] = [*functions, *{type(m): None for m in modules}]
-    waiting += [vars(m)["forward"] for m in modules if "forward" in vars(m)]  # an object's own
-    waiting += [x for x in vars(model).values() if isinstance(x, FunctionType | MethodType)]
+    held = [vars(m) for m in modules if not _is_of_a_library(type(m))]
+    state = [repr(sorted((k, v) for k, v in x.items() if isinstance(v, PLAIN))) for x in held]
+    found: list[Any] = [x for m in modules for x in (type(m), m.training, vars(m).get("forward"))]
+    waiting: list[Any] = [*functions, *dict.fromkeys(map(type, modules))]
+    waiting += [x for m in modules for x in vars(m).values() if isinstance(x, FUNCTION)]
     seen: set[int] = set()
     while waiting:
         thing = waiting.pop()
@@ -197,31 +219,36 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> tuple[list[Any], tuple[
         seen.add(id(thing))
         if isinstance(thing, (*PLAIN, dict, list, tuple)):
             state.append(repr(thing)[:MAX_REPR])
-        if not isinstance(thing, CODE) or _is_of_a_library(thing):
+        elif _is_of_a_library(thing):
             continue
         elif isinstance(thing, type):
-            waiting += [cls for cls in thing.__mro__ if cls is not thing]
-            waiting += [x for name, x in vars(thing).items() if name not in UNTOLD]
+            waiting += [*thing.__mro__[1:], *vars(thing).values()]
         elif isinstance(thing, property):
             waiting.append(thing.fget)
         elif isinstance(thing, classmethod | staticmethod | MethodType):
             waiting.append(thing.__func__)
-        else:
+        elif isinstance(thing, FunctionType):
             found += [thing.__code__, thing.__defaults__]
-            waiting += [cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell)]
-            names, known = _get_names(thing.__code__), thing.__globals__
-            used = [known[name] for name in names if name in known]
-            modules = [vars(x) for x in used if isinstance(x, ModuleType) and not _is_library(x)]
-            waiting += used + [held[name] for held in modules for name in names if name in held]
+            waiting += _list_what_it_reads(thing)
     return found, tuple(state)
 
 
+def _list_what_it_reads(function: FunctionType) -> list[Any]:
+    """Return the values of a function's closure, and the globals that it names: of a reader's
+    module, what the function names in it."""
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    names, known = _get_names(function.__code__), function.__globals__
+    found += [known[name] for name in names if name in known]
+    modules = [vars(x) for x in found if isinstance(x, ModuleType) and not _is_of_a_library(x)]
+    return found + [held[name] for held in modules for name in names if name in held]
+
+
 def _is_of_a_library(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", "")).partition(".")[0] in LIBRARIES
-
-
-def _is_library(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] in LIBRARIES
+    home = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", "")
+    return str(home).partition(".")[0] in LIBRARIES
 
 
 @functools.cache
@@ -229,11 +256,3 @@ def _get_names(code: CodeType) -> tuple[str, ...]:
     """Return the names that code looks up, in the functions inside it too."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _get_names(c))]))
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

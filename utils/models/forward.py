@@ -12,6 +12,7 @@ When hooks are attached, for other architectures, and where a reader's code comp
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from utils.models.blocks import NativeModel
-from utils.models.fast_path import agrees, find_difference, find_native, get_mode
+from utils.models.fast_path import agrees, find_native, get_parts
 from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time, if that is MIN_ROWS or more
@@ -189,38 +190,6 @@ def get_chunk_logprobs(
 # --- Scorers --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Scores:
-    """What a model says of the completions of some rows. Where there is no token it means nothing.
-
-    `measure_kl()` computes the exact KL from the reference at each token, [row completion].
-    """
-
-    logprobs: Float[Tensor, "row completion"]  # in nats, as `entropies`
-    entropies: Float[Tensor, "row completion"]
-    measure_kl: Callable[[], Float[Tensor, "row completion"]]
-    values: Any = None  # likewise, of a model with a value head
-
-    def calc_mean_entropy(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
-        """Return the mean entropy of the tokens in the mask."""
-        return self.entropies.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
-        """Return the mean of the exact KL from the reference at the tokens in the mask."""
-        return self.measure_kl().masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
-
-
-@dataclass
-class NativeScores(Scores):
-    """The same, where the KL is native too unless a try gives another one: then the bridge's."""
-
-    find_bridged: Any = None  # () -> None, or the bridge's scores in the native KL's place
-
-    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
-        bridged = self.find_bridged()
-        return super().calc_mean_kl(mask) if bridged is None else bridged.calc_mean_kl(mask)
-
-
 @dataclass(frozen=True)
 class Formulas:
     """The functions that turn logits into parts of an objective, as you wrote them."""
@@ -231,70 +200,57 @@ class Formulas:
 
 
 @dataclass
-class FormulaScores(Scores):
-    """The same, where a reader's formulas make them of logits. For a formula that is not written
-    yet, the course's own stands in."""
+class Scores:
+    """What a model says of the completions of some rows. Where there is no token it means nothing.
 
-    formulas: Any = None
-    get_logits: Any = None  # (is_reference) -> those that predict the completions, / temperature
-    has_entropy_grad: bool = True
+    `measure_kl()` computes the exact KL from the reference at each token, [row completion];
+    `calc_mean_entropy(mask)` and `calc_mean_kl(mask)` are the means over the tokens in a mask, by a
+    reader's formulas if there are any.
+    """
 
-    def calc_mean_entropy(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.has_entropy_grad):
-            try:
-                return self.formulas.calc_entropy_bonus(self.get_logits(False), mask, 1.0)
-            except NotImplementedError:
-                return super().calc_mean_entropy(mask)
+    logprobs: Float[Tensor, "row completion"]  # in nats, as `entropies`
+    entropies: Float[Tensor, "row completion"]
+    measure_kl: Callable[[], Float[Tensor, "row completion"]]
+    calc_mean_entropy: Callable[[Bool[Tensor, "row completion"]], Float[Tensor, ""]]
+    calc_mean_kl: Callable[[Bool[Tensor, "row completion"]], Float[Tensor, ""]]
+    values: Any = None  # likewise, of a model with a value head
 
-    def calc_mean_kl(self, mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
-        ref_logits = self.get_logits(True)
-        try:
-            return self.formulas.calc_kl_penalty(self.get_logits(False), ref_logits, mask, 1.0)
-        except NotImplementedError:
-            return super().calc_mean_kl(mask)
+
+def calc_mean(
+    values: Float[Tensor, "row completion"], mask: Bool[Tensor, "row completion"]
+) -> Float[Tensor, ""]:
+    """Return the mean of the values of the tokens in a mask; 0 without any."""
+    return values.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
 
 def get_scorer(model: Any, formulas: Formulas | None = None) -> "BridgeScorer":
     """Return what scores completions under a model, or a bridge, as it is now.
 
     Inside `reference()` that is the frozen model, inside `merged()` the merged one. What `formulas`
-    make of logits is what the scores hold.
+    make of logits is what the scores hold; for a formula that is not written yet, the course's own
+    stands in.
     """
-    bridge, found = BridgeScorer(model, formulas), find_native(model)
-    if found is None:
-        return bridge
-    native = NativeScorer(model, *found, formulas)
-    return native if is_the_same(native, bridge, "scoring") else bridge
-
-
-def is_the_same(native: "NativeScorer", bridge: "BridgeScorer", way: str) -> bool:
-    """Return whether both give the same: scores, or "the KL", where alone the reference runs."""
-    model, formulas = bridge.model, bridge.formulas
-
-    def compare(parameters: list[Tensor]) -> str | None:
-        try:
-            found, expected = (try_scorer(s, parameters, way) for s in (native, bridge))
-            return find_difference(found, expected, next(model.parameters()).dtype)
-        except Exception as error:  # of a reader's code, of any kind: it is met where it is run
-            return f"{type(error).__name__}: {error}"
-
-    return agrees(model, tuple(vars(formulas).values()) if formulas else (), way, compare)
+    native = find_native(model)
+    if native is None:
+        return BridgeScorer(model, formulas)
+    scorer = NativeScorer(model, native, formulas)
+    return scorer if scorer.gives_the_same("scoring") else BridgeScorer(model, formulas)
 
 
 def try_scorer(
-    scorer: "BridgeScorer", parameters: list[Tensor], way: str = "scoring"
+    scorer: "BridgeScorer", native: NativeModel, way: str, parameters: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Return what a scorer gives on three rows of some tokens, and the gradients of it."""
-    model = scorer.model
-    base = getattr(model, "base", model)
-    device, vocab = next(base.parameters()).device, base.unembed.original_component.weight.shape[0]
-    width = min(WIDTH, getattr(getattr(base, "cfg", None), "n_ctx", WIDTH))
+    """Return what a scorer gives on three rows of some tokens, and the gradients of it: scores, or
+    "the KL", where alone the reference runs."""
+    model, base = scorer.model, native.base
+    device, vocab = native.unembedding.device, len(native.unembedding)
+    width = min(WIDTH, getattr(base.cfg, "n_ctx", WIDTH))
     prompt_len = width // 4
     ids = (torch.arange(3 * width, device=device).view(3, width) * 7919 + 5) % vocab
     attention_mask = torch.ones_like(ids)
     attention_mask[0, : prompt_len // 2] = attention_mask[1, width // 2 :] = 0
     mask = attention_mask[:, prompt_len:].bool()
-    is_trained = get_mode(model) == "hooked" and not torch.is_inference_mode_enabled()
+    is_trained = bool(native.parts.adapters) and not torch.is_inference_mode_enabled()
     with torch.set_grad_enabled(is_trained):
         scores = scorer.measure(ids, attention_mask, prompt_len, temperature=0.7)
         if way == "the KL":
@@ -334,36 +290,42 @@ def read_logits(
     has_entropy_grad: bool = True,
 ) -> Scores:
     """Return the scores that a model's logits give, by formulas if there are any."""
-    logp = _get_completion_logprobs(logits, prompt_len, temperature)
-    possible = logp.masked_fill(logp == -torch.inf, 0.0)  # 0 log 0 is 0, where 0 * -inf is nan
+    exact = torch.promote_types(logits.dtype, torch.float32)
 
-    def run_reference() -> Tensor:
+    def scale(whole: Float[Tensor, "row seq vocab"]) -> Float[Tensor, "row completion vocab"]:
+        return whole[:, prompt_len - 1 : -1].to(exact) / temperature
+
+    def run_reference() -> Float[Tensor, "row completion vocab"]:
         with torch.no_grad(), model.reference():
-            return model(input_ids, attention_mask=attention_mask)
+            return scale(model(input_ids, attention_mask=attention_mask))
 
-    def measure_kl() -> Tensor:
-        ref_logp = _get_completion_logprobs(run_reference(), prompt_len, temperature)
-        logratio = torch.where(logp == -torch.inf, 0.0, logp - ref_logp)
+    def measure_kl() -> Float[Tensor, "row completion"]:
+        logratio = torch.where(logp == -torch.inf, 0.0, logp - run_reference().log_softmax(-1))
         return (logp.exp() * logratio).sum(-1)
 
-    def get_logits(is_reference: bool) -> Tensor:
-        whole = run_reference() if is_reference else logits
-        return whole[:, prompt_len - 1 : -1] / temperature
+    def calc_mean_entropy(mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        has_grad = torch.is_grad_enabled() and has_entropy_grad
+        with torch.set_grad_enabled(has_grad), contextlib.suppress(NotImplementedError):
+            if formulas is not None:
+                return formulas.calc_entropy_bonus(scale(logits), mask, 1.0)
+        return calc_mean(entropies, mask)
 
-    logprobs = logp.gather(-1, input_ids[:, prompt_len:, None]).squeeze(-1)
+    def calc_mean_kl(mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+        if formulas is not None:
+            ref_logits = run_reference()
+            with contextlib.suppress(NotImplementedError):
+                return formulas.calc_kl_penalty(scale(logits), ref_logits, mask, 1.0)
+        return calc_mean(measure_kl(), mask)
+
+    logp = scale(logits).log_softmax(-1)
+    possible = logp.masked_fill(logp == -torch.inf, 0.0)  # 0 log 0 is 0, where 0 * -inf is nan
     entropies = -(logp.exp() * possible).sum(-1)
     entropies = entropies if has_entropy_grad else entropies.detach()
-    if formulas is None:
-        return Scores(logprobs, entropies, measure_kl)
-    with contextlib.suppress(NotImplementedError):
-        logprobs = formulas.get_logprobs(logits, input_ids, prompt_len, temperature)
-    given = (formulas, get_logits, has_entropy_grad)
-    return FormulaScores(logprobs, entropies, measure_kl, None, *given)
-
-
-def _get_completion_logprobs(logits: Tensor, prompt_len: int, temperature: float) -> Tensor:
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return (logits[:, prompt_len - 1 : -1].to(exact) / temperature).log_softmax(-1)
+    logprobs = logp.gather(-1, input_ids[:, prompt_len:, None]).squeeze(-1)
+    if formulas is not None:
+        with contextlib.suppress(NotImplementedError):
+            logprobs = formulas.get_logprobs(logits, input_ids, prompt_len, temperature)
+    return Scores(logprobs, entropies, measure_kl, calc_mean_entropy, calc_mean_kl)
 
 
 class BridgeScorer:
@@ -427,12 +389,20 @@ class BridgeScorer:
 class NativeScorer(BridgeScorer):
     """Scores without hooks, padding or kept logits."""
 
-    def __init__(
-        self, model: Any, native: NativeModel, adapted: bool, formulas: Formulas | None = None
-    ):
+    def __init__(self, model: Any, native: NativeModel, formulas: Formulas | None = None):
         super().__init__(model, formulas)
-        self.native, self.adapted = native, adapted
-        self.is_tried = False  # as a KL is trusted while it is compared
+        self.native = native
+        self.is_trusted = False  # A KL is taken to be the model's own, as while it is compared.
+
+    def gives_the_same(self, way: str) -> bool:
+        """Return whether the model's own code gives the same: scores, or "the KL", where alone the
+        reference runs."""
+        trusted = NativeScorer(self.model, self.native, self.formulas)
+        trusted.is_trusted = True
+        both = (trusted, BridgeScorer(self.model, self.formulas))
+        runs = (functools.partial(try_scorer, scorer, self.native, way) for scorer in both)
+        functions = tuple(vars(self.formulas).values()) if self.formulas else ()
+        return agrees(self.model, functions, way, *runs)
 
     def compute(
         self,
@@ -450,46 +420,43 @@ class NativeScorer(BridgeScorer):
         rows = flatten(input_ids, attention_mask, prompt_len)
         if rows is None:
             return super().compute(*given)
-        unembedding = self.native.unembedding
-        h = self.read(rows, self.adapted)
+        native = self.native
+        h = read(native, rows)
 
-        def find_bridged() -> Scores | None:
-            return None if self.has_same_kl() else BridgeScorer.compute(self, *given)
+        def find_own() -> Scores | None:
+            """Return the scores of the model's own code, if its KL from the reference differs."""
+            is_same = self.is_trusted or self.gives_the_same("the KL")
+            return None if is_same else BridgeScorer.compute(self, *given)
 
-        def measure_kl() -> Tensor:
-            if (bridged := find_bridged()) is not None:
-                return bridged.measure_kl()
+        def measure_native_kl() -> Float[Tensor, "row completion"]:
             with torch.no_grad(), self.model.reference():
-                ref_h = self.read(rows, get_mode(self.model) == "hooked")  # as one's own may be
-            return rows.fill(KlHead.apply(h, ref_h, unembedding, temperature))
+                ref_h = read(NativeModel(get_parts(self.model)), rows)
+            return rows.fill(KlHead.apply(h, ref_h, native.unembedding, temperature))
 
-        found = ScoreHead.apply(h, unembedding, rows.targets, temperature, has_entropy_grad)
+        def measure_kl() -> Float[Tensor, "row completion"]:
+            own = find_own()
+            return measure_native_kl() if own is None else own.measure_kl()
+
+        def calc_mean_kl(mask: Bool[Tensor, "row completion"]) -> Float[Tensor, ""]:
+            own = find_own()
+            return calc_mean(measure_native_kl(), mask) if own is None else own.calc_mean_kl(mask)
+
+        found = ScoreHead.apply(h, native.unembedding, rows.targets, temperature, has_entropy_grad)
         entropies = rows.fill(found[1] if has_entropy_grad else found[1].detach())
-        scores = NativeScores(rows.fill(found[0]), entropies, measure_kl, None, find_bridged)
-        head = getattr(self.model, "value_head", None)
-        if head is not None:
+        calc_mean_entropy = functools.partial(calc_mean, entropies)
+        kls = (measure_kl, calc_mean_entropy, calc_mean_kl)
+        scores = Scores(rows.fill(found[0]), entropies, *kls)
+        if (head := native.parts.value_head) is not None:
             scores.values = rows.fill(head(h.to(head.weight.dtype)).squeeze(-1))
         return scores
 
-    def has_same_kl(self) -> bool:
-        """Return whether the model's KL from its reference is the native one."""
-        if self.is_tried:
-            return True
-        self.is_tried = True
-        try:
-            bridge = BridgeScorer(self.model, self.formulas)
-            return is_the_same(self, bridge, "the KL")
-        finally:
-            self.is_tried = False
 
-    def read(self, rows: FlatRows, adapted: bool) -> Float[Tensor, "scored d_model"]:
-        """Return the final norm's output at the token before each that is scored."""
-        native = self.native
-        x, rotary = native.embed(rows.ids, rows.positions)
-        for block in native.blocks:
-            attended = attend(block.project(x, rotary, adapted), block.heads, rows)
-            x = block.finish(x, attended, adapted)
-        return native.normalize_last(x.index_select(0, rows.predictors))
+def read(native: NativeModel, rows: FlatRows) -> Float[Tensor, "scored d_model"]:
+    """Return the final norm's output at the token before each that is scored."""
+    x, rotary = native.embed(rows.ids, rows.positions)
+    for block in native.blocks:
+        x = block.finish(x, attend(block.project(x, rotary), block.heads, rows))
+    return native.normalize_last(x.index_select(0, rows.predictors))
 
 
 def attend(

@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from utils.models.blocks import is_covered
-from utils.models.decoding import shares_weights
 from utils.models.fetch import MODELS, find_fetched
 from utils.validation import require
 
@@ -143,8 +142,7 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
             f"hub, or one that `python -m utils.models.fetch` fetches ({', '.join(MODELS)}), but "
             f"there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
-    is_shared = plain is not None and shares_weights(base, plain)
-    vars(base)["plain"] = [plain if is_shared else None]  # decodes sooner; not a submodule
+    vars(base)["plain"] = [plain if shares_weights(base, plain) else None]  # not a submodule
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
         tokenizer.bos_token = AutoTokenizer.from_pretrained(name).bos_token
@@ -178,3 +176,18 @@ def _load_plain(name: str, device: str | torch.device, dtype: torch.dtype) -> tu
         return None, None
     hf.to(device)
     return hf, copy.deepcopy(hf, {id(parameter): parameter for parameter in hf.parameters()})
+
+
+def find_plain(base: Any) -> Any:
+    """Return the Hugging Face model that has a bridge's very weights and decodes sooner; None where
+    there is none, or they no longer are the same."""
+    (plain,) = vars(base).get("plain", [None])
+    return plain if shares_weights(base, plain) else None
+
+
+def shares_weights(base: Any, plain: Any) -> bool:
+    """Return whether a plain model, if there is one, has a bridge's very weights."""
+    if plain is None:
+        return False
+    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
+    return all(p.untyped_storage().data_ptr() in shared for p in base.parameters())
