@@ -29,6 +29,7 @@ LIBRARIES = {*sys.stdlib_module_names, "torch", "transformers", "transformer_len
              "numpy", "einops", "safetensors", "pydantic", "tqdm"}  # fmt: skip
 OBSERVED = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")  # hooks change nothing
 PLAIN, FUNCTION = (bool, int, float, str), (FunctionType, MethodType)
+UNTOLD = ("__annotations__", "__doc__")  # of a class
 MAX_REPR = 300  # characters of a global
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1  # of a norm, and in shorter dtypes: rounding, with room
 SIZE = 0.3  # of the random numbers, so that what is trained changes what comes out
@@ -74,12 +75,11 @@ def find_native(model: Any) -> NativeModel | None:
 
 
 def _can_compute(model: Any, base: Any) -> bool:
-    weights = list(base.parameters())
     return (
         is_covered(base.original_model.config)
         and not any(hasattr(p, "full_tensor") for p in model.parameters())  # they are sharded
-        and not torch.is_autocast_enabled(weights[0].device.type)
-        and not (torch.is_grad_enabled() and any(weight.requires_grad for weight in weights))
+        and not torch.is_autocast_enabled(next(base.parameters()).device.type)
+        and not (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
         and not has_hooks(model)
     )
 
@@ -117,9 +117,9 @@ def agrees(model: Any, functions: tuple[Any, ...], way: str, other: Run, own: Ru
     found before it was sharded holds, and if nothing was, it is taken to be as the course's.
     """
     known = _known.setdefault(model, {})
-    if any(type(m).__name__.startswith("FSDP") for m in model.modules()):
-        return all(reason is None for key, (reason, _) in known.items() if key[0] == way)
     code, state = list_code(model, functions)
+    if any(isinstance(x, type) and x.__name__.startswith("FSDP") for x in code):
+        return all(reason is None for key, (reason, _) in known.items() if key[0] == way)
     sites = tuple(get_parts(model).adapters)  # that are on
     key = (way, torch.is_inference_mode_enabled(), sites, state, *map(id, code))
     if key not in known:
@@ -208,9 +208,10 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> tuple[list[Any], tuple[
     modules = list(model.modules())
     held = [vars(m) for m in modules if not _is_of_a_library(type(m))]
     state = [repr(sorted((k, v) for k, v in x.items() if isinstance(v, PLAIN))) for x in held]
-    found: list[Any] = [x for m in modules for x in (type(m), m.training, vars(m).get("forward"))]
-    waiting: list[Any] = [*functions, *dict.fromkeys(map(type, modules))]
-    waiting += [x for m in modules for x in vars(m).values() if isinstance(x, FUNCTION)]
+    forwards = [vars(m)["forward"] for m in modules if "forward" in vars(m)]  # an object's own
+    found: list[Any] = [*forwards, *(x for m in modules for x in (type(m), m.training))]
+    waiting: list[Any] = [*functions, *forwards, *dict.fromkeys(map(type, modules))]
+    waiting += [x for values in held for x in values.values() if isinstance(x, FUNCTION)]
     seen: set[int] = set()
     while waiting:
         thing = waiting.pop()
@@ -222,7 +223,7 @@ def list_code(model: Any, functions: tuple[Any, ...]) -> tuple[list[Any], tuple[
         elif _is_of_a_library(thing):
             continue
         elif isinstance(thing, type):
-            waiting += [*thing.__mro__[1:], *vars(thing).values()]
+            waiting += [*thing.__mro__[1:], *(x for k, x in vars(thing).items() if k not in UNTOLD)]
         elif isinstance(thing, property):
             waiting.append(thing.fget)
         elif isinstance(thing, classmethod | staticmethod | MethodType):

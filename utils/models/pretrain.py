@@ -1,9 +1,8 @@
 """Pretrain the embedded model: `python -m utils.models.pretrain --out runs/pretrain/model`.
 
 Builds the corpus, a byte-level BPE of 512 tokens with digits split, and a GPT-2 of 0.9M parameters,
-and trains it on packed rows of 128 tokens (documents see those before them in their row). Step k's
-batch depends on the seed and on k alone, so a run that was stopped goes on from its last checkpoint
-and ends at the same weights.
+and trains it on packed rows of 128 tokens (documents see those before them in their row). On one
+machine the same seed gives the same weights.
 
 `--control` makes the model of chapter 5's control experiment: it trains the embedded model on for
 500 steps, on a corpus whose worked answers do not help.
@@ -24,7 +23,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from utils.models.corpus import addition_completion, control_completion, documents
 from utils.models.loading import EMBEDDED_MODEL
-from utils.tracking import save_checkpoint
 
 CONTEXT = 128
 VOCAB_SIZE = 512
@@ -87,61 +85,18 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:
     )
 
 
-class _Training:
-    """Model, optimizer and schedule, and the losses so far: what a checkpoint holds."""
-
-    _parts = ("model", "optimizer", "scheduler")
-
-    def __init__(self, model: GPT2LMHeadModel, setup: dict):
-        self.setup = setup
-        self.model = model
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=setup["lr"], betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._get_scale)
-        self.losses: list[float] = []
-
-    def _get_scale(self, k: int) -> float:
-        """Return the scale: a linear warm-up, then a cosine down to 0."""
-        cosine = 0.5 + 0.5 * math.cos(math.pi * k / self.setup["steps"])
-        return min((k + 1) / self.setup["warmup_steps"], cosine)
-
-    def step(self, batch: Int[Tensor, "rows context"]) -> None:
-        loss = self.model(batch, labels=batch).loss
-        self.optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.losses.append(loss.item())
-
-    def save(self, checkpoint: Path) -> None:
-        state = {name: getattr(self, name).state_dict() for name in self._parts}
-        save_checkpoint(checkpoint, state | {"losses": self.losses, "setup": self.setup})
-
-    def load(self, checkpoint: Path) -> None:
-        state = torch.load(checkpoint)
-        if state["setup"] != self.setup:
-            raise ValueError(f"{checkpoint} is of another run: {state['setup']}, not {self.setup}")
-        for name in self._parts:
-            getattr(self, name).load_state_dict(state[name])
-        self.losses = state["losses"]
-
-
 def pretrain(
     out: Path,
-    checkpoint: Path,
     steps: int = 2500,
     batch_size: int = 32,
     n_documents: int = 200_000,
     lr: float = 2.5e-3,
     warmup_steps: int = 100,
     seed: int = 0,
-    checkpoint_every: int = 250,
     complete: Callable = addition_completion,
     start: Path | None = None,
 ) -> float:
-    """Train, or go on from `checkpoint`, and save model and tokenizer to `out`.
+    """Train, and save model and tokenizer to `out`.
 
     `complete` answers the corpus's additions. With `start`, a folder, training begins at that
     model, with its tokenizer.
@@ -155,35 +110,38 @@ def pretrain(
         tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
     rows = pack(texts, tokenizer)
     torch.manual_seed(seed)
-    setup: dict[str, Any] = {"steps": steps, "batch_size": batch_size, "seed": seed}
-    setup |= {
-        "n_documents": n_documents,
-        "lr": lr,
-        "warmup_steps": warmup_steps,
-        "complete": complete.__name__,
-    }
     model = build_model(tokenizer) if start is None else GPT2LMHeadModel.from_pretrained(start)
-    training = _Training(model, setup)
-    if checkpoint.exists():
-        training.load(checkpoint)
-    done = len(training.losses)
-    bar = tqdm(range(done, steps), desc="pretrain", initial=done, total=steps)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+
+    def get_scale(k: int) -> float:
+        """Return the scale of the rate: a linear warm-up, then a cosine down to 0."""
+        return min((k + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * k / steps))
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, get_scale)
+    losses = []
+    bar = tqdm(range(steps), desc="pretrain")
     for step in bar:
         generator = torch.Generator().manual_seed(seed * steps + step)
-        training.step(rows[torch.randint(len(rows), (batch_size,), generator=generator)])
-        bar.set_postfix(loss=f"{training.losses[-1]:.3f}")
-        if (step + 1) % checkpoint_every == 0:
-            training.save(checkpoint)
+        batch = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}")
     out.mkdir(parents=True, exist_ok=True)
-    training.model.eval().save_pretrained(out)
+    model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return sum(training.losses[-100:]) / len(training.losses[-100:])
+    return sum(losses[-100:]) / len(losses[-100:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain/model"))
-    parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain/checkpoint.pt"))
     parser.add_argument("--steps", type=int, help="default: 2500, of the control 500")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="make the control model")
@@ -192,7 +150,7 @@ def main() -> None:
     if args.control:
         setup = {"steps": args.steps or 500, "lr": 1e-3, "n_documents": 40_000}
         setup |= {"complete": control_completion, "start": EMBEDDED_MODEL}
-    loss = pretrain(args.out, args.checkpoint, seed=args.seed, **setup)
+    loss = pretrain(args.out, seed=args.seed, **setup)
     print(f"{args.out}: loss {loss:.3f} nats per token over the last 100 steps")
 
 
