@@ -16,9 +16,7 @@ Format: PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint.
 import argparse
 import json
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +34,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from utils.models.blocks import GATED
-from utils.models.fetch import MODELS, get_models_folder
+from utils.models.blocks import GATED, Parts
+from utils.models.fetch import MODELS, get_models_folder, write_folder
 from utils.models.loading import load_base_model
 from utils.tracking import load_checkpoint
 from utils.validation import require
@@ -154,7 +152,7 @@ def save_peft_adapter(model: Any, folder: str | Path, prepend_bos: bool = True) 
         "bias": "none",
         "inference_mode": True,
     }
-    with _write_folder(folder) as new:
+    with _write_export(folder) as new:
         (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         _save_tokenizer(model.base.cfg.model_name, new, prepend_bos)
@@ -309,7 +307,7 @@ def save_merged(model: Any, folder: str | Path, prepend_bos: bool = True) -> Non
         Path(folder).resolve() != Path(source).resolve(),
         f"folder should be a new one, but {folder} holds the base",
     )
-    with _write_folder(folder) as new:
+    with _write_export(folder) as new:
         dtype = next(base.parameters()).dtype
         plain: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         held = base.original_model.state_dict()
@@ -326,22 +324,16 @@ def save_merged(model: Any, folder: str | Path, prepend_bos: bool = True) -> Non
 
 
 @contextmanager
-def _write_folder(folder: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, which takes the place of `folder` if all goes well.
+def _write_export(folder: str | Path) -> Iterator[Path]:
+    """Yield a new folder as `write_folder` does, and list in it what it holds.
 
-    Raises ValueError where that holds anything but an earlier export.
+    Raises ValueError where `folder` holds anything but an earlier export.
     """
     folder = Path(folder).expanduser().resolve()
     _require_own(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as beside:
-        new = Path(beside, "new")
-        new.mkdir()
+    with write_folder(folder) as new:
         yield new
         (new / CONTENTS).write_text("".join(f"{path.name}\n" for path in sorted(new.iterdir())))
-        if folder.exists():
-            os.replace(folder, Path(beside, "old"))
-        os.replace(new, folder)
 
 
 def _require_own(folder: Path) -> None:
@@ -369,18 +361,9 @@ class TrainedAdapter:
     scaling: float
 
 
-@dataclass
-class TrainedModel:
-    """Hold what a run trained, with the names that a `TransformerWithLora` has."""
-
-    base: Any
-    adapters: dict[str, TrainedAdapter]
-    left_out: list[str]  # tensors that belong to no adapter: of a value head
-    args: dict[str, Any]  # of the run
-
-
-def read_run(folder: str | Path) -> TrainedModel:
-    """Load the base of a run, and the adapters of its checkpoint.
+def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
+    """Load the base of a run, and the adapters of its checkpoint; name its tensors that belong to
+    no adapter, as those of a value head, and give its arguments.
 
     The base is the one that the run's arguments name: a model that the trainer was handed beside
     them is not recorded.
@@ -413,7 +396,7 @@ def read_run(folder: str | Path) -> TrainedModel:
             f"the run's lora_rank, but are {found}",
         )
         adapters[site] = TrainedAdapter(lora_A, lora_B, scaling)
-    return TrainedModel(base, adapters, [name for name in trained if name not in names], args)
+    return Parts(base, adapters), [name for name in trained if name not in names], args
 
 
 def _get_sizes(base: Any, site: str) -> tuple[int, ...]:
@@ -435,32 +418,32 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--format", choices=("peft", "merged"), required=True)
     args = parser.parse_args(arguments)
     try:
-        model = read_run(args.run)
+        parts, left_out, of_run = read_run(args.run)
         save = {"peft": save_peft_adapter, "merged": save_merged}[args.format]
-        save(model, args.out, model.args.get("prepend_bos", True))
+        save(parts, args.out, of_run.get("prepend_bos", True))
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
-    if model.left_out:
-        print(f"Left out, as the format has no place for a head: {', '.join(model.left_out)}.")
-    print(f"{args.out} holds the {len(model.adapters)} adapters of {args.run}, as {args.format}.")
+    if left_out:
+        print(f"Left out, as the format has no place for a head: {', '.join(left_out)}.")
+    print(f"{args.out} holds the {len(parts.adapters)} adapters of {args.run}, as {args.format}.")
     kind = {"merged": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}[args.format]
     library = {"merged": "transformers", "peft": "peft"}[args.format]
-    sampling = f"top_k={model.args.get('top_k') or 0}, max_new_tokens={model.args['gen_len']}"
-    sampling += f", temperature={model.args['temperature']}"
-    habits = model.base.original_model.generation_config  # which training does not follow
+    sampling = f"top_k={of_run.get('top_k') or 0}, max_new_tokens={of_run['gen_len']}"
+    sampling += f", temperature={of_run['temperature']}"
+    habits = parts.base.original_model.generation_config  # which training does not follow
     sampling += "".join(
         f", {name}={value}"
         for name, value in NEUTRAL.items()
         if getattr(habits, name, None) not in (None, value)
     )
-    dtype = str(model.args.get("dtype") or "float32").removeprefix("torch.")
+    dtype = str(of_run.get("dtype") or "float32").removeprefix("torch.")
     inputs = 'inputs = tokenizer("your prompt", return_tensors="pt")'
-    if str(model.args.get("prompts")).startswith("[["):  # chats, as a checkpoint describes them
+    if str(of_run.get("prompts")).startswith("[["):  # chats, as a checkpoint describes them
         inputs = """chat = [{"role": "user", "content": "your prompt"}]
     inputs = tokenizer.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )"""
-    name = Path(_name_base(model.base.cfg.model_name))
+    name = Path(_name_base(parts.base.cfg.model_name))
     is_ours = args.format == "peft" and not name.is_absolute() and (ROOT / name).is_dir()
     where = ", in the course's folder, where its base lies" if is_ours else ""
     print(f"""To load it{where}, and sample as in training (top_k=0 keeps every token):

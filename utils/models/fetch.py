@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,18 +227,26 @@ def _require_own(folder: Path) -> None:
 
 
 def _save(model, tokenizer, folder: Path, source: Source | None, origin: str) -> None:
-    """Save all of it, or nothing: `folder` is there when it is complete."""
-    partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
     about = [f"# {source.title}", f"Licence: {source.licence}."] if source else [f"# {folder.name}"]
     dtype = str(model.dtype).removeprefix("torch.")
     about += [f"From {origin}, written as {dtype} by `python -m utils.models.fetch`."]
-    (partial / ORIGIN).write_text("\n\n".join(about) + "\n")
-    partial.chmod(0o755)  # a temporary folder is its owner's alone
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(partial, folder)
+    with write_folder(folder) as new:
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        (new / ORIGIN).write_text("\n\n".join(about) + "\n")
+
+
+@contextmanager
+def write_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which takes the place of `folder` if all goes well."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as beside:
+        new = Path(beside, "new")  # it is open to all, as the temporary one is not
+        new.mkdir()
+        yield new
+        if folder.exists():
+            os.replace(folder, Path(beside, "old"))
+        os.replace(new, folder)
 
 
 def main() -> None:
