@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from utils.grading import catalogue, diagnosis, known_answers
+from utils.grading import catalogue, diagnosis, reference
 from utils.grading.catalogue import apply, find_stale, read_chapter
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.extraction import get_bound_names, get_used_names
 from utils.grading.judging import get_quick_checks, grade
-from utils.grading.observation import Answers
+from utils.grading.observation import StudentNames
 from utils.grading.substitution import build_module
 
 SOLUTION = '''\
@@ -140,7 +140,7 @@ def test_the_catalogue_fits_the_solutions(chapter):
 def test_a_function_uses_what_is_there(chapter):
     """One that raises NameError would be rejected whatever it is meant to show."""
     for mistake in (mistake for mistake in read_chapter(chapter) if mistake.code):
-        changed = ast.parse(apply(known_answers.get_source(chapter), mistake))
+        changed = ast.parse(apply(reference.get_source(chapter), mistake))
         imported = {
             alias.asname or alias.name.partition(".")[0]
             for node in changed.body
@@ -158,8 +158,8 @@ def test_a_function_uses_what_is_there(chapter):
 def diagnose(chapter: str, exercise: str, *names: str) -> str | None:
     chosen = [m for m in read_chapter(chapter) if m.exercise == exercise and m.name in names]
     assert len(chosen) == len(names)
-    source = apply(known_answers.get_source(chapter), *chosen)
-    student = Answers(vars(build_module(chapter, source)))
+    source = apply(reference.get_source(chapter), *chosen)
+    student = StudentNames(vars(build_module(chapter, source)))
     verdicts = [grade(check, student) for check in get_quick_checks(chapter, exercise)]
     return diagnosis.diagnose(verdicts, seconds=diagnosis.SEARCH_SECONDS)
 

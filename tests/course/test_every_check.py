@@ -6,7 +6,7 @@ One process runs the tests of a chapter, which share the observations of its ref
 import pytest
 import torch
 
-from utils.grading import known_answers
+from utils.grading import known_answers, reference
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.comparison import Mismatch, find_mismatch
 from utils.grading.judging import (
@@ -181,7 +181,7 @@ def test_constants_earn_nothing(chapter, change):
 def test_an_answer_without_a_thought_earns_nothing(chapter):
     earning = {}
     for exercise, checks in get_checks(chapter).items():
-        if exercise not in known_answers.get_definitions(chapter):
+        if exercise not in reference.get_definitions(chapter):
             continue  # inherited, and there is nothing to write
         for null, student in mutants.list_nulls(chapter, exercise).items():
             verdicts = [

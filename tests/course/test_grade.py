@@ -45,10 +45,10 @@ from utils.grading import judging
 from utils.grading.checks import get_checks
 from utils.grading.comparison import Mismatch
 from utils.grading.observation import Raised, Unsupported
+from utils.grading.packing import pack, unpack
 from utils.grading.points import FILE, fill_points, list_exercises, load_points
-from utils.grading.submission import load_submission
+from utils.grading.pytest_plugin import load_submission
 from utils.grading.substitution import ChapterSource
-from utils.grading.wire import pack, unpack
 
 ROOT = Path(__file__).parents[2]
 ATTACKS = sorted((ROOT / "tests" / "attacks").glob("*/*.py"))

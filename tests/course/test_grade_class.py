@@ -13,9 +13,8 @@ from tests.attacks.containers import make_notebook
 from tests.course.test_grade import get_exercise, linux, load_reports
 from utils import grade
 from utils.autograder.roster import Person, find_owners, read_roster, write_grades
-from utils.grading.known_answers import get_source
-from utils.grading.points import FILE
-from utils.grading.scoring import earn, weigh
+from utils.grading.points import FILE, earn, weigh
+from utils.grading.reference import get_source
 from utils.version import get_version
 
 CHAPTER = "ch4_kl"

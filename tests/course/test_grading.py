@@ -22,10 +22,10 @@ from utils.grading import diagnosis, judging, known_answers
 from utils.grading.catalogue import find_definitions
 from utils.grading.checks import Check, Rng, get_chapters, get_checks, get_reference
 from utils.grading.comparison import find_mismatch, measure_gap
-from utils.grading.known_answers import get_chapter_source
-from utils.grading.observation import Answers, NotDefined, Raised, observe, to_plain
-from utils.grading.submission import load_submission
-from utils.grading.substitution import build_module, find_answer
+from utils.grading.observation import NotDefined, Raised, StudentNames, observe, to_plain
+from utils.grading.pytest_plugin import load_submission
+from utils.grading.reference import get_chapter_source
+from utils.grading.substitution import answer_with, build_module, find_answer
 from utils.models import loading
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +138,7 @@ def test_a_probe_leaves_no_trace():
         print("hello")
         return rng.normal(2)
 
-    observed, printed = observe(probe, Answers({}), 3, torch.float32)
+    observed, printed = observe(probe, StudentNames({}), 3, torch.float32)
     assert printed == "hello\n"
     assert observed.shape == (2,)
     assert torch.is_grad_enabled()
@@ -157,10 +157,10 @@ def test_a_loop_that_does_not_end_is_stopped():
         while True:
             rng.normal(3)
 
-    observed, _ = observe(probe, Answers({}), 0, torch.float32, seconds=0.2)
+    observed, _ = observe(probe, StudentNames({}), 0, torch.float32, seconds=0.2)
     assert observed.kind == "TimeoutError"
     assert "does a loop not end" in observed.message
-    assert observe(lambda *_: np.float64(2.5), Answers({}), 0, torch.float32)[0] == 2.5
+    assert observe(lambda *_: np.float64(2.5), StudentNames({}), 0, torch.float32)[0] == 2.5
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_what_student_code_raises_is_an_observation(error):
     def probe(student, rng):
         raise error
 
-    observed, _ = observe(probe, Answers({}), 0, torch.float32)
+    observed, _ = observe(probe, StudentNames({}), 0, torch.float32)
     assert observed.kind == type(error).__name__
 
 
@@ -205,8 +205,10 @@ def test_odd_answers_do_not_harm_the_engine():
         sys.stdout.close()
         return rng.normal(2)
 
-    assert observe(huge, Answers({}), 0, torch.float32)[0].kind == "tensor of 1000000000 numbers"
-    assert observe(closed, Answers({}), 0, torch.float32)[0].shape == (2,)
+    assert (
+        observe(huge, StudentNames({}), 0, torch.float32)[0].kind == "tensor of 1000000000 numbers"
+    )
+    assert observe(closed, StudentNames({}), 0, torch.float32)[0].shape == (2,)
 
 
 # --- Known mistakes -----------------------------------------------------------------------------
@@ -216,7 +218,7 @@ def test_a_pattern_must_occur_exactly_once():
     for pattern in ("no such text", "logits"):
         edit = known_answers.Edit("get_logprobs", pattern, "x")
         with pytest.raises(ValueError, match="should occur once"):
-            known_answers.apply_edits("ch0_sampling", (edit,))
+            edit.apply("ch0_sampling")
 
 
 # --- What a student sees ------------------------------------------------------------------------
@@ -454,7 +456,7 @@ def test_a_traceback_shows_no_library_but_where_the_error_arose():
         return student.score(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
     mine = build_module("mine", "def score(model):\n    return model(torch.zeros(3))", torch=torch)
-    observed, _ = observe(probe, Answers(vars(mine)), 0, torch.float32)
+    observed, _ = observe(probe, StudentNames(vars(mine)), 0, torch.float32)
     files = re.findall(r'File "(.+)", line', observed.trace)
     assert observed.kind == "RuntimeError"
     assert [Path(file).name for file in files] == ["<mine>", "linear.py"]
@@ -514,9 +516,10 @@ def test_definitions_are_taken_and_nothing_else_runs(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     assert submission.namespace["eps"] == 0.0
     assert "kept" not in submission.namespace
-    answers_ = submission.get_answers("ch0_sampling", "masked_mean")
+    source = get_chapter_source("ch0_sampling")
+    names = answer_with(source, "masked_mean", submission.namespace)
     with pytest.raises(NotDefined, match="masked_mean is not defined"):
-        _ = answers_.masked_mean
+        _ = names.masked_mean
 
 
 def test_a_notebook_with_magics_and_a_broken_cell(tmp_path):

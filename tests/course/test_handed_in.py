@@ -20,7 +20,7 @@ from utils.autograder import grader as grader_module
 from utils.autograder.reading import SubmittedFiles, read_submission
 from utils.autograder.zygote import Outcome, Reply
 from utils.grading.cells import parse
-from utils.grading.checks import get_chapters, get_checks, get_reference
+from utils.grading.checks import get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.extraction import (
     describe_left_out,
     find_stubs_below,
@@ -28,10 +28,9 @@ from utils.grading.extraction import (
     select_statements,
 )
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
-from utils.grading.known_answers import get_chapter_source, get_lines, get_source
-from utils.grading.observation import Answers, run_check
+from utils.grading.observation import StudentNames, run_check
 from utils.grading.points import FILE, load_points
-from utils.grading.submission import get_top_names
+from utils.grading.reference import get_chapter_source, get_lines, get_source
 
 
 def get_part(chapter: str, name: str) -> str:
@@ -562,7 +561,7 @@ def select(*cells: str) -> tuple[list[str], list[str]]:
     """What runs of a notebook, and what is said of the rest."""
     parsed = parse(notebook(*cells), "hw.ipynb")
     taken = select_statements(parsed.statements, {"masked_mean"})
-    return [s.text for s in taken], describe_left_out(parsed.statements, taken)
+    return [ast.unparse(s) for s in taken], describe_left_out(parsed.statements, taken)
 
 
 def test_what_is_left_out_is_said_by_cell_and_line():
@@ -610,7 +609,7 @@ def test_no_experiment_of_a_finished_notebook_runs(chapter):
         is_constant = isinstance(statement, ast.Assign) and not any(
             isinstance(node, ast.Call) for node in ast.walk(statement)
         )
-        assert is_definition or is_import or is_constant, statement.text
+        assert is_definition or is_import or is_constant, statement.line
 
 
 def test_methods_of_a_graded_class_are_called_by_experiments_and_its_registry_is_filled():
@@ -619,7 +618,7 @@ def test_methods_of_a_graded_class_are_called_by_experiments_and_its_registry_is
     )
     source += "b = B()\ntry:\n    A.load('z')\nexcept OSError as error:\n    pass\n"
     taken = select_statements(parse(source.encode(), "a.py").statements, {"A", "B"})
-    assert [s.text.split("\n")[0] for s in taken] == ["class A: ...", "A.register('y')", "class B:"]
+    assert [s.line for s in taken] == ["class A: ...", "A.register('y')", "class B:"]
 
 
 def test_a_name_is_bound_by_whatever_binds_it():
@@ -876,7 +875,7 @@ def test_what_belongs_to_an_exercise_is_not_in_its_stand_in():
 )
 def test_what_the_reference_gives_at_other_seeds_earns_nothing(chapter):
     """An answer that knows no input could have it ready."""
-    reference = Answers(vars(get_reference(chapter)))
+    reference = StudentNames(vars(get_reference(chapter)))
     for exercise in get_checks(chapter):
         verdicts = []
         for check in get_quick_checks(chapter, exercise):

@@ -9,11 +9,11 @@ from utils.authoring.recording import collect
 from utils.course import checking, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis, recorded
-from utils.grading.calls import find_called
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.diagnosis import diagnose, grade_answer, grade_exercise
-from utils.grading.known_answers import combine, get_chapter_source, get_mistakes
-from utils.grading.wire import pack, unpack
+from utils.grading.known_answers import combine, get_mistakes
+from utils.grading.packing import pack, unpack
+from utils.grading.reference import find_called, get_chapter_source
 
 
 @pytest.fixture

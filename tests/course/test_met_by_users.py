@@ -22,8 +22,8 @@ from utils.course import kept_methods, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis
 from utils.grading.checks import get_checks
-from utils.grading.known_answers import get_chapter_source
-from utils.grading.observation import Answers
+from utils.grading.observation import StudentNames
+from utils.grading.reference import get_chapter_source
 from utils.grading.substitution import build_module, is_stub
 from utils.models.loading import load_base_model
 from utils.rewards import call_reward_fn
@@ -349,7 +349,7 @@ def test_the_mistake_that_explains_most_is_named(capsys):
 
 def test_the_search_for_a_mistake_ends(monkeypatch):
     monkeypatch.setattr(diagnosis, "observe_answer", lambda *_: pytest.fail("it went on"))
-    student = Answers(run_cell(WRONG))
+    student = StudentNames(run_cell(WRONG))
     verdicts, sentence = diagnosis.grade_exercise(
         "ch0_sampling", "masked_mean", student, seconds=-1
     )
@@ -365,5 +365,5 @@ def test_the_given_old_logprobs_may_stand_for_the_memorys():
     given = right.replace("minibatch.logprobs", "self.get_old_logprobs(minibatch, scored.logprobs)")
     names = vars(build_module("ch2_ppo", source.replace(right, given)))
     for exercise in ("RLHFTrainer.compute_rlhf_objective", "RLHFTrainer.learning_phase"):
-        verdicts, _ = diagnosis.grade_exercise("ch2_ppo", exercise, Answers(names))
+        verdicts, _ = diagnosis.grade_exercise("ch2_ppo", exercise, StudentNames(names))
         assert [verdict.check.name for verdict in verdicts if not verdict.passed] == []

@@ -27,13 +27,9 @@ from utils.authoring.stubs import cut_exercise
 from utils.grading import observation
 from utils.grading.checks import get_chapters, get_checks, get_reference
 from utils.grading.judging import get_points, grade
-from utils.grading.known_answers import (
-    get_definitions,
-    get_mistakes,
-    get_source,
-    replace_definition,
-)
-from utils.grading.observation import Answers
+from utils.grading.known_answers import get_mistakes
+from utils.grading.observation import StudentNames
+from utils.grading.reference import get_definitions, get_source, replace_definition
 from utils.grading.substitution import find_answer
 from utils.version import PACKED, find_other_versions, get_version
 
@@ -231,7 +227,7 @@ def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch,
     earns no more than a null answer, which other tests see to."""
     monkeypatch.chdir(tmp_path)
     shipped, earned = find_shipped(bundles(chapter)), {}
-    reference = Answers(vars(get_reference(chapter)))
+    reference = StudentNames(vars(get_reference(chapter)))
     for check in (check for checks in get_checks(chapter).values() for check in checks):
         if not check.slow:  # what is expected is known before a model is changed in place
             assert grade(check, reference).passed

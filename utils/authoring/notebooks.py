@@ -48,7 +48,7 @@ from utils.authoring.diagrams import describe_loop, draw_loop
 from utils.authoring.sums import fill_source
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
-from utils.grading.known_answers import get_called
+from utils.grading.reference import find_named
 from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
@@ -170,7 +170,7 @@ class _Builder:
 
     def _say_callable(self, exercise: str) -> str:
         """Say what an exercise may call: what is lent to it where it is missing."""
-        names = [f"`{name}`" for name in get_called(self.chapter, exercise)]
+        names = [f"`{name}`" for name in find_named(self.chapter, exercise)]
         if self.placed[:-1]:
             names.append("any exercise above")
         return f" · may call {', '.join(names)}" if names else ""

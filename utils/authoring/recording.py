@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from utils.grading.calls import find_called
 from utils.grading.checks import Check, get_checks
 from utils.grading.diagnosis import grade_answer, is_same_as_recorded
 from utils.grading.judging import (
@@ -14,11 +13,12 @@ from utils.grading.judging import (
     observe_expected,
     observe_reference,
 )
-from utils.grading.known_answers import Answer, combine, get_mistakes
-from utils.grading.observation import Answers
+from utils.grading.known_answers import KnownAnswer, combine, get_mistakes
+from utils.grading.observation import StudentNames
+from utils.grading.packing import pack
 from utils.grading.recorded import SAME
+from utils.grading.reference import find_called
 from utils.grading.substitution import build_module
-from utils.grading.wire import pack
 
 MAX_BYTES = 20_000  # of an exercise's mistakes, if their pairs are to be recorded
 
@@ -50,9 +50,9 @@ def collect(chapter: str, exercises: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def _record_mistakes(mistakes: list[Answer], checks: list[Check]) -> list[dict[str, Any]]:
+def _record_mistakes(mistakes: list[KnownAnswer], checks: list[Check]) -> list[dict[str, Any]]:
     """Record the mistakes that public checks see and, where that is cheap, pairs of them."""
-    seen: list[tuple[Answer, dict[str, Any]]] = []
+    seen: list[tuple[KnownAnswer, dict[str, Any]]] = []
     for mistake in mistakes:
         verdicts = [grade_answer(check, mistake) for check in checks]
         if not all(verdict.passed for verdict in verdicts):
@@ -69,8 +69,10 @@ def _record_mistakes(mistakes: list[Answer], checks: list[Check]) -> list[dict[s
 
 
 def _record_pair(
-    one: tuple[Answer, dict[str, Any]], other: tuple[Answer, dict[str, Any]], checks: list[Check]
-) -> list[tuple[Answer, dict[str, Any]]]:
+    one: tuple[KnownAnswer, dict[str, Any]],
+    other: tuple[KnownAnswer, dict[str, Any]],
+    checks: list[Check],
+) -> list[tuple[KnownAnswer, dict[str, Any]]]:
     """Record two mistakes at once, unless on each check the two do what one of them does: that is
     told from their own observations."""
     pair = combine(one[0], other[0])
@@ -79,7 +81,7 @@ def _record_pair(
     except Exception:  # they change the same lines, or make no program together
         return []
     try:
-        verdicts = [grade(check, Answers(vars(module))) for check in checks]
+        verdicts = [grade(check, StudentNames(vars(module))) for check in checks]
     finally:
         del sys.modules[module.__name__]
     observed = {v.check.path: SAME if v.passed else [*v.observations] for v in verdicts}

@@ -36,11 +36,11 @@ SHARED = (
     "utils/models/**/*", "utils/scale/*.py", "utils/course/__init__.py", "utils/course/checking.py",
     "utils/course/kept_methods.py", "utils/course/own_preferences.py", "utils/course/evaluation.py",
     "utils/course/in_bundle.py", "utils/course/session.py", "utils/course/stale_cells.py",
-    "utils/grading/__init__.py", "utils/grading/calls.py", "utils/grading/checks.py",
-    "utils/grading/comparison.py", "utils/grading/catalogue.py", "utils/grading/diagnosis.py",
-    "utils/grading/extraction.py", "utils/grading/judging.py", "utils/grading/known_answers.py",
-    "utils/grading/observation.py", "utils/grading/recorded.py",
-    "utils/grading/scoring.py", "utils/grading/substitution.py", "utils/grading/wire.py",
+    "utils/grading/__init__.py", "utils/grading/catalogue.py", "utils/grading/checks.py",
+    "utils/grading/comparison.py", "utils/grading/diagnosis.py", "utils/grading/extraction.py",
+    "utils/grading/judging.py", "utils/grading/known_answers.py", "utils/grading/observation.py",
+    "utils/grading/packing.py", "utils/grading/points.py", "utils/grading/recorded.py",
+    "utils/grading/reference.py", "utils/grading/substitution.py",
 )  # fmt: skip
 AUTOGRADER = (
     "LICENSE", "requirements.txt", "solutions/*.py", "tests/__init__.py", "tests/checks/*.py",

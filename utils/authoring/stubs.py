@@ -9,7 +9,7 @@ import ast
 import textwrap
 from dataclasses import dataclass
 
-from utils.grading import known_answers
+from utils.grading import reference
 
 START, END = "# SOLUTION START", "# SOLUTION END"
 CUT = "raise NotImplementedError"
@@ -62,39 +62,39 @@ def get_definition(chapter: str, name: str) -> str:
 def get_given(chapter: str, name: str, exercises: tuple[str, ...]) -> str:
     """Return a definition that students are given; of a class, without the methods that are
     exercises."""
-    node = known_answers.get_definitions(chapter).get(name)
+    node = reference.get_definitions(chapter).get(name)
     if not isinstance(node, ast.ClassDef):
         return get_definition(chapter, name)
-    lines = known_answers.get_source(chapter).splitlines()
-    first, last = known_answers.get_lines(chapter, name)
+    lines = reference.get_source(chapter).splitlines()
+    first, last = reference.get_lines(chapter, name)
     kept = list(range(first, last))
     for method in _list_methods(node):
         if f"{name}.{method.name}" in exercises:
-            start, end = known_answers.get_lines(chapter, f"{name}.{method.name}")
+            start, end = reference.get_lines(chapter, f"{name}.{method.name}")
             kept = [i for i in kept if not start <= i < end]
     return _squeeze("\n".join(lines[i] for i in kept))
 
 
 def get_imports(chapter: str) -> str:
     """Return the imports of a chapter's solutions."""
-    tree = ast.parse(known_answers.get_source(chapter))
+    tree = ast.parse(reference.get_source(chapter))
     nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    lines = known_answers.get_source(chapter).splitlines()
+    lines = reference.get_source(chapter).splitlines()
     return _squeeze("\n".join(lines[nodes[0].lineno - 1 : nodes[-1].end_lineno]))
 
 
 def _get_lines(chapter: str, name: str) -> list[str]:
     """Return the lines of a definition, flush left."""
-    lines = known_answers.get_source(chapter).splitlines()
-    if name in known_answers.get_definitions(chapter):
-        first, last = known_answers.get_lines(chapter, name)
+    lines = reference.get_source(chapter).splitlines()
+    if name in reference.get_definitions(chapter):
+        first, last = reference.get_lines(chapter, name)
     else:
         first, last = _find_constant(chapter, name)
     return textwrap.dedent("\n".join(lines[first:last])).splitlines()
 
 
 def _find_constant(chapter: str, name: str) -> tuple[int, int]:
-    for node in ast.parse(known_answers.get_source(chapter)).body:
+    for node in ast.parse(reference.get_source(chapter)).body:
         targets = getattr(node, "targets", [])
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return node.lineno - 1, node.end_lineno or node.lineno

@@ -32,7 +32,7 @@ from utils.autograder.modules import (
     limit_time,
     name_folder,
 )
-from utils.grading import wire
+from utils.grading import packing
 from utils.grading.cells import Parsed, parse
 from utils.grading.extraction import (
     compile_statement,
@@ -49,7 +49,7 @@ from utils.grading.extraction import (
     select_statements,
     split_import,
 )
-from utils.grading.observation import Answers, Raised, observe
+from utils.grading.observation import Raised, StudentNames, observe
 from utils.grading.substitution import (
     ChapterSource,
     alone,
@@ -93,7 +93,7 @@ def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], byte
             arguments["probe"] = getattr(sys.modules[module], name)
     except Exception as error:
         return lambda: b"", f"{type(error).__name__}: {error}"
-    return lambda: wire.pack(actions[action](**arguments)), ""
+    return lambda: packing.pack(actions[action](**arguments)), ""
 
 
 def list_definitions(
@@ -263,7 +263,7 @@ def run_probe(
     return seen | observe_all(probe, answer_with(stand_in, exercise, namespace), seeds)
 
 
-def observe_all(probe: Any, student: Answers, seeds: list[int]) -> dict[str, Any]:
+def observe_all(probe: Any, student: StudentNames, seeds: list[int]) -> dict[str, Any]:
     observations, printed = [], ""
     for seed in seeds:
         observed, printed = observe(probe, student, seed, torch.float32)

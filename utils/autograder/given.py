@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from utils.autograder.facades import COURSE
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.extraction import digest_definitions, get_bound_names
-from utils.grading.known_answers import SOURCES, get_companions, get_source
+from utils.grading.reference import SOURCES, get_companions, get_source
 
 ROOT = Path(__file__).parents[2]
 # What the set-up cell of every notebook imports.

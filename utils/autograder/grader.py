@@ -37,17 +37,16 @@ from utils.autograder.modules import (
 )
 from utils.autograder.reading import SubmittedFiles, get_variant, shorten
 from utils.autograder.zygote import Job, Outcome
-from utils.grading.checks import Check, get_chapters, get_checks, get_reference
+from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
 from utils.grading.judging import Verdict, count_points, judge, observe_reference
-from utils.grading.known_answers import get_chapter_source, get_given_lines, get_source
 from utils.grading.observation import Raised, Unsupported
+from utils.grading.packing import unpack
 from utils.grading.points import Points
 from utils.grading.probes import collect_sources
-from utils.grading.submission import get_top_names
+from utils.grading.reference import get_chapter_source, get_given_lines, get_source
 from utils.grading.substitution import ChapterSource
-from utils.grading.wire import unpack
 from utils.version import find_other_versions, get_version
 
 CHECK_SECONDS = 30  # wall clock of one check

@@ -4,7 +4,7 @@ The zygote holds no solution, no check and no student code, nor leftovers of the
 would be in the memory of every child to come. So the child itself reads its job from the trusted
 process, which reads the child's reply, up to a length and a time, through a pipe of its own. The
 zygote only forks the child in namespaces of its own, and ends it with all that it started. The
-reply is bytes (`wire`): nothing of it is executed or unpickled.
+reply is bytes (`packing`): nothing of it is executed or unpickled.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from utils.autograder import child, protections, sandbox
-from utils.grading.wire import MAX_REPLY_BYTES
+from utils.grading.packing import MAX_REPLY_BYTES
 
 _HEADER = struct.Struct("<Q")
 REPLY_DESCRIPTOR = 3  # the first after standard input, output and errors

@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 from utils.course import in_bundle
-from utils.grading.calls import say_called
 from utils.grading.checks import (
     Check,
     find_chapter,
@@ -24,8 +23,8 @@ from utils.grading.judging import (
     get_quick_checks,
     grade,
 )
-from utils.grading.known_answers import get_chapter_source
-from utils.grading.observation import Answers, usual_settings
+from utils.grading.observation import StudentNames, usual_settings
+from utils.grading.reference import get_chapter_source, say_called
 from utils.grading.substitution import alone, find_answer, find_owner, is_stub, replaced
 
 Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
@@ -58,9 +57,9 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     given = {} if method else {name: answer}
     home = vars(sys.modules.get(str(getattr(answer, "__module__", "")), sys.modules["__main__"]))
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
-    student = Answers(given, caller, home, rest)
+    student = StudentNames(given, caller, home, rest)
 
-    def grade_it(answers: Answers) -> tuple[list[Verdict], str | None]:
+    def grade_it(answers: StudentNames) -> tuple[list[Verdict], str | None]:
         # A half of the time for the search is left for the exercise alone.
         half = SEARCH_SECONDS / 2
         return grade_exercise(
@@ -124,7 +123,7 @@ def _is_of_an_earlier_chapter(chapter: str, exercise: str, cls: type | None) -> 
 
 
 def _find_culprit(
-    chapter: str, exercise: str, mended: list[Check], student: Answers, caller: dict[str, Any]
+    chapter: str, exercise: str, mended: list[Check], student: StudentNames, caller: dict[str, Any]
 ) -> str:
     """Say why checks pass with the solutions of the others only, if few others explain it."""
     reference = vars(get_reference(chapter))

@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from utils.grading import recorded
-from utils.grading.calls import find_called, say_called
 from utils.grading.checks import get_checks
 from utils.grading.judging import Verdict, get_quick_checks, grade
-from utils.grading.observation import Answers, Raised
+from utils.grading.observation import Raised, StudentNames
+from utils.grading.reference import find_called, say_called
 from utils.grading.substitution import find_answer, is_stub
 
 SECONDS = 1.0  # after which no more of what an exercise calls is checked
@@ -37,7 +37,7 @@ def comment(
     exercise: str,
     verdicts: list[Verdict],
     sentence: str | None,
-    student: Answers,
+    student: StudentNames,
     caller: dict[str, Any],
     hardening: bool,
 ) -> tuple[str | None, str | None]:
@@ -68,7 +68,7 @@ def comment(
 
 
 def _find_failing(
-    chapter: str, exercise: str, student: Answers, caller: dict[str, Any]
+    chapter: str, exercise: str, student: StudentNames, caller: dict[str, Any]
 ) -> list[str]:
     """Return those of the student's exercises that this one calls and that fail their own checks,
     as far as there is time."""

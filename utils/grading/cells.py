@@ -42,10 +42,8 @@ NEWER = ((re.compile(r"\s*(async\s+)?(def|class)\s+\w+\s*\[|\s*type\s+\w+.*="), 
 _MAIN_GUARD = re.compile(r"__name__ == '__main__'|'__main__' == __name__")
 _CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
 _TIME_MAGIC = re.compile(r"^([ \t]*)%time[ \t]+(?=\S)", re.M)  # its statement binds names
-_WRITE_MAGIC = re.compile(
-    r"\s*%%(?:write)?file[ \t]+(-a[ \t]+|--append[ \t]+)?[\"']?([\w./-]+\.py)[\"']?[ \t]*\n(.*)",
-    re.S,
-)
+_CELL_MAGIC = re.compile(r"\s*%%(\w*)([^\n]*)\n?")
+_WRITTEN = re.compile(r"[ \t]+(-a[ \t]+|--append[ \t]+)?[\"']?([\w./-]+\.py)[\"']?[ \t]*")
 _RUN_MAGIC = re.compile(
     r"^%run\s+(?:-\w+\s+)*[\"']?([\w./-]+?)(?:\.ipynb|\.py)?[\"']?(?:\s.*)?$", re.M
 )
@@ -55,8 +53,8 @@ _RUN_MAGIC = re.compile(
 class Parsed:
     """The statements of a file, and what is wrong with it, by cell and line.
 
-    A statement has its text as it was written (`text`), where it begins (`place`, such as
-    "hw.ipynb, cell 3", and `first_line`). `sources` are the texts of the places, and `written` of
+    A statement has where it begins (`place`, such as "hw.ipynb, cell 3", and `first_line`) and how
+    its first line reads (`line`). `sources` are the texts of the places, and `written` of
     the modules that its `%%writefile` writes and it imports.
     """
 
@@ -75,37 +73,35 @@ def parse(data: bytes, name: str, limit: Callable[[str, list[str]], Any] | None 
     suffix = PurePosixPath(name).suffix.lower()
     if suffix not in SUFFIXES:
         raise ValueError(f"the submission should be a .py or .ipynb file, but is {name}")
-    parsed = Parsed()
-    limit = limit or (lambda *_: contextlib.nullcontext())
     text = _decode(data)
-    if suffix == ".py":
-        _require_short(text, name)
-        with limit(name, parsed.problems):
-            _parse_source(text, name, parsed)
-        _keep_what_is_imported(parsed)
-        return parsed
-    try:
-        notebook = json.loads(text)
-        _strip_outputs(notebook)
-        cells = _load_nbformat().reads(json.dumps(notebook), as_version=4).cells
-        sources = {
-            f"{name}, cell {number}": cell.source
-            for number, cell in enumerate(cells, 1)
-            if cell.cell_type == "code"
-        }
-    except Exception as error:  # nbformat's own errors share no class
-        said = f"{type(error).__name__}: {error}"[:300]
-        raise ValueError(f"the submission should be a notebook, but {name}: {said}") from error
-    _require_short("".join(sources.values()), name)
+    sources = {name: text} if suffix == ".py" else _read_cells(text, name)
+    if sum(map(len, sources.values())) > MAX_SOURCE_BYTES:
+        raise ValueError(f"the code of {name} should have at most {MAX_SOURCE_BYTES >> 20} MB")
+    parsed = Parsed()
     for place, source in sources.items():
-        with limit(place, parsed.problems):
+        with limit(place, parsed.problems) if limit else contextlib.nullcontext():
             _parse_source(source, place, parsed)
     _keep_what_is_imported(parsed)
     return parsed
 
 
+def _read_cells(text: str, name: str) -> dict[str, str]:
+    """Return the code cells of a notebook, by their places."""
+    try:
+        notebook = json.loads(text)
+        _strip_outputs(notebook)
+        # Loaded here: the grammars of its validator take seconds to import.
+        nbformat: Any = importlib.import_module("nbformat")
+        cells = nbformat.reads(json.dumps(notebook), as_version=4).cells
+        numbered = [(n, cell) for n, cell in enumerate(cells, 1) if cell.cell_type == "code"]
+        return {f"{name}, cell {n}": cell.source for n, cell in numbered}
+    except Exception as error:  # nbformat's own errors share no class
+        said = f"{type(error).__name__}: {error}"[:300]
+        raise ValueError(f"the submission should be a notebook, but {name}: {said}") from error
+
+
 def _keep_what_is_imported(parsed: Parsed) -> None:
-    """Keep of the modules that are written those that something here imports."""
+    """Leave out the modules that cells write and nothing here imports."""
     nodes = [n for s in parsed.statements for n in ast.walk(s)] if parsed.written else []
     aliases = [n for n in nodes if isinstance(n, ast.Import | ast.ImportFrom)]
     modules = {str(n.module) for n in aliases if isinstance(n, ast.ImportFrom)}
@@ -117,11 +113,6 @@ def _keep_what_is_imported(parsed: Parsed) -> None:
     for name in [name for name, stem in stems.items() if stem not in last]:
         parsed.problems.append(f"{name}, which a cell writes, is not read: nothing imports it")
         del parsed.written[name]
-
-
-def _load_nbformat() -> Any:
-    """Load it when a notebook is read: the grammars of its validator take seconds to import."""
-    return importlib.import_module("nbformat")
 
 
 def _decode(data: bytes) -> str:
@@ -143,27 +134,15 @@ def _strip_outputs(notebook: Any) -> None:
             cell["outputs"] = []
 
 
-def _require_short(text: str, name: str) -> None:
-    if len(text) > MAX_SOURCE_BYTES:
-        raise ValueError(f"the code of {name} should have at most {MAX_SOURCE_BYTES >> 20} MB")
-
-
 def _parse_source(source: str, place: str, parsed: Parsed) -> None:
     """Parse a cell or a script, and add what it holds.
 
     As Python if it is; else as IPython reads it; else statement by statement.
     """
     text = re.sub(r"\r\n?", "\n", source).replace("\0", "")
-    if match := _WRITE_MAGIC.match(text):
-        before = parsed.written.get(match[2], "") if match[1] else ""
-        parsed.written[match[2]] = f"{before}{match[3]}\n"
-        return
-    if (magic := _find_foreign_magic(text)) is not None:
-        parsed.problems += [f"{place}: not read, as %%{magic} keeps no Python names"] * bool(
-            re.search(r"^\s*(def|class) ", text, re.M)
-        )
-        return
-    text = _blank_magics(text)
+    while magic := _CELL_MAGIC.match(text):
+        body = _read_magic(magic[1], magic[2], text[magic.end() :], place, parsed)
+        text = "\n" * magic[0].count("\n") + body  # all lines keep their numbers
     parsed.problems += [
         f"{place}: %run {match[1]} is not read, as Python imports no file of that name: rename it"
         for match in _RUN_MAGIC.finditer(text)
@@ -209,26 +188,21 @@ def _open_magic(statement: Any, place: str, parsed: Parsed) -> list[Any]:
     inner = Parsed(written=parsed.written)
     _parse_source(text, place, inner)
     for found in inner.statements:
-        found.first_line = statement.first_line
+        _place(found, place, statement.first_line - found.first_line, found.line)
     parsed.problems += inner.problems
     return inner.statements
 
 
-def _find_foreign_magic(text: str) -> str | None:
-    """Return the cell magic that hands a cell to something else than this kernel."""
-    for line in text.strip().split("\n"):
-        match = re.match(r"\s*%%(\w*)", line)
-        if match is None:
-            return None
-        if match[1] not in PYTHON_MAGICS:
-            return match[1]
-    return None
-
-
-def _blank_magics(text: str) -> str:
-    """Empty the lines of cell magics, so that all others keep their numbers."""
-    head = re.match(r"(\s*%%[^\n]*\n?)+", text)
-    return text if head is None else "\n" * head[0].count("\n") + text[head.end() :]
+def _read_magic(name: str, line: str, body: str, place: str, parsed: Parsed) -> str:
+    """Return what runs here of the text below a cell magic; keep the module that it writes."""
+    if name in PYTHON_MAGICS:
+        return body
+    if name in ("writefile", "file") and (written := _WRITTEN.fullmatch(line)):
+        before = parsed.written.get(written[2], "") if written[1] else ""
+        parsed.written[written[2]] = f"{before}{body}\n"
+    elif re.search(r"^\s*(def|class) ", body, re.M):
+        parsed.problems.append(f"{place}: not read, as %%{name} keeps no Python names")
+    return ""
 
 
 def _import_instead(match: re.Match) -> str:
@@ -251,34 +225,29 @@ def _make_plain(text: str) -> str:
 
 def _read_statements(text: str, place: str, first_line: int = 1) -> list[Any]:
     """Parse a text whose first line is that of its place; each statement keeps its own lines."""
-    statements: list[Any] = list(ast.parse(text).body)
-    lines, end = text.split("\n"), 0
+    statements: list[Any] = ast.parse(text).body
+    lines = text.split("\n")
     for statement in statements:
-        decorators = [d.lineno for d in getattr(statement, "decorator_list", [])]
-        first = min([statement.lineno, *decorators])
-        own = lines[first - 1 : statement.end_lineno]
-        shares_a_line = first <= end
-        statement.text = ast.unparse(statement) if shares_a_line else "\n".join(own)
-        statement.first_line, statement.place = first, place
-        end = statement.end_lineno
-    for one, other in itertools.pairwise(statements):
-        if other.first_line <= one.end_lineno:
-            one.text = ast.unparse(one)
-    for statement in statements:
-        ast.increment_lineno(statement, first_line - 1)
-        statement.first_line += first_line - 1
-    return [inner for statement in statements for inner in _open_main_guard(statement)]
+        written = lines[statement.lineno - 1].encode()[statement.col_offset :]
+        _place(statement, place, first_line - 1, written.decode().strip())
+    return [inner for statement in statements for inner in _open_main_guard(statement, place)]
 
 
-def _open_main_guard(statement: Any) -> list[Any]:
+def _place(statement: Any, place: str, shift: int, line: str) -> None:
+    """Note where a statement stands, and how its first line reads."""
+    ast.increment_lineno(statement, shift)
+    decorators = [d.lineno for d in getattr(statement, "decorator_list", [])]
+    statement.first_line = min([statement.lineno, *decorators])
+    statement.place, statement.line = place, line
+
+
+def _open_main_guard(statement: Any, place: str) -> list[Any]:
     """Return what stands under `if __name__ == "__main__":`, as it is so where people work."""
     if not isinstance(statement, ast.If) or not _MAIN_GUARD.fullmatch(ast.unparse(statement.test)):
         return [statement]
-    body: list[Any] = list(statement.body)
-    place = vars(statement)["place"]
-    for inner in body:
-        inner.text, inner.first_line, inner.place = ast.unparse(inner), inner.lineno, place
-    return body
+    for inner in statement.body:
+        _place(inner, place, 0, ast.unparse(inner).split("\n")[0])
+    return statement.body
 
 
 def _say_version(lines: list[str], error: str) -> str:

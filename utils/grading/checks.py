@@ -18,7 +18,7 @@ import inspect
 import pkgutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -69,7 +69,7 @@ class Check:
     """One probe of one exercise, and how what it observes is judged.
 
     exercise: a name of the chapter's solutions, dotted for a method ("RLHFTrainer.rollout_phase").
-    points: what it is worth beside the others of its tier (`utils.grading.scoring`).
+    points: what it is worth beside the others of its tier (`utils.grading.points`).
     seeds: how many times it runs, each with other inputs.
     tier: "core" for the idea, "hardening" for what a library needs besides, such as NaN behind
         masks, dtypes, error messages and extreme numbers.
@@ -181,9 +181,17 @@ def get_checks(chapter: str) -> dict[str, tuple[Check, ...]]:
     """Return the checks of a chapter by exercise, in the order in which they are written."""
     module = importlib.import_module(f"tests.checks.{chapter}")
     by_exercise: dict[str, list[Check]] = {}
-    for found in iterate_checks(module):
-        by_exercise.setdefault(found.exercise, []).append(found)
+    for found in vars(module).values():
+        if isinstance(found, Check):
+            by_exercise.setdefault(found.exercise, []).append(found)
     return {exercise: tuple(checks) for exercise, checks in by_exercise.items()}
+
+
+def get_top_names() -> dict[str, set[str]]:
+    """Return by chapter the functions and classes that hold its exercises."""
+    return {
+        chapter: {e.partition(".")[0] for e in get_checks(chapter)} for chapter in get_chapters()
+    }
 
 
 def boot_models() -> None:
@@ -191,10 +199,6 @@ def boot_models() -> None:
     check that uses one waits for it. Not in a bundle, whose public checks use few of them."""
     if boot := getattr(sys.modules.get("tests.support.models"), "boot_small_ones", None):
         boot()
-
-
-def iterate_checks(module: ModuleType) -> Iterator[Check]:
-    return (value for value in vars(module).values() if isinstance(value, Check))
 
 
 def find_chapter(exercise: str) -> str:

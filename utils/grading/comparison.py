@@ -45,13 +45,15 @@ def find_mismatch(
         if unexpected := sorted(yours.keys() - expected.keys()):
             return Mismatch(f"{where} has more parts than are expected", f"such as {unexpected[0]}")
         pairs = [
-            (_say(key, where), yours[key], expected[key], _enter(gap, key)) for key in expected
+            (_name_part(key, where), yours[key], expected[key], _get_part(gap, key))
+            for key in expected
         ]
     elif isinstance(expected, list):
         if len(yours) != len(expected):
             return Mismatch(f"{where} has {len(yours)} entries, where {len(expected)} are expected")
         pairs = [
-            (f"{where}[{i}]", yours[i], expected[i], _enter(gap, i)) for i in range(len(expected))
+            (f"{where}[{i}]", yours[i], expected[i], _get_part(gap, i))
+            for i in range(len(expected))
         ]
     elif isinstance(expected, Tensor):
         return _compare_tensors(yours, expected, gap, rtol, atol, where, structure_only)
@@ -93,7 +95,7 @@ def measure_gap(a: Any, b: Any) -> Any:
     return None
 
 
-def _say(key: str, where: str) -> str:
+def _name_part(key: str, where: str) -> str:
     """Return a probe's label as the subject of a sentence: one that is none is put after it, and
     so are those of what it is a part of."""
     subject, bracket, labels = where.partition(" (")
@@ -102,7 +104,7 @@ def _say(key: str, where: str) -> str:
     return f"{subject} ({labels[:-1]}, {key})" if where.endswith(")") else f"{where} ({key})"
 
 
-def _enter(gap: Any, key: Any) -> Any:
+def _get_part(gap: Any, key: Any) -> Any:
     if isinstance(gap, dict):
         return gap.get(key)
     return gap[key] if isinstance(gap, list) and key < len(gap) else None
@@ -149,7 +151,7 @@ def _compare_tensors(
         return Mismatch(
             f"{where} has shape {list(yours.shape)}, where {list(expected.shape)} is expected"
         )
-    if _dtype_kind(yours) != _dtype_kind(expected):
+    if _classify_dtype(yours) != _classify_dtype(expected):
         return Mismatch(f"{where} is {yours.dtype}, where {expected.dtype} is expected")
     if structure_only:
         return None
@@ -177,8 +179,8 @@ def _compare_tensors(
     return Mismatch(what, values)
 
 
-def _dtype_kind(x: Tensor) -> Any:
-    """Return what a dtype counts as: integers of every width are alike; floats are not."""
+def _classify_dtype(x: Tensor) -> Any:
+    """Return what a tensor's dtype counts as: integers of every width are alike; floats are not."""
     if x.dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
         return int
     return x.dtype

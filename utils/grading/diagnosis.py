@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from utils.grading import known_answers, recorded
+from utils.grading import recorded
 from utils.grading.checks import Check, get_checks
 from utils.grading.comparison import find_mismatch
 from utils.grading.judging import (
@@ -24,8 +24,8 @@ from utils.grading.judging import (
     judge,
     measure_reference_gap,
 )
-from utils.grading.known_answers import AND, Answer
-from utils.grading.observation import Answers, Raised, run_check
+from utils.grading.known_answers import AND, KnownAnswer, combine, get_mistakes
+from utils.grading.observation import Raised, StudentNames, run_check
 from utils.grading.substitution import build_module
 
 SEARCH_SECONDS = 5  # in a notebook, after which no mistake and no pair is tried any more
@@ -34,7 +34,7 @@ AT_LEAST = "At least in part: "  # before a sentence that does not explain all t
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
 
 
-def grade_answer(check: Check, answer: Answer, secret: str = "") -> Verdict:
+def grade_answer(check: Check, answer: KnownAnswer, secret: str = "") -> Verdict:
     """Grade a known answer, and keep what was observed of it."""
     return grade_runs(
         check, lambda index: (observe_answer(answer, check, index, secret), ""), secret
@@ -54,26 +54,24 @@ def diagnose(
     """
     # The telling ones first, and the quick ones of them: each mistake is run until one differs.
     verdicts = sorted(verdicts, key=lambda verdict: (verdict.passed, verdict.seconds))
-    if not all(verdict.observations and not verdict.is_stub for verdict in verdicts):
-        return None
     failed = [verdict for verdict in verdicts if not verdict.passed]
-    if not failed:
+    is_begun = all(verdict.observations and not verdict.is_stub for verdict in verdicts)
+    if not is_begun or all(map(_is_a_typo, failed)):  # or none failed
         return None
     first = failed[0].check
-    if all(_is_a_typo(verdict) for verdict in failed):
-        return None
     known = recorded.load(first.chapter)
     if known is None:
         if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
             return None
-        mine: list[Any] = list(known_answers.get_mistakes(first.chapter))
+        mine: list[Any] = list(get_mistakes(first.chapter))
     else:
         mine = [mistake for mistake in known.mistakes if mistake.n == 1]
     mine = [mistake for mistake in mine if mistake.exercise == first.exercise]
     compare = _same_as_mistake if known is None else _same_as_recorded
     deadline = None if seconds is None else time.monotonic() + seconds
     # Each mistake is run, which takes seconds at the first time.
-    bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=not _in_notebook())
+    is_seen = "ipykernel" in sys.modules
+    bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=not is_seen)
     fitting, alike = [], []
     for mistake in bar:
         if deadline is not None and time.monotonic() > deadline:
@@ -105,12 +103,8 @@ def diagnose(
 
 def _is_a_typo(verdict: Verdict) -> bool:
     """Return whether a name is missing, which says enough."""
-    last = verdict.observations[-1]
-    return isinstance(last, Raised) and last.kind in (
-        "NameError",
-        "UnboundLocalError",
-        "NotDefined",
-    )
+    last, typos = verdict.observations[-1], ("NameError", "UnboundLocalError", "NotDefined")
+    return isinstance(last, Raised) and last.kind in typos
 
 
 def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: str) -> int:
@@ -121,13 +115,9 @@ def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: st
     return len(verdicts)
 
 
-def _in_notebook() -> bool:
-    return "ipykernel" in sys.modules
-
-
 def _find_pairs(
-    verdicts: list[Verdict], mistakes: list[Answer], secret: str, deadline: float
-) -> list[Answer]:
+    verdicts: list[Verdict], mistakes: list[KnownAnswer], secret: str, deadline: float
+) -> list[KnownAnswer]:
     """Return the pairs of mistakes that fit, up to two; none if the time is up before the end.
 
     Only mistakes that pass whatever the student passes are paired.
@@ -138,13 +128,13 @@ def _find_pairs(
             return []
         if all(grade_answer(v.check, mistake, secret).passed for v in verdicts if v.passed):
             able.append(mistake)
-    found: list[Answer] = []
+    found: list[KnownAnswer] = []
     for one, other in itertools.combinations(able, 2):
         if len(found) == 2:
             break
         if time.monotonic() > deadline:
             return []
-        pair = known_answers.combine(one, other)
+        pair = combine(one, other)
         if _fits_uncached(verdicts, pair, secret):
             found.append(pair)
     return found
@@ -165,14 +155,14 @@ def _find_recorded_pairs(
     return found
 
 
-def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
+def _fits_uncached(verdicts: list[Verdict], pair: KnownAnswer, secret: str) -> bool:
     """Return whether two mistakes together do what the student's code did; keep nothing of them."""
     try:
         module = build_module(pair.chapter, pair.make_source())
     except Exception:  # they change the same lines, or make no program together
         return False
     try:
-        student = Answers(vars(module))
+        student = StudentNames(vars(module))
         return all(
             same_observation(
                 v.check, observed, run_check(v.check, student, i, secret)[0], i, secret
@@ -185,11 +175,8 @@ def _fits_uncached(verdicts: list[Verdict], pair: Answer, secret: str) -> bool:
 
 
 def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
-    return is_same_as_recorded(verdict, _get_recorded(verdict, mistake), secret)
-
-
-def _get_recorded(verdict: Verdict, mistake: recorded.RecordedMistake) -> Any:
-    return mistake.observed.get(verdict.check.path, recorded.SAME)
+    observed = mistake.observed.get(verdict.check.path, recorded.SAME)
+    return is_same_as_recorded(verdict, observed, secret)
 
 
 def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bool:
@@ -202,7 +189,7 @@ def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bo
     )
 
 
-def _same_as_mistake(verdict: Verdict, mistake: Answer, secret: str) -> bool:
+def _same_as_mistake(verdict: Verdict, mistake: KnownAnswer, secret: str) -> bool:
     return all(
         same_observation(
             verdict.check, observed, observe_answer(mistake, verdict.check, i, secret), i, secret
@@ -212,7 +199,8 @@ def _same_as_mistake(verdict: Verdict, mistake: Answer, secret: str) -> bool:
 
 
 @functools.lru_cache(maxsize=16384)
-def observe_answer(answer: Answer, check: Check, index: int, secret: str = "") -> Any:
+def observe_answer(answer: KnownAnswer, check: Check, index: int, secret: str = "") -> Any:
+    """Run a check's probe on a known answer, and return what it observed."""
     return run_check(check, answer.build(), index, secret)[0]
 
 
@@ -233,7 +221,7 @@ def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "")
     return find_mismatch(a, b, gap, rtol, atol) is None
 
 
-def diagnose_answer(answer: Answer) -> str | None:
+def diagnose_answer(answer: KnownAnswer) -> str | None:
     """Return what `diagnose` says of a known mistake: its own sentence, unless another does the
     same."""
     checks = get_quick_checks(answer.chapter, answer.exercise)
@@ -243,7 +231,7 @@ def diagnose_answer(answer: Answer) -> str | None:
 def grade_exercise(
     chapter: str,
     exercise: str,
-    student: Answers,
+    student: StudentNames,
     secret: str = "",
     slow: bool = False,
     hardening: bool = True,

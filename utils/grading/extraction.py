@@ -60,7 +60,7 @@ def select_statements(
     changed = {
         id(s): get_bound_names(s)
         | _get_imported_names(s)
-        | (_get_altered_names(s, functions) - libraries - _BUILTINS)
+        | (_get_altered(_walk_running(s), functions) - libraries - _BUILTINS - {""})
         for s in left
     }
     needed = exercises | {ANY_NAME}
@@ -71,15 +71,15 @@ def select_statements(
     return [s for s in statements if id(s) in taken]
 
 
+def get_import_name(alias: ast.alias) -> str:
+    """Return the name that an import binds."""
+    return alias.asname or alias.name.partition(".")[0]
+
+
 def _get_library_names(imports: Iterable[Any]) -> set[str]:
     """Return what imports bind that is a module or a function: calling it alters nothing here."""
-    names = set()
-    for statement in imports:
-        for alias in statement.names:
-            name = alias.asname or alias.name.partition(".")[0]
-            if isinstance(statement, ast.Import) or name.islower():
-                names.add(name)
-    return names
+    bound = [(s, get_import_name(alias)) for s in imports for alias in s.names]
+    return {name for s, name in bound if isinstance(s, ast.Import) or name.islower()}
 
 
 def describe_left_out(
@@ -89,16 +89,15 @@ def describe_left_out(
 
     given: first lines of statements of the course's own notebooks, which are not named.
     """
-    quiet = (ast.Import, ast.ImportFrom, ast.Assert, _FUNCTIONS, ast.ClassDef, ast.Assign,
-             ast.AnnAssign, ast.AugAssign, ast.Pass)  # fmt: skip
+    assignments = ast.Assign | ast.AnnAssign | ast.AugAssign
+    quiet = _IMPORTS | _DEFINITIONS | assignments | ast.Assert | ast.Pass
     said = []
     ids = {id(statement) for statement in taken}
     for statement in statements:
         if id(statement) in ids or isinstance(statement, quiet) or _is_quiet_call(statement):
             continue
-        line = statement.text.strip().split("\n")[0].strip()
-        if line not in given:
-            said.append(f"{statement.place}, line {statement.first_line}: {line[:80]}")
+        if statement.line not in given:
+            said.append(f"{statement.place}, line {statement.first_line}: {statement.line[:80]}")
     more = [f"and {len(said) - MAX_LEFT_OUT} more"] * (len(said) > MAX_LEFT_OUT)
     return said[:MAX_LEFT_OUT] + more
 
@@ -139,9 +138,9 @@ def get_kind(statement: ast.stmt) -> str:
 
 
 def compile_statement(statement: Any, flags: int) -> CodeType:
-    """Compile a statement, with the line on which it stands in its place."""
-    text = "\n" * (statement.first_line - 1) + statement.text
-    return compile(text, statement.place, "exec", flags)
+    """Compile a statement, with the lines on which it stands in its place."""
+    module = ast.Module([statement], type_ignores=[])
+    return compile(module, statement.place, "exec", flags)
 
 
 def split_import(statement: Any) -> list[Any]:
@@ -152,7 +151,6 @@ def split_import(statement: Any) -> list[Any]:
     parts = [copy.copy(statement) for _ in statement.names]
     for part, alias in zip(parts, statement.names, strict=True):
         part.names = [alias]
-        part.text = ast.unparse(part)
     return parts
 
 
@@ -185,7 +183,7 @@ def run_statement(code: CodeType, namespace: dict[str, Any]) -> None:
 
 
 def count_stubs(statements: Iterable[ast.stmt]) -> int:
-    """Count the functions and methods that do nothing but raise NotImplementedError."""
+    """Count the functions and methods that end by raising NotImplementedError."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
     last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
     raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
@@ -303,8 +301,7 @@ def get_bound_names(statement: ast.stmt) -> set[str]:
             names.add(node.id)
         elif isinstance(node, ast.MatchMapping):
             names.add(node.rest or "")
-        elif isinstance(node, _FUNCTIONS | ast.ClassDef | ast.ExceptHandler | ast.MatchAs
-                        | ast.MatchStar):  # fmt: skip
+        elif isinstance(node, _DEFINITIONS | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
             names.add(node.name or "")
     return names - {""}
 
@@ -313,7 +310,7 @@ def _get_imported_names(statement: ast.stmt) -> set[str]:
     """Return what is imported under `if` or `try`."""
     imports = [node for node in _walk_scope(statement) if isinstance(node, _IMPORTS)]
     aliases = [alias for node in imports for alias in node.names]
-    return {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+    return {*map(get_import_name, aliases)}
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
@@ -341,7 +338,7 @@ def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, _FUNCTIONS | ast.ClassDef | ast.Lambda):
+        if not isinstance(node, _DEFINITIONS | ast.Lambda):
             variables = node.target if isinstance(node, ast.comprehension) else None
             waiting += [child for child in ast.iter_child_nodes(node) if child is not variables]
 
@@ -418,7 +415,7 @@ def _find_effects(statements: list[Any]) -> dict[str, _Effects]:
     """Find what each function and class of a submission alters, through those that it calls."""
     found: dict[str, _Effects] = {}
     for statement in statements:
-        if isinstance(statement, _FUNCTIONS | ast.ClassDef):
+        if isinstance(statement, _DEFINITIONS):
             found[statement.name] = _read_effects(statement)
         elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Lambda):
             names = [t.id for t in statement.targets if isinstance(t, ast.Name)]
@@ -434,9 +431,9 @@ def _find_effects(statements: list[Any]) -> dict[str, _Effects]:
 
 def _read_effects(definition: Any) -> _Effects:
     is_class = isinstance(definition, ast.ClassDef)
-    functions = (
-        [n for n in definition.body if isinstance(n, _FUNCTIONS)] if is_class else [definition]
-    )
+    functions = [definition]
+    if is_class:
+        functions = [node for node in definition.body if isinstance(node, _FUNCTIONS)]
     parameters = []
     for function in functions:
         arguments = function.args
@@ -452,12 +449,8 @@ def _read_effects(definition: Any) -> _Effects:
 _EXERCISE = _Effects([], set(), set(), [])
 
 
-def _get_altered_names(statement: ast.stmt, functions: dict[str, _Effects]) -> set[str]:
-    """Return the names that the calls and decorators of a statement alter as it runs."""
-    return _get_altered(_walk_running(statement), functions) - {""}
-
-
 def _get_altered(nodes: Iterable[ast.AST], functions: dict[str, _Effects]) -> set[str]:
+    """Return the names that calls and decorators among these nodes alter."""
     altered: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):

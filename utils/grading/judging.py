@@ -14,9 +14,9 @@ import torch
 from utils.grading import recorded
 from utils.grading.checks import Check, get_checks, get_reference
 from utils.grading.comparison import Mismatch, find_mismatch, is_finite_as, measure_gap
-from utils.grading.known_answers import replace_definition
-from utils.grading.observation import Answers, Raised, is_sound, run_check
-from utils.grading.scoring import earn, weigh
+from utils.grading.observation import Raised, StudentNames, is_sound, run_check
+from utils.grading.points import earn, weigh
+from utils.grading.reference import replace_definition
 
 MAX_SOURCE_LINES = 15  # of a public check that is shown: a longer one says little to a student
 
@@ -70,12 +70,13 @@ class Verdict:
         return "\n".join(lines)
 
 
-def grade(check: Check, student: Answers, secret: str = "") -> Verdict:
+def grade(check: Check, student: StudentNames, secret: str = "") -> Verdict:
     """Run one check on a student's code, up to the first seed that fails."""
     return grade_runs(check, lambda index: run_check(check, student, index, secret), secret)
 
 
 def grade_runs(check: Check, run: Callable[[int], tuple[Any, str]], secret: str) -> Verdict:
+    """Judge what `run` gives for each seed's index, an observation and what was printed."""
     observations, start = [], time.perf_counter()
     for index in range(check.seeds):
         observed, printed = run(index)
@@ -119,7 +120,7 @@ def observe_reference(
     """Return what the reference gives. Raises RuntimeError if that is no observation."""
     if (known := recorded.load(check.chapter)) is not None:
         return known.reference[check.path][index]
-    reference = Answers(vars(get_reference(check.chapter)))
+    reference = StudentNames(vars(get_reference(check.chapter)))
     observed = run_check(check, reference, index, secret, dtype)[0]
     if not is_sound(observed):
         raise RuntimeError(f"{check.path}: the reference in {dtype} gave {observed}")
@@ -180,8 +181,10 @@ def get_points(verdicts: list[Verdict]) -> list[float]:
 
 
 def count_points(verdicts: list[Verdict]) -> float:
+    """Return what an exercise earns by these verdicts."""
     return round(sum(get_points(verdicts)), 4)
 
 
 def get_quick_checks(chapter: str, exercise: str) -> list[Check]:
+    """Return the checks of an exercise that do not train."""
     return [check for check in get_checks(chapter)[exercise] if not check.slow]

@@ -57,7 +57,7 @@ class NotDefined(Exception):
     """The submission does not define what a probe asked for."""
 
 
-class Answers:
+class StudentNames:
     """What a probe sees as `student`: names, each looked up in one namespace after the other."""
 
     def __init__(self, *namespaces: Mapping[str, Any]):
@@ -72,7 +72,7 @@ class Answers:
 
 def observe(
     probe: Callable[[Any, Rng], Any],
-    student: Answers,
+    student: StudentNames,
     seed: int,
     dtype: torch.dtype,
     seconds: float = MAX_SECONDS,
@@ -231,15 +231,14 @@ def _find_origin(frames: traceback.StackSummary) -> str:
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
     """Return the traceback without the engine's and the check's frames; of libraries' only the
     last."""
-    is_own = [frame.filename == probe.__code__.co_filename or _is_of_the_check(frame)
-              for frame in frames]  # fmt: skip
-    kept = [frame for frame, own in zip(frames, is_own, strict=True) if not own]
+    home = probe.__code__.co_filename
+    kept = [f for f in frames if f.filename != home and not _is_of_the_check(f)]
     kept = [f for f in kept[:-1] if not _is_of_a_library(f)] + kept[-1:]
     return "".join(traceback.format_list(kept)).rstrip()
 
 
 def run_check(
-    check: Check, student: Answers, index: int, secret: str, dtype: torch.dtype = torch.float32
+    check: Check, student: StudentNames, index: int, secret: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Any, str]:
     """Run a check's probe with the seed of this index."""
     seconds = MAX_SECONDS * (SLOW_FACTOR if check.slow else 1)

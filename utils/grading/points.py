@@ -1,21 +1,45 @@
-"""What each exercise is worth, and when its result shows: `tests/points.toml`, edited by hand.
+"""What each exercise is worth, and what the checks that passed earn of it.
 
-Points are applied to verdicts that are stored, so nothing runs again when they change.
+Core checks share `core_share` of an exercise's points in the proportion of their own `points`,
+hardening checks the rest; where there is one tier alone, it has all of them.
+
+`tests/points.toml`, edited by hand, says what exercises are worth and when results show. It is
+applied to verdicts that are stored, so nothing runs again when it changes.
 """
 
 import functools
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from utils.grading.scoring import CORE_SHARE, earn, weigh
-
 TESTS = Path(__file__).parents[2] / "tests"
 FILE = TESTS / "points.toml"
+CORE_SHARE = 2 / 3
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
+
+
+def weigh(checks: Sequence[Any], worth: float, core_share: float = CORE_SHARE) -> list[float]:
+    """Return what each check is worth, of the `worth` of their exercise."""
+    shares = {"core": core_share, "hardening": 1 - core_share}
+    totals = {tier: sum(c.points for c in checks if c.tier == tier) for tier in shares}
+    if not all(totals.values()):
+        shares = dict.fromkeys(shares, 1.0)
+    return [worth * shares[c.tier] * c.points / totals[c.tier] for c in checks]
+
+
+def earn(checks: Sequence[Any], passed: Sequence[bool], weights: Sequence[float]) -> list[float]:
+    """Return what each check earns.
+
+    What a worked example expects can be copied from it: those count beside another check that
+    passes, not alone.
+    """
+    others = [p for check, p in zip(checks, passed, strict=True) if check.earns_alone]
+    is_earned = any(others) or not others
+    return [w if p and is_earned else 0.0 for p, w in zip(passed, weights, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -58,9 +82,8 @@ class Points:
         graded = [n for n, check in enumerate(exercise["checks"]) if not check.get("error")]
         passed = [exercise["checks"][n]["passed"] for n in graded]
         points = earn([checks[n] for n in graded], passed, [most[n] for n in graded])
-        earned = [0.0] * len(checks)
-        for n, value in zip(graded, points, strict=True):
-            earned[n] = value
+        by_check = dict(zip(graded, points, strict=True))
+        earned = [by_check.get(n, 0.0) for n in range(len(checks))]
         if len(graded) < len(checks):
             most = [limit if n in graded else 0.0 for n, limit in enumerate(most)]
             worth = round(sum(most), 4)

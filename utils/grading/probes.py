@@ -11,11 +11,12 @@ import functools
 import importlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from typing import TypeGuard
 
 from utils.grading.checks import Check
-from utils.grading.extraction import get_bound_names, get_used_names
+from utils.grading.extraction import get_bound_names, get_import_name, get_used_names
 
 # Their modules are cut down; all others are imported as they are.
 PACKAGES = ("tests.checks", "tests.support", "tests.oracles")
@@ -29,16 +30,17 @@ def collect_sources(check: Check) -> dict[str, str]:
 
 
 def collect_public(checks: Iterable[Check]) -> dict[str, str]:
-    """Collect the same for the public checks of a chapter, as checks: for a student's bundle.
+    """Return the sources of a chapter's public checks, as checks: for a student's bundle.
 
     A predicate and numbers worked by hand stay; what else is expected has to be recorded.
     """
     public = [check for check in checks if check.public]
     module = public[0].probe.__module__
     predicates = {check.holds for check in public if check.holds is not None}
-    sources = _collect([(module, c.name) for c in public], predicates)
+    taken = [(module, c.name) for c in public] + [(p.__module__, p.__name__) for p in predicates]
+    sources = _collect(taken)
     decorators = {check.name: _describe(check) for check in public}
-    statements = ast.parse(sources[module]).body
+    statements = ast.parse(sources.pop(module)).body
     for statement in statements:
         if isinstance(statement, ast.FunctionDef) and statement.name in decorators:
             statement.decorator_list = [ast.parse(decorators[statement.name], mode="eval").body]
@@ -62,48 +64,36 @@ def _describe(check: Check) -> str:
     return f"check({check.exercise!r}, {', '.join(written)})"
 
 
-def _collect(start: list[tuple[str, str]], predicates: Iterable[Callable] = ()) -> dict[str, str]:
-    """Return the sources for the names of a module, and for predicates of it or of others."""
-    names: dict[str, set[str]] = defaultdict(set)  # of each module
-    for module, name in start + [(p.__module__, p.__name__) for p in predicates]:
-        _add(module, name, names)
-    sources: dict[str, str] = {}
-    for module in sorted({p.__module__ for p in predicates} - {start[0][0]}):
-        _put_in_order(module, names, sources)
-    _put_in_order(start[0][0], names, sources)
-    return sources
+def _collect(start: list[tuple[str, str]]) -> dict[str, str]:
+    """Return the sources that these names need, each given with its module: those first that
+    others import."""
+    names: dict[str, set[str]] = defaultdict(set)  # that are taken, by module
+    imports: dict[str, set[str]] = defaultdict(set)  # which other modules they are taken from
+    waiting = [*start]
+    while waiting:
+        module, name = waiting.pop()
+        if name not in names[module]:
+            names[module].add(name)
+            used = _find_used(module, name)
+            imports[module] |= {other for other, _ in used} - {module}
+            waiting += used
+    order = TopologicalSorter({module: sorted(imports[module]) for module in sorted(names)})
+    return {module: _cut(module, names[module]) for module in order.static_order()}
 
 
-def _add(module: str, name: str, names: dict[str, set[str]]) -> None:
-    """Take a name of a module, and what it refers to."""
-    if name in names[module]:
-        return
-    names[module].add(name)
+def _find_used(module: str, name: str) -> list[tuple[str, str]]:
+    """Return what a name of a module refers to, as modules and names of them."""
+    found = []
     for statement in _get_statements(module):
         if name not in _get_names(statement):
             continue
         if isinstance(statement, ast.ImportFrom) and _is_cut_down(str(statement.module)):
-            _add(str(statement.module), _get_original(statement, name), names)
+            found.append((str(statement.module), _get_original(statement, name)))
         for used in get_used_names(statement) if not _is_import(statement) else ():
-            _add(module, used, names)
+            found.append((module, used))
             if (home := _find_module(module, used)) is not None:
-                for attribute in _get_attributes(used, statement):
-                    _add(home, attribute, names)
-
-
-def _put_in_order(module: str, names: dict[str, set[str]], sources: dict[str, str]) -> None:
-    for statement in _get_statements(module):
-        taken = _get_names(statement) & names[module]
-        if not isinstance(statement, ast.ImportFrom) or not taken:
-            continue
-        if statement.module in PACKAGES:
-            imported = [f"{statement.module}.{_get_original(statement, n)}" for n in sorted(taken)]
-        else:
-            imported = [str(statement.module)]
-        for other in imported:
-            if other in names and other not in sources:
-                _put_in_order(other, names, sources)
-    sources[module] = _cut(module, names[module])
+                found += [(home, attribute) for attribute in _get_attributes(used, statement)]
+    return found
 
 
 def _is_cut_down(module: str) -> bool:
@@ -138,7 +128,9 @@ def _cut(module: str, names: set[str]) -> str:
             continue
         if _is_import(statement):
             statement = copy.copy(statement)
-            statement.names = [alias for alias in statement.names if _get_alias(alias) in bound]
+            statement.names = [
+                alias for alias in statement.names if get_import_name(alias) in bound
+            ]
         kept.append(ast.unparse(statement))
     return "\n\n".join(kept)
 
@@ -156,7 +148,7 @@ def _get_statements(module: str) -> tuple[ast.stmt, ...]:
 @functools.cache
 def _get_names(statement: ast.stmt) -> frozenset[str]:
     if _is_import(statement):
-        return frozenset(_get_alias(alias) for alias in statement.names)
+        return frozenset(get_import_name(alias) for alias in statement.names)
     return frozenset(get_bound_names(statement))
 
 
@@ -164,12 +156,8 @@ def _is_import(statement: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:
     return isinstance(statement, ast.Import | ast.ImportFrom)
 
 
-def _get_alias(alias: ast.alias) -> str:
-    return alias.asname or alias.name.partition(".")[0]
-
-
 def _get_original(statement: ast.ImportFrom, name: str) -> str:
-    return next(alias.name for alias in statement.names if _get_alias(alias) == name)
+    return next(alias.name for alias in statement.names if get_import_name(alias) == name)
 
 
 def _is_check(decorator: ast.expr) -> bool:

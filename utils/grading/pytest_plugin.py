@@ -11,22 +11,32 @@ A check returns what it observed, so it can be no test function: pytest warns of
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from utils.grading.checks import Check, get_checks, get_reference
+from utils.grading.cells import parse
+from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.diagnosis import SEARCH_SECONDS, diagnose, diagnose_answer, grade_answer
+from utils.grading.extraction import (
+    compile_statement,
+    describe_left_out,
+    get_bound_names,
+    get_flags,
+    run_statement,
+    select_statements,
+)
 from utils.grading.judging import Verdict, count_points, get_points, get_quick_checks, grade
-from utils.grading.known_answers import Answer, get_alternatives, get_chapter_source, get_mistakes
-from utils.grading.observation import Answers
-from utils.grading.submission import Submission, load_submission
-from utils.grading.substitution import alone, find_written
+from utils.grading.known_answers import KnownAnswer, get_alternatives, get_mistakes
+from utils.grading.observation import StudentNames
+from utils.grading.reference import get_chapter_source
+from utils.grading.substitution import alone, answer_with, build_module, find_written
 
 SIZES = ("quick", "test", "all")
-_student = pytest.StashKey[Submission]()
+_student = pytest.StashKey["Submission"]()
 MIN_DIAGNOSED_SHARE = 0.8  # of a chapter's mistakes get their own sentence
 
 
@@ -79,65 +89,117 @@ class CheckFile(pytest.Module):
         for exercise, checks in get_checks(chapter).items():
             yield Exercise.from_parent(self, name=exercise, chapter=chapter, checks=checks)
         if submission is None and self.config.getoption("--size") == "all":
-            yield DiagnosisItem.from_parent(self, name="diagnosis", chapter=chapter)
+            yield Item.from_parent(self, name="diagnosis", test=lambda _: try_diagnosis(chapter))
 
 
 class Exercise(pytest.Collector):
+    """The tests of one exercise, on the reference or on a submission."""
+
     def __init__(self, *, chapter: str, checks: tuple[Check, ...], **kwargs):
         super().__init__(**kwargs)
         self.chapter, self.checks = chapter, checks
-        self.secret = self.config.getoption("--secret")
-        submission = self.config.stash.get(_student, None)
-        self.is_reference = submission is None
-        if submission is None:
-            self.student = Answers(vars(get_reference(chapter)))
+        self.size, self.secret = (self.config.getoption(f"--{o}") for o in ("size", "secret"))
+        self.submission = self.config.stash.get(_student, None)
+        if self.submission is None:
+            self.names = vars(get_reference(chapter))
+            self.student = StudentNames(self.names)
         else:
-            self.student = submission.get_answers(chapter, self.name)
+            self.names = self.submission.namespace
+            self.student = answer_with(get_chapter_source(chapter), self.name, self.names)
 
     def collect(self) -> Iterator[pytest.Item]:
+        grade_check = self.try_reference if self.submission is None else self.try_submission
         for check in self.checks:
-            item = CheckItem.from_parent(self, name=check.name, check=check)
+            item = Item.from_parent(
+                self, name=check.name, test=functools.partial(grade_check, check)
+            )
             if check.slow:
                 item.add_marker("slow")
             yield item
-        if self.is_reference and self.config.getoption("--size") != "quick":
-            for mistake in self._mine(get_mistakes(self.chapter)):
-                yield MistakeItem.from_parent(self, name=f"mistake:{mistake.name}", answer=mistake)
-            for answer in self._mine(get_alternatives(self.chapter)):
-                name = f"alternative:{answer.name}"
-                yield AlternativeItem.from_parent(self, name=name, answer=answer)
+        if self.submission is not None or self.size == "quick":
+            return
+        kinds: list[tuple[str, Any, tuple[KnownAnswer, ...]]] = [
+            ("mistake", self.try_mistake, get_mistakes(self.chapter)),
+            ("alternative", self.try_alternative, get_alternatives(self.chapter)),
+        ]
+        for kind, test, answers in kinds:
+            for answer in [answer for answer in answers if answer.exercise == self.name]:
+                name = f"{kind}:{answer.name}"
+                yield Item.from_parent(self, name=name, test=functools.partial(test, answer))
 
-    def _mine(self, answers: tuple[Answer, ...]) -> list[Answer]:
-        return [answer for answer in answers if answer.exercise == self.name]
+    def try_reference(self, check: Check, _: pytest.Item) -> None:
+        """Pass if the check accepts the reference."""
+        verdict = grade(check, self.student, self.secret)
+        if not verdict.passed:
+            raise Failed(f"{check.title}:\n{verdict.describe()}".rstrip())
+
+    def try_submission(self, check: Check, item: pytest.Item) -> None:
+        """Pass if the check accepts the student's work; what it earns is noted for the summary."""
+        verdict = self.verdicts[check]
+        points = get_points([*self.verdicts.values()])
+        earned = dict(zip(self.checks, points, strict=True))
+        row = (f"{check.chapter}  {check.exercise}", earned[check], check.points)
+        item.user_properties.append(("points", row))
+        if not verdict.passed:
+            lines = [f"{check.title}:", verdict.describe(), self.sentence or ""]
+            raise Failed("\n".join(lines).rstrip())
+
+    def try_mistake(self, mistake: KnownAnswer, _: pytest.Item) -> None:
+        """Pass if the check that the mistake's entry names rejects it.
+
+        With --size all, every quick check is run, and no other mistake's sentence may be given for
+        it.
+        """
+        name = mistake.mistakes[0].rejected_by
+        check = next((check for check in self.checks if check.name == name), None)
+        if check is None:
+            raise Failed(f"{self.name} has no check {name}")
+        if grade_answer(check, mistake).passed:
+            raise Failed(f"{name} accepts this: {mistake.sentence}")
+        if self.size == "all":
+            sentence = diagnose_answer(mistake)
+            if sentence not in (None, mistake.sentence):
+                raise Failed(f"{mistake.sentence}\nis taken for another mistake: {sentence}")
+
+    def try_alternative(self, alternative: KnownAnswer, _: pytest.Item) -> None:
+        """Pass if every check accepts the alternative."""
+        for check in self.checks:
+            mismatch = grade_answer(check, alternative).mismatch
+            if mismatch is not None:
+                detail = f"{mismatch.message}\n{mismatch.values}"
+                raise Failed(f"{check.path} rejects this right answer: {detail}")
 
     @functools.cached_property
     def verdicts(self) -> dict[Check, Verdict]:
         """Return how each check went. What fails with the student's others is graded alone."""
         verdicts = self._grade(self.student)
-        submission = self.config.stash.get(_student, None)
-        if submission is None or all(verdict.passed for verdict in verdicts):
-            return dict(zip(self.checks, verdicts, strict=True))
-        chapter = get_chapter_source(self.chapter)
-        answer = find_written(chapter, self.name, submission.namespace)
-        if answer is not None:
-            with alone(chapter, self.name, answer, submission.namespace) as student:
-                again = self._grade(student)
-            if count_points(again) > count_points(verdicts):
-                verdicts = again
+        if not all(verdict.passed for verdict in verdicts):
+            source = get_chapter_source(self.chapter)
+            answer = find_written(source, self.name, self.names)
+            if answer is not None:
+                with alone(source, self.name, answer, self.names) as student:
+                    again = self._grade(student)
+                if count_points(again) > count_points(verdicts):
+                    verdicts = again
         return dict(zip(self.checks, verdicts, strict=True))
 
-    def _grade(self, student: Answers) -> list[Verdict]:
+    def _grade(self, student: StudentNames) -> list[Verdict]:
         return [grade(check, student, self.secret) for check in self.checks]
 
     @functools.cached_property
     def sentence(self) -> str | None:
         """Return the sentence of the mistake that the student made, over all quick checks."""
-        verdicts = [self.verdicts[check] for check in self.quick_checks]
-        return diagnose(verdicts, self.secret, SEARCH_SECONDS)
+        quick = get_quick_checks(self.chapter, self.name)
+        return diagnose([self.verdicts[check] for check in quick], self.secret, SEARCH_SECONDS)
 
-    @property
-    def quick_checks(self) -> list[Check]:
-        return get_quick_checks(self.chapter, self.name)
+
+def try_diagnosis(chapter: str) -> None:
+    """Pass if enough mistakes of a chapter get their own sentence; a tie of two gives none."""
+    mistakes = get_mistakes(chapter)
+    without = [m for m in mistakes if diagnose_answer(m) is None]
+    if len(without) > (1 - MIN_DIAGNOSED_SHARE) * len(mistakes):
+        names = ", ".join(f"{m.exercise} {m.name}" for m in without)
+        raise Failed(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
 
 
 class Failed(Exception):
@@ -145,7 +207,16 @@ class Failed(Exception):
 
 
 class Item(pytest.Item):
+    """One test; it fails if `test`, which is given this item, raises `Failed`."""
+
     parent: Any  # an Exercise, or for the diagnosis of a chapter a CheckFile
+
+    def __init__(self, *, test: Callable[[pytest.Item], None], **kwargs):
+        super().__init__(**kwargs)
+        self.test = test
+
+    def runtest(self) -> None:
+        self.test(self)
 
     def repr_failure(self, excinfo, style=None):
         if isinstance(excinfo.value, Failed):
@@ -156,80 +227,44 @@ class Item(pytest.Item):
         return self.path, None, f"{self.parent.name}::{self.name}"
 
 
-class CheckItem(Item):
-    def __init__(self, *, check: Check, **kwargs):
-        super().__init__(**kwargs)
-        self.check = check
-
-    def runtest(self) -> None:
-        exercise = self.parent
-        if exercise.is_reference:
-            verdict = grade(self.check, exercise.student, exercise.secret)
-        else:
-            verdict = exercise.verdicts[self.check]
-            points = get_points([*exercise.verdicts.values()])
-            earned = dict(zip(exercise.checks, points, strict=True))
-            row = (
-                f"{self.check.chapter}  {self.check.exercise}",
-                earned[self.check],
-                self.check.points,
-            )
-            self.user_properties.append(("points", row))
-        if verdict.passed:
-            return
-        lines = [f"{self.check.title}:", verdict.describe()]
-        if not exercise.is_reference:
-            lines.append(exercise.sentence or "")
-        raise Failed("\n".join(lines).rstrip())
+# --- A submission in this process: for work that you trust ----------------------------------------
 
 
-class MistakeItem(Item):
-    """Passes if the check that the mistake's entry names rejects it.
+@dataclass(frozen=True)
+class Submission:
+    """What a file defines, and the chapters whose exercises are among it."""
 
-    With --size all, every quick check is run, and no other mistake's sentence may be given for it.
+    namespace: dict[str, Any]
+    chapters: tuple[str, ...]
+
+
+def load_submission(path: Path) -> Submission:
+    """Load a `.py` or `.ipynb` file; its chapters are recognised by what it defines.
+
+    Raises ValueError for a file that cannot be read or defines no exercise.
     """
-
-    def __init__(self, *, answer: Answer, **kwargs):
-        super().__init__(**kwargs)
-        self.answer = answer
-
-    def runtest(self) -> None:
-        name = self.answer.mistakes[0].rejected_by
-        check = next((check for check in self.parent.checks if check.name == name), None)
-        if check is None:
-            raise Failed(f"{self.parent.name} has no check {name}")
-        if grade_answer(check, self.answer).passed:
-            raise Failed(f"{name} accepts this: {self.answer.sentence}")
-        if self.config.getoption("--size") == "all":
-            sentence = diagnose_answer(self.answer)
-            if sentence not in (None, self.answer.sentence):
-                raise Failed(f"{self.answer.sentence}\nis taken for another mistake: {sentence}")
-
-
-class DiagnosisItem(Item):
-    """Passes if enough mistakes of a chapter get their own sentence; a tie of two gives none."""
-
-    def __init__(self, *, chapter: str, **kwargs):
-        super().__init__(**kwargs)
-        self.chapter = chapter
-
-    def runtest(self) -> None:
-        mistakes = get_mistakes(self.chapter)
-        without = [m for m in mistakes if diagnose_answer(m) is None]
-        if len(without) > (1 - MIN_DIAGNOSED_SHARE) * len(mistakes):
-            names = ", ".join(f"{m.exercise} {m.name}" for m in without)
-            raise Failed(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
-
-
-class AlternativeItem(MistakeItem):
-    """Passes if every check accepts the alternative."""
-
-    def runtest(self) -> None:
-        for check in self.parent.checks:
-            verdict = grade_answer(check, self.answer)
-            if verdict.mismatch is not None:
-                detail = f"{verdict.mismatch.message}\n{verdict.mismatch.values}"
-                raise Failed(f"{check.path} rejects this right answer: {detail}")
+    if not path.is_file():
+        raise ValueError(f"the submission should be a file, but {path} is not there")
+    names = get_top_names()
+    parsed = parse(path.read_bytes(), path.name)
+    statements = select_statements(parsed.statements, set().union(*names.values()))
+    defined = set().union(*map(get_bound_names, statements))
+    chapters = tuple(chapter for chapter in get_chapters() if defined & names[chapter])
+    if not chapters:
+        raise ValueError(f"the submission should define an exercise, but {path} defines none")
+    for problem in parsed.problems:
+        print(problem)
+    if left_out := describe_left_out(parsed.statements, statements):
+        print("not run, as no exercise needs it:", *left_out, sep="\n    ")
+    module = build_module(chapters[-1], "from __future__ import annotations")
+    flags = get_flags(parsed.statements)
+    for statement in statements:
+        try:
+            run_statement(compile_statement(statement, flags), module.__dict__)
+        except Exception as error:  # costs what it defines
+            place = f"{statement.place}, line {statement.first_line}"
+            print(f"{place}: {type(error).__name__}: {error}")
+    return Submission(module.__dict__, chapters)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

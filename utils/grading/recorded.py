@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from utils.grading.wire import unpack
+from utils.grading.packing import unpack
 
 FOLDER = Path(__file__).parents[2] / "tests" / "recorded"
 SAME = "same as expected"  # a mistake's observation that the check accepts takes no room

@@ -19,7 +19,7 @@ from unittest import mock
 
 from utils.grading.catalogue import find_definitions, get_span
 from utils.grading.extraction import get_bound_names
-from utils.grading.observation import Answers
+from utils.grading.observation import StudentNames
 
 GENERATED = ("__init__", "__repr__", "__eq__", "__setattr__", "__delattr__")  # of a dataclass
 _numbers = itertools.count()
@@ -127,8 +127,8 @@ def is_stub(answer: Any) -> bool:
     return False
 
 
-def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> Answers:
-    """Return a student's names; what is missing is the chapter's, but not the exercise itself."""
+def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> StudentNames:
+    """Return a student's names; other exercises that are missing are the chapter's own."""
     name = exercise.partition(".")[0]
     if find_written(source, exercise, names) is None:
         names = {key: value for key, value in names.items() if key != name}
@@ -136,13 +136,13 @@ def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> 
     given = {top: names.get(top) for top in tops}  # None where both lack it
     rest = source.without(exercise).build(**given)
     missing = {name, *(top for top in tops if rest[top] is None)}
-    return Answers(names, {key: value for key, value in rest.items() if key not in missing})
+    return StudentNames(names, {key: value for key, value in rest.items() if key not in missing})
 
 
 @contextlib.contextmanager
 def alone(
     source: ChapterSource, exercise: str, answer: Any, caller: dict[str, Any]
-) -> Iterator[Answers]:
+) -> Iterator[StudentNames]:
     """Put the reference in place of the chapter's exercises except one of the caller's.
 
     The caller's functions find each other in its namespace: there, too, the reference stands in
@@ -159,14 +159,21 @@ def alone(
     bound = set().union(*map(get_bound_names, ast.parse(source.without(exercise).source).body))
     given = bound - tops - caller.keys()
     swapped |= {key: reference[key] for key in given if key in reference}
-    saved = {key: caller[key] for key in swapped if key in caller}
-    caller.update(swapped)
+    with _swapped(caller, swapped):
+        yield StudentNames({name: answer}, reference)
+
+
+@contextlib.contextmanager
+def _swapped(names: dict[str, Any], others: dict[str, Any]) -> Iterator[None]:
+    """Put others in the place of names, until the end; the rest, which threads use, stays."""
+    saved = {key: names[key] for key in others if key in names}
+    names.update(others)
     try:
-        yield Answers({name: answer}, reference)
+        yield
     finally:
-        for key in swapped.keys() - saved.keys():
-            del caller[key]
-        caller.update(saved)
+        for key in others.keys() - saved.keys():
+            del names[key]
+        names.update(saved)
 
 
 @contextlib.contextmanager
@@ -174,11 +181,8 @@ def replaced(exercise: str, names: dict[str, Any], reference: dict[str, Any]) ->
     """Put the reference's function or method in the place of one of these names, until the end."""
     name, _, method = exercise.partition(".")
     if not method:
-        saved, names[name] = names[name], reference[name]
-        try:
+        with _swapped(names, {name: reference[name]}):
             yield
-        finally:
-            names[name] = saved
         return
     mine, theirs = names[name], reference[name]
     place = find_owner(mine, method, theirs) or mine

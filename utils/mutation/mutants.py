@@ -33,10 +33,10 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from utils.grading import known_answers
+from utils.grading import reference
 from utils.grading.checks import get_chapters, get_checks, get_reference
 from utils.grading.judging import get_quick_checks, grade
-from utils.grading.observation import Answers, run_check
+from utils.grading.observation import StudentNames, run_check
 from utils.grading.substitution import build_module
 from utils.mutation.operators import get_names, mutate
 
@@ -57,10 +57,10 @@ class Mutant:
     source: str = ""  # of the chapter
     null: str = ""  # or which null answer
 
-    def build(self) -> Answers:
+    def build(self) -> StudentNames:
         if self.null:
             return _build_null(self.chapter, self.within, NULLS[self.null])
-        return Answers(vars(build_module(self.chapter, self.source)))
+        return StudentNames(vars(build_module(self.chapter, self.source)))
 
 
 # --- Mutants of a chapter -----------------------------------------------------------------------
@@ -70,7 +70,7 @@ class Mutant:
 def generate(chapter: str, nulls: bool = True) -> tuple[Mutant, ...]:
     """Return all mutants of a chapter: the changes of what its exercises reach, and null
     answers."""
-    definitions = known_answers.get_definitions(chapter)
+    definitions = reference.get_definitions(chapter)
     found: list[Mutant] = []
     for within in reach(chapter):
         node = definitions[within]
@@ -91,7 +91,7 @@ def find_converters() -> frozenset[str]:
     return frozenset(
         name
         for chapter in get_chapters()
-        for name, node in known_answers.get_definitions(chapter).items()
+        for name, node in reference.get_definitions(chapter).items()
         if _is_function(node) and "." not in name and node.returns and node.args.args
         if "Tensor" in ast.unparse(node.returns)
         if ast.dump(node.returns) == ast.dump(node.args.args[0].annotation or node)
@@ -101,15 +101,15 @@ def find_converters() -> frozenset[str]:
 def splice(chapter: str, within: str, text: str) -> str | None:
     """Return the chapter's source with one definition replaced; None if it is the same or no
     program."""
-    node = known_answers.get_definitions(chapter)[within]
+    node = reference.get_definitions(chapter)[within]
     if text == ast.unparse(node):
         return None
     try:
         compile(text, chapter, "exec")
     except SyntaxError:
         return None
-    first, last = known_answers.get_lines(chapter, within)
-    lines = known_answers.get_source(chapter).splitlines()
+    first, last = reference.get_lines(chapter, within)
+    lines = reference.get_source(chapter).splitlines()
     lines[first:last] = [textwrap.indent(text, " " * node.col_offset)]
     return "\n".join(lines)
 
@@ -162,7 +162,7 @@ def reach(chapter: str) -> dict[str, tuple[str, ...]]:
 
 def _find_used(chapter: str, name: str) -> list[str]:
     """Return the definitions of a chapter that one of them runs: a class, all of its methods."""
-    definitions = known_answers.get_definitions(chapter)
+    definitions = reference.get_definitions(chapter)
     node = definitions[name]
     if not _is_function(node):
         return [d for d in definitions if d.rpartition(".")[0] == name]
@@ -180,7 +180,7 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 # --- Null answers -------------------------------------------------------------------------------
 
 
-def list_nulls(chapter: str, exercise: str) -> dict[str, Answers]:
+def list_nulls(chapter: str, exercise: str) -> dict[str, StudentNames]:
     """Return answers to an exercise without a thought in them, those that no mutant is made of
     too: a stub, a refusal, a context that does nothing, the parent's method."""
     name, _, method = exercise.partition(".")
@@ -195,7 +195,7 @@ def list_nulls(chapter: str, exercise: str) -> dict[str, Answers]:
     found.pop("returns it detached", None)  # which may be right, but for its gradient
     if method and method in vars(right) and hasattr(super(right, right), method):
         inherited = getattr(super(right, right), method)
-        found["inherits"] = known_answers.replace_definition(chapter, exercise, inherited)
+        found["inherits"] = reference.replace_definition(chapter, exercise, inherited)
     return found
 
 
@@ -277,13 +277,13 @@ NULLS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
-def _build_null(chapter: str, exercise: str, wrap: Callable[[Callable], Callable]) -> Answers:
+def _build_null(chapter: str, exercise: str, wrap: Callable[[Callable], Callable]) -> StudentNames:
     name, _, method = exercise.partition(".")
     right = getattr(get_reference(chapter), name)
     right = vars(right)[method] if method else right
     is_of_class = isinstance(right, classmethod)
     wrapped = classmethod(wrap(right.__func__)) if is_of_class else wrap(right)
-    return known_answers.replace_definition(chapter, exercise, wrapped)
+    return reference.replace_definition(chapter, exercise, wrapped)
 
 
 # --- Running them -------------------------------------------------------------------------------

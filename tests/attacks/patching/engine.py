@@ -6,7 +6,7 @@ import torch
 
 MODULES = (
     "utils.grading.comparison", "utils.grading.judging", "utils.grading.observation",
-    "utils.grading.wire", "utils.autograder.child", "utils.autograder.grader",
+    "utils.grading.packing", "utils.autograder.child", "utils.autograder.grader",
     "utils.autograder.zygote",
 )  # fmt: skip
 
