@@ -15,30 +15,6 @@ def in_float64(logits, tokens, prefix_len=1, temperature=1.0):
     return (chosen - torch.logsumexp(scaled, dim=-1)).to(logits.dtype)
 
 
-@right("get_logprobs")
-def token_by_token(logits, tokens, prefix_len=1, temperature=1.0):
-    def score(z, token):
-        return (z.index_select(-1, token) - z.logsumexp(-1)).squeeze(-1)
-
-    columns = [
-        torch.stack(
-            [
-                score(z[t - 1] / temperature, row[t : t + 1])
-                for z, row in zip(logits, tokens, strict=True)
-            ]
-        )
-        for t in range(prefix_len, tokens.shape[1])
-    ]
-    return torch.stack(columns, dim=1) if columns else logits.new_zeros(len(logits), 0)
-
-
-@right("calc_entropy")
-def entropy_of_torch(logits):
-    logprobs = logits - logits.logsumexp(-1, keepdim=True)
-    probs = logprobs.exp()
-    return -torch.where(probs > 0, probs * torch.where(probs > 0, logprobs, 0.0), 0.0).sum(-1)
-
-
 @right("calc_entropy")
 def entropy_of_distributions(logits):
     possible = logits > -torch.inf
@@ -50,14 +26,6 @@ def entropy_of_distributions(logits):
 def entropy_without_logprobs(logits):
     mean_logit = (logits.softmax(-1) * logits.masked_fill(logits == -torch.inf, 0)).sum(-1)
     return logits.logsumexp(-1) - mean_logit
-
-
-@right("masked_mean")
-def masked_mean_by_where(values, mask, dim=None):
-    kept = torch.where(mask, values, torch.zeros_like(values))
-    if dim is None:
-        return torch.sum(kept) / max(int(mask.sum()), 1)
-    return kept.sum(dim=dim) / torch.maximum(mask.sum(dim=dim), torch.tensor(1))
 
 
 @right("masked_mean")
@@ -123,15 +91,6 @@ def mask_by_first_position(completion_ids, eos_token_id):
 
 
 @right("left_pad")
-def padded_by_torch(sequences, pad_token_id):
-    rows = [torch.tensor(tokens[::-1], dtype=torch.long) for tokens in sequences]
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad(rows, batch_first=True, padding_value=pad_token_id).flip(-1)
-    mask = pad([torch.ones_like(row) for row in rows], batch_first=True).flip(-1)
-    return ids, mask
-
-
-@right("left_pad")
 def padded_row_by_row(sequences, pad_token_id):
     longest = max(len(tokens) for tokens in sequences)
     ids = torch.full((len(sequences), longest), pad_token_id)
@@ -188,22 +147,6 @@ def samples_by_the_tokenizer(
 def reinforce_of_selected(logprobs, advantages, mask):
     products = logprobs[mask] * advantages[mask].detach()
     return products.mean() if len(products) else logprobs.new_zeros(())
-
-
-@right("calc_reinforce_objective")
-def reinforce_by_einsum(logprobs, advantages, mask):
-    a = torch.where(mask, advantages.detach(), 0.0)
-    return torch.einsum("bt,bt->", torch.where(mask, logprobs, 0.0), a) / max(mask.sum().item(), 1)
-
-
-@right("calc_expected_policy_gradient")
-def policy_gradient_by_loops(logits, rewards, baseline):
-    probs = torch.exp(logits - torch.logsumexp(logits, 0))
-    onehots = torch.eye(len(probs), dtype=probs.dtype)
-    gradients = [(r - baseline) * (e - probs) for r, e in zip(rewards, onehots, strict=True)]
-    mean = sum(p * g for p, g in zip(probs, gradients, strict=True))
-    second = sum(p * (g - mean) ** 2 for p, g in zip(probs, gradients, strict=True))
-    return mean, second
 
 
 @right("calc_expected_policy_gradient")

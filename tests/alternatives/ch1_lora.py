@@ -1,7 +1,7 @@
 """Right answers to chapter 1, written differently.
 
-Two whole models stand in for the reference's in every exercise of `TransformerWithLora`: one whose
-hooks are added once and stay, and one without TransformerLens.
+A whole model, without TransformerLens, stands in for the reference's in every exercise of
+`TransformerWithLora`.
 """
 
 import functools
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from utils.grading.known_answers import edit, right
-from utils.models.loading import load_base_model
 
 ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
 
@@ -38,21 +37,6 @@ class WithLinear(nn.Module):
     def forward(self, x):
         low = F.linear(x.type_as(self.lora_A), self.lora_A.T)
         return self.alpha / self.rank * F.linear(low, self.lora_B.T)
-
-
-@right("LoraLayer")
-class InFloat64(nn.Module):
-    """kaiming_uniform_ on the transpose, where the fan-in is d_in; products in float64."""
-
-    def __init__(self, d_in, d_out, rank=4, alpha=32):
-        super().__init__()
-        self.scaling = float(alpha) / rank
-        lora_A = nn.init.kaiming_uniform_(torch.empty(rank, d_in), a=5**0.5).T.contiguous()
-        self.lora_A, self.lora_B = nn.Parameter(lora_A), nn.Parameter(torch.zeros(rank, d_out))
-
-    def forward(self, x):
-        product = x.double() @ (self.lora_A.double() @ self.lora_B.double())
-        return (self.scaling * product).to(self.lora_B.dtype)
 
 
 @right("LoraLayer")
@@ -133,111 +117,7 @@ class _Adapter(nn.Module):
         return x.float() @ self.down @ self.up * self.scaling
 
 
-class _Common(nn.Module):
-    """Files and parameters, by the names that nn.Module gives them."""
-
-    def trainable_parameters(self):
-        return [p for p in self.parameters() if p.requires_grad]
-
-    def save_adapter(self, path):
-        state = {k: v.contiguous() for k, v in self.adapters.state_dict().items()}
-        save_file(state | {"scaling": torch.tensor(self.scaling)}, path)
-
-    def load_adapter(self, path):
-        state, own = load_file(path), self.adapters.state_dict()
-        if state.pop("scaling").item() != torch.tensor(self.scaling).item():
-            raise ValueError("alpha / rank should fit")
-        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
-            raise ValueError("sites and shapes should fit")
-        self.adapters.load_state_dict(state)
-
-
-def _refuse_mask(input_ids, attention_mask, cache):
-    """How many positions there are: those of the cache and the new ones."""
-    seq = input_ids.size(1) + (cache.get_seq_length() if cache is not None else 0)
-    if attention_mask is not None and attention_mask.shape[:2] != (input_ids.size(0), seq):
-        raise ValueError(f"the mask should have {seq} columns and {input_ids.size(0)} rows")
-    return seq
-
-
-class HooksThatStay(_Common):
-    """The hooks are added once, and look at a flag; merging swaps the weight's Parameter."""
-
-    def __init__(self, base, rank=4, alpha=32, sites=ATTENTION):
-        super().__init__()
-        self.base, self.scaling, self.state = base.eval(), alpha / rank, "on"
-        for parameter in base.parameters():
-            parameter.requires_grad = False
-        for p in base.original_model.parameters():
-            p.requires_grad = False
-        self.adapters, self.linears = nn.ModuleDict(), {}
-        for site in sites:
-            for block in range(base.cfg.n_layers):
-                self._add_adapter(f"blocks.{block}.{site}", site, rank, alpha)
-
-    def _add_adapter(self, name, site, rank, alpha):
-        if site.endswith("qkv") or f"{name}.hook_in" not in self.base.hook_dict:
-            raise ValueError(f"there is no {site} in this model")
-        linear = self.base.get_submodule(name).original_component
-        if not isinstance(linear, nn.Linear | Conv1D):
-            raise ValueError(f"{site} is no linear layer")
-        flipped = isinstance(linear, nn.Linear)
-        d_in, d_out = linear.weight.T.shape if flipped else linear.weight.shape
-        adapter = _Adapter(d_in, d_out, rank, alpha).to(linear.weight.device)
-        self.adapters[name.replace(".", "-")] = adapter
-        self.linears[name] = (linear, adapter, flipped)
-        kept = {}
-
-        def read(x, hook):
-            if self.state == "on":
-                kept["change"] = adapter(x.reshape(*x.shape[:2], d_in))
-
-        def add(out, hook):
-            if self.state == "on":
-                out = out + kept.pop("change").reshape(out.shape).to(out.dtype)
-            return out
-
-        self.base.add_hook(f"{name}.hook_in", read)
-        self.base.add_hook(f"{name}.hook_out", add)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.base.eval()
-        return self
-
-    def forward(self, input_ids, attention_mask=None, **kwargs):
-        _refuse_mask(input_ids, attention_mask, kwargs.get("past_key_values"))
-        return self.base(input_ids, attention_mask=attention_mask, **kwargs)
-
-    @contextmanager
-    def _state(self, state):
-        assert self.state == "on", f"{state} inside {self.state}"
-        self.state = state
-        try:
-            yield self
-        finally:
-            self.state = "on"
-
-    def reference(self):
-        return self._state("off")
-
-    @contextmanager
-    def merged(self):
-        with self._state("merged"):
-            weights = {name: linear.weight for name, (linear, _, _) in self.linears.items()}
-            try:
-                for linear, adapter, flipped in self.linears.values():
-                    delta = (adapter.down @ adapter.up * adapter.scaling).detach()
-                    total = linear.weight.float() + (delta.T if flipped else delta)
-                    total = total.to(linear.weight.dtype)
-                    linear.weight = nn.Parameter(total, requires_grad=False)
-                yield
-            finally:
-                for name, weight in weights.items():
-                    self.linears[name][0].weight = weight
-
-
-class WithoutTransformerLens(_Common):
+class WithoutTransformerLens(nn.Module):
     """Plain Hugging Face with PyTorch's own hooks; GPT-2's q, k and v are columns of one output."""
 
     NAMES = {  # noqa: RUF012
@@ -294,7 +174,10 @@ class WithoutTransformerLens(_Common):
         return output + F.pad(change, (columns.start, end))
 
     def forward(self, input_ids, attention_mask=None, return_type="logits", **kwargs):
-        seq = _refuse_mask(input_ids, attention_mask, kwargs.get("past_key_values"))
+        cache = kwargs.get("past_key_values")
+        seq = input_ids.size(1) + (cache.get_seq_length() if cache is not None else 0)
+        if attention_mask is not None and attention_mask.shape[:2] != (len(input_ids), seq):
+            raise ValueError(f"the mask should have {seq} columns and {len(input_ids)} rows")
         if attention_mask is None:
             attention_mask = input_ids.new_ones(len(input_ids), seq)
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
@@ -347,9 +230,20 @@ class WithoutTransformerLens(_Common):
                 for linear, weight in saved.values():
                     linear.weight.data = weight
 
+    def trainable_parameters(self):
+        return [p for p in self.parameters() if p.requires_grad]
 
-def build_hooks_that_stay(name, rank, alpha, sites, device, dtype):
-    return HooksThatStay(load_base_model(name, device, dtype), rank, alpha, sites)
+    def save_adapter(self, path):
+        state = {k: v.contiguous() for k, v in self.adapters.state_dict().items()}
+        save_file(state | {"scaling": torch.tensor(self.scaling)}, path)
+
+    def load_adapter(self, path):
+        state, own = load_file(path), self.adapters.state_dict()
+        if state.pop("scaling").item() != torch.tensor(self.scaling).item():
+            raise ValueError("alpha / rank should fit")
+        if {k: v.shape for k, v in state.items()} != {k: v.shape for k, v in own.items()}:
+            raise ValueError("sites and shapes should fit")
+        self.adapters.load_state_dict(state)
 
 
 def name_as(cls: type, model: nn.Module) -> nn.Module:
@@ -358,35 +252,21 @@ def name_as(cls: type, model: nn.Module) -> nn.Module:
     return model
 
 
-METHODS = (
-    "from_pretrained",
-    "forward",
-    "reference",
-    "merged",
-    "trainable_parameters",
-    "save_adapter",
-    "load_adapter",
-)
+METHODS = "from_pretrained forward reference merged trainable_parameters save_adapter load_adapter"
 
-
-def _whole_models(builder: str) -> list:
-    """The model for every exercise of the class: `from_pretrained` gives this one instead."""
-    return [
-        edit(
-            f"TransformerWithLora.{method}",
-            builder,
-            "return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
-            f"import tests.alternatives.ch1_lora as alternatives\n"
-            f"        return alternatives.name_as(cls, "
-            f"alternatives.{builder}(name, rank, alpha, sites, device, dtype))",
-            within="TransformerWithLora.from_pretrained",
-        )
-        for method in METHODS
-    ]
-
-
-HOOKS_THAT_STAY = _whole_models("build_hooks_that_stay")
-WITHOUT_TRANSFORMER_LENS = _whole_models("WithoutTransformerLens")
+# For every exercise of the class, `from_pretrained` gives this model instead.
+WITHOUT_TRANSFORMER_LENS = [
+    edit(
+        f"TransformerWithLora.{method}",
+        "WithoutTransformerLens",
+        "return cls(load_base_model(name, device, dtype), rank, alpha, sites)",
+        "import tests.alternatives.ch1_lora as alternatives\n"
+        "        return alternatives.name_as(cls, alternatives.WithoutTransformerLens("
+        "name, rank, alpha, sites, device, dtype))",
+        within="TransformerWithLora.from_pretrained",
+    )
+    for method in METHODS.split()
+]
 
 # --- TransformerWithLora, in small --------------------------------------------------------------
 
@@ -557,14 +437,6 @@ def through_bytes(self, path):
 
 
 @right("calc_sft_loss")
-def by_gather(logits, tokens, loss_mask):
-    predicted, mask = logits[:, :-1].double(), loss_mask[:, 1:]
-    predicted = predicted.masked_fill(~mask[..., None], 0)
-    chosen = predicted.gather(-1, tokens[:, 1:, None])[..., 0] - predicted.logsumexp(-1)
-    return -(chosen.where(mask, 0).sum() / mask.sum().clamp(min=1)).to(logits.dtype)
-
-
-@right("calc_sft_loss")
 def by_cross_entropy(logits, tokens, loss_mask):
     rows, columns = loss_mask[:, 1:].nonzero(as_tuple=True)
     if not len(rows):
@@ -580,15 +452,3 @@ def with_ignored_labels(logits, tokens, loss_mask):
     flat = einops.rearrange(clean, "b s v -> (b s) v")
     loss = F.cross_entropy(flat, labels.flatten(), reduction="sum")
     return loss / max(1, int((labels != -100).sum()))
-
-
-as_a_lambda = right("calc_sft_loss")(
-    lambda logits, tokens, loss_mask: (
-        -logits[:, :-1][loss_mask[:, 1:]]
-        .log_softmax(dim=-1)[
-            torch.arange(int(loss_mask[:, 1:].sum())), tokens[:, 1:][loss_mask[:, 1:]]
-        ]
-        .sum()
-        / max(int(loss_mask[:, 1:].sum()), 1)
-    )
-)

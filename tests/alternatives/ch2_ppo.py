@@ -1,7 +1,6 @@
 """Right answers to chapter 2, written differently."""
 
 import random
-import re
 import string
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from einops import rearrange, reduce
 from torch.distributions import Categorical, kl_divergence
 
-from solutions.ch0_sampling import calc_entropy, get_logprobs, get_samples, masked_mean
+from solutions.ch0_sampling import get_logprobs, get_samples, masked_mean
 from solutions.ch2_ppo import (
     ReplayMemory,
     compute_advantages,
@@ -31,19 +30,6 @@ counted_by_lambda = right("reward_fn_char_count")(
 )
 
 
-@right("reward_fn_char_count")
-def counted_by_loops(samples, char="."):
-    return torch.tensor([sum(c == char for c in s) for s in samples]).float()
-
-
-@right("reward_fn_char_count")
-def counted_by_length(samples, char="."):
-    rewards = torch.zeros(len(samples))
-    for i, sample in enumerate(samples):
-        rewards[i] = len(sample) - len(sample.replace(char, ""))
-    return rewards
-
-
 @right("reward_fn_sentiment")
 def punctuation_replaced_by_spaces(samples):
     spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
@@ -56,26 +42,6 @@ def punctuation_replaced_by_spaces(samples):
         if n_positive + n_negative > 0:
             rewards[i] = (n_positive - n_negative) / (n_positive + n_negative)
     return rewards
-
-
-@right("reward_fn_sentiment")
-def one_pattern_a_list(samples):
-    positive = re.compile(rf"\b(?:{'|'.join(POSITIVE_WORDS)})\b", re.IGNORECASE)
-    negative = re.compile(rf"\b(?:{'|'.join(NEGATIVE_WORDS)})\b", re.IGNORECASE)
-    counts = torch.tensor([[len(p.findall(s)) for s in samples] for p in (positive, negative)])
-    difference, total = (counts[0] - counts[1]).float(), counts.sum(0).float()
-    return torch.where(total > 0, difference / total.clamp(min=1), torch.zeros_like(total))
-
-
-@right("reward_fn_sentiment")
-def mean_of_signs(samples):
-    sign = {w: 1.0 for w in POSITIVE_WORDS} | {w: -1.0 for w in NEGATIVE_WORDS}
-
-    def score(sample):
-        signs = [sign[w] for w in re.split(r"\W+", sample.casefold()) if w in sign]
-        return sum(signs) / len(signs) if signs else 0.0
-
-    return torch.tensor(list(map(score, samples)))
 
 
 @right("reward_fn_sentiment")
@@ -98,14 +64,6 @@ def rewards_in_float64(rewards, eps=1e-5):
     if len(set(rewards.tolist())) <= 1:
         return rewards.new_zeros(rewards.shape)
     return ((wide - wide.mean()) / (wide.std(unbiased=True) + eps)).to(rewards.dtype)
-
-
-@right("normalize_reward")
-def rewards_by_std_mean(rewards, eps=1e-5):
-    if (rewards == rewards[0]).all():
-        return torch.zeros_like(rewards)
-    std, mean = torch.std_mean(rewards.detach())
-    return ((rewards - mean) / (std + eps)).detach()
 
 
 @right("normalize_reward")
@@ -132,40 +90,6 @@ def made_in_float32_by_index(scores, mask, logprobs=None, ref_logprobs=None, kl_
 
 
 @right("compute_token_rewards")
-@torch.no_grad()
-def written_at_the_lengths(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    rewards = torch.zeros(mask.shape, dtype=scores.dtype)
-    lengths = mask.sum(-1)
-    rows = torch.arange(len(mask))[lengths > 0]
-    if kl_coef:
-        rewards[mask] = -kl_coef * (logprobs[mask] - ref_logprobs[mask])
-    rewards[rows, lengths[rows] - 1] += scores[rows]
-    return rewards
-
-
-@right("compute_token_rewards")
-def where_the_mask_ends(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    ends = mask & ~F.pad(mask[:, 1:], (0, 1))
-    rewards = ends * rearrange(scores.detach(), "b -> b 1")
-    if kl_coef != 0.0:
-        kl = (logprobs - ref_logprobs).detach()
-        rewards = rewards - kl_coef * torch.where(mask, kl, torch.zeros_like(kl))
-    return rewards
-
-
-@right("compute_token_rewards")
-def one_row_after_the_other(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    rewards = torch.zeros_like(mask, dtype=scores.dtype)
-    for i, length in enumerate(mask.sum(1).tolist()):
-        if length == 0:
-            continue
-        if kl_coef > 0:
-            rewards[i, :length] = kl_coef * (ref_logprobs - logprobs).detach()[i, :length]
-        rewards[i, length - 1] += scores[i].item()
-    return rewards
-
-
-@right("compute_token_rewards")
 def nan_removed_then_masked(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
     position = torch.arange(mask.shape[1]).expand(mask.shape)
     last = torch.where(mask, position, -1).amax(-1, keepdim=True)
@@ -186,29 +110,6 @@ def times_a_matrix_of_discounts(values, token_rewards, mask, gamma=1.0, lam=0.95
 
 
 @right("compute_advantages")
-def row_by_row_in_python(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    advantages = torch.zeros(values.shape, dtype=values.dtype)
-    for i in range(values.shape[0]):
-        advantage = next_value = 0.0
-        for t in range(int(mask[i].sum()) - 1, -1, -1):
-            value, reward = values[i, t].item(), token_rewards[i, t].item()
-            advantage = reward + gamma * next_value - value + gamma * lam * advantage
-            advantages[i, t], next_value = advantage, value
-    return advantages
-
-
-@right("compute_advantages")
-def product_with_a_matrix(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    completion = values.shape[1]
-    with torch.no_grad():
-        values, rewards = (torch.where(mask, x, 0.0) for x in (values, token_rewards))
-        deltas = rewards + gamma * F.pad(values, (0, 1))[:, 1:] - values
-        steps = torch.arange(completion)[:, None] - torch.arange(completion)  # [later earlier]
-        weights = torch.where(steps >= 0, (gamma * lam) ** steps.clamp(min=0), 0.0)
-        return (deltas @ weights.to(deltas.dtype)) * mask
-
-
-@right("compute_advantages")
 def lambda_returns_minus_values(values, token_rewards, mask, gamma=1.0, lam=0.95):
     values, rewards = (x.detach().double().masked_fill(~mask, 0) for x in (values, token_rewards))
     returns = torch.zeros_like(values)
@@ -217,20 +118,6 @@ def lambda_returns_minus_values(values, token_rewards, mask, gamma=1.0, lam=0.95
         following = rewards[:, t] + gamma * ((1 - lam) * next_value + lam * following)
         returns[:, t], next_value = following, values[:, t]
     return ((returns - values) * mask).to(token_rewards.dtype)
-
-
-@right("compute_advantages")
-def stacked_backwards(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    values, rewards = values.clone().detach(), token_rewards.clone().detach()
-    values[~mask] = 0
-    rewards[~mask] = 0
-    found, last, n = [], 0.0, mask.size(1)
-    for t in range(n):
-        t = n - 1 - t
-        following = values[:, t + 1] if t < n - 1 else 0.0
-        last = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * last
-        found.insert(0, last)
-    return torch.stack(found, dim=1)
 
 
 @right("normalize_advantages")
@@ -243,16 +130,6 @@ def moments_by_sums(advantages, mask, eps=1e-8):
     centred = (kept - kept.sum() / n) * mask
     std = (reduce(centred**2, "b t -> ", "sum") / (n - 1)).sqrt()
     return (centred / (std + eps)).to(advantages.dtype)
-
-
-@right("normalize_advantages")
-@torch.no_grad()
-def by_std_mean_and_where(advantages, mask, eps=1e-8):
-    kept = torch.masked_select(advantages, mask)
-    if kept.unique().numel() < 2:
-        return advantages.new_zeros(advantages.shape)
-    std, mean = torch.std_mean(kept, correction=1)
-    return torch.where(mask, (advantages - mean) / (std + eps), 0.0)
 
 
 @right("normalize_advantages")
@@ -282,43 +159,6 @@ def clipped_in_log_space(
     return (bounded.clamp(max=85).exp() * kept).mean()
 
 
-@right("calc_clipped_surrogate_objective")
-def larger_of_two_losses(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
-):
-    if clip_coef_high is None:
-        clip_coef_high = clip_coef
-    logratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0).clamp(-60, 60)
-    ratio = torch.exp(logratio)
-    a = torch.where(mask, advantages.detach(), 0.0)
-    loss = torch.max(-a * ratio, -a * torch.clamp(ratio, 1 - clip_coef, 1 + clip_coef_high))
-    return -masked_mean(loss, mask)
-
-
-@right("calc_clipped_surrogate_objective")
-def clipped_tokens_are_constants(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
-):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    with torch.no_grad():
-        exact = (logprobs - old_logprobs).double().exp()
-        gains = (advantages > 0) & (exact > 1 + high)
-        gains |= (advantages < 0) & (exact < 1 - clip_coef)
-        ends = torch.where(advantages > 0, 1 + high, 1 - clip_coef)
-        kept = torch.where(mask, advantages, 0.0)
-    logratio = (logprobs - old_logprobs.detach()).masked_fill(gains | ~mask, 0.0)
-    ratio = torch.where(gains, ends, logratio.clamp(max=80).exp())
-    return (ratio * kept).sum() / max(int(mask.sum()), 1)
-
-
-def _squared_errors(values, old_values, returns, clip_coef):
-    errors = [F.mse_loss(values, returns, reduction="none")]
-    if clip_coef is not None:
-        held = torch.clamp(values, old_values - clip_coef, old_values + clip_coef)
-        errors.append(F.mse_loss(held, returns, reduction="none"))
-    return torch.stack(errors).amax(0)
-
-
 @right("calc_value_function_loss")
 def values_selected_first(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
     old_values, returns = old_values.detach()[mask], returns.detach()[mask]
@@ -330,14 +170,6 @@ def values_selected_first(values, old_values, returns, mask, vf_coef=0.5, clip_c
 
 
 @right("calc_value_function_loss")
-def values_clamped_between_tensors(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    if mask.sum() == 0:
-        return values.new_tensor(0.0)
-    kept = [values[mask], old_values[mask].detach(), returns[mask].detach()]
-    return _squared_errors(*kept, clip_coef).mean() * vf_coef * 0.5
-
-
-@right("calc_value_function_loss")
 def loss_in_float64(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
     v, o, r = (torch.where(mask, x, 0.0).double() for x in (values, old_values, returns))
     o, r = o.detach(), r.detach()
@@ -346,12 +178,6 @@ def loss_in_float64(values, old_values, returns, mask, vf_coef=0.5, clip_coef=No
         clipped = torch.minimum(torch.maximum(v, o - clip_coef), o + clip_coef) - r
         error = torch.where(clipped.abs() > error.abs(), clipped, error)
     return (vf_coef / 2 * (error * error).sum() / mask.sum().clamp(min=1)).to(values.dtype)
-
-
-@right("calc_entropy_bonus")
-def logits_masked_first(logits, mask, ent_coef):
-    entropies = calc_entropy(logits.masked_fill(~mask[..., None], 0.0))
-    return ent_coef * masked_mean(entropies, mask)
 
 
 @right("calc_entropy_bonus")
@@ -369,13 +195,6 @@ def logsumexp_minus_the_mean_logit(logits, mask, ent_coef):
 
 
 @right("calc_kl_penalty")
-def cross_entropy_minus_entropy(logits, ref_logits, mask, kl_coef):
-    policy, reference = logits[mask], ref_logits[mask].detach().log_softmax(-1)
-    cross_entropy = -torch.einsum("nv,nv->n", policy.softmax(-1), reference)
-    return kl_coef * (cross_entropy - calc_entropy(policy)).sum() / mask.sum().clamp(min=1)
-
-
-@right("calc_kl_penalty")
 def masked_logits_then_mean(logits, ref_logits, mask, kl_coef):
     there = rearrange(mask, "b t -> b t 1")
     logprobs = F.log_softmax(logits.masked_fill(~there, 0.0), dim=-1)
@@ -383,17 +202,6 @@ def masked_logits_then_mean(logits, ref_logits, mask, kl_coef):
     logprobs_or_ref = torch.where(logprobs.isinf(), ref_logprobs, logprobs)
     kl = reduce(logprobs.exp() * (logprobs_or_ref - ref_logprobs), "b t v -> b t", "sum")
     return kl_coef * masked_mean(kl, mask)
-
-
-@right("calc_kl_penalty")
-def kl_one_row_after_the_other(logits, ref_logits, mask, kl_coef):
-    total = torch.zeros(())
-    for p, q, keep in zip(logits, ref_logits, mask, strict=True):
-        p, q = p[keep].double(), q[keep].detach().double()
-        logratio = p.log_softmax(-1) - q.log_softmax(-1)
-        probs = p.softmax(-1)
-        total = total + (probs * logratio.masked_fill(probs == 0, 0.0)).sum().float()
-    return kl_coef * total / max(int(mask.sum()), 1)
 
 
 @right("calc_clipped_surrogate_objective")

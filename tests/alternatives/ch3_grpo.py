@@ -24,22 +24,6 @@ def _check_groups(group_size, batch):
 
 
 @right("group_advantages")
-def group_by_group(rewards, group_size, scale="group", eps=1e-4):
-    _check_groups(group_size, len(rewards))
-    if scale not in {"group", "batch", "none"}:
-        raise ValueError(f"unknown scale {scale}")
-    advantages = []
-    for group in rewards.detach().split(group_size):
-        if bool((group == group[0]).all()):
-            advantages.append(torch.zeros_like(group))
-            continue
-        spread = {"group": group, "batch": rewards.detach()}.get(scale)
-        divisor = 1.0 if spread is None else torch.std(spread) + eps
-        advantages.append((group - group.mean()) / divisor)
-    return torch.cat(advantages)
-
-
-@right("group_advantages")
 @torch.no_grad()
 def in_float64(rewards, group_size, scale="group", eps=1e-4):
     _check_groups(group_size, len(rewards))
@@ -56,25 +40,6 @@ def in_float64(rewards, group_size, scale="group", eps=1e-4):
         case _:
             raise ValueError(f"scale is {scale!r}")
     return (centered / divisor).flatten().to(rewards.dtype)
-
-
-@right("group_advantages")
-def repeated_means(rewards, group_size, scale="group", eps=1e-4):
-    _check_groups(group_size, rewards.numel())
-    if scale not in ("group", "batch", "none"):
-        raise ValueError("scale")
-    rewards = rewards.detach()
-    index = torch.arange(len(rewards)) // group_size
-    sums = torch.zeros(len(rewards) // group_size, dtype=rewards.dtype)
-    means = sums.index_add(0, index, rewards) / group_size
-    squares = sums.index_add(0, index, (rewards - means[index]) ** 2)
-    stds = (squares / (group_size - 1)).sqrt()
-    first = rewards[::group_size]
-    differs = torch.stack([rewards[g::group_size] != first for g in range(group_size)]).any(0)
-    advantages = torch.where(differs[index], rewards - means[index], 0.0)
-    if scale == "group":
-        return advantages / (stds[index] + eps)
-    return advantages if scale == "none" else advantages / (rewards.std() + eps)
 
 
 @right("group_advantages")
@@ -97,16 +62,6 @@ def with_numpy(rewards, group_size, scale="group", eps=1e-4):
 
 
 @right("calc_single_update_objective")
-def completion_by_completion(logprobs, advantages, mask):
-    total = 0.0 * logprobs.nan_to_num(0, 0, 0).sum()
-    for row, advantage, kept in zip(logprobs, advantages.detach(), mask, strict=True):
-        if kept.any():
-            ratio = torch.exp(row[kept] - row[kept].detach())
-            total = total + advantage * ratio.mean()
-    return total / logprobs.shape[0]
-
-
-@right("calc_single_update_objective")
 def weights_of_tokens(logprobs, advantages, mask):
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
     weights = torch.where(mask, advantages.detach().unsqueeze(1) / lengths, 0) / len(mask)
@@ -121,36 +76,13 @@ def one_plus_the_difference(logprobs, advantages, mask):
     return torch.mean(surrogate.sum(1) / mask.sum(1).clamp_min(1) * advantages.detach())
 
 
-@right("calc_single_update_objective")
-def in_double(logprobs, advantages, mask):
-    x = logprobs.double()[mask]
-    rows = mask.nonzero()[:, 0]
-    share = advantages.detach().double()[rows] / mask.sum(1)[rows]
-    return ((x - x.detach()).exp() * share).sum().div(len(mask)).to(logprobs.dtype)
-
-
 # --- calc_per_token_kl --------------------------------------------------------------------------
-
-as_a_lambda = right("calc_per_token_kl")(
-    lambda logprobs, ref_logprobs: (
-        torch.special.expm1(ref_logprobs.detach() - logprobs) + (logprobs - ref_logprobs.detach())
-    )
-)
 
 
 @right("calc_per_token_kl")
 def k3_in_float64(logprobs, ref_logprobs):
     d = ref_logprobs.detach().double() - logprobs.double()
     return (d.exp() - 1 - d).to(logprobs.dtype)
-
-
-@right("calc_per_token_kl")
-@torch.enable_grad()
-def with_the_reference_copied(logprobs, ref_logprobs):
-    with torch.no_grad():
-        ref = ref_logprobs.clone()
-    logratio = logprobs - ref
-    return logratio + torch.expm1(-logratio)
 
 
 @right("calc_per_token_kl")
@@ -164,60 +96,6 @@ def series_for_small_differences(logprobs, ref_logprobs):
 
 
 # --- calc_grpo_objective ------------------------------------------------------------------------
-
-
-@right("calc_grpo_objective")
-def on_the_true_tokens(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """Only the true positions are ever touched."""
-    upper = 1 + (clip_coef if clip_coef_high is None else clip_coef_high)
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(-1).repeat(1, mask.shape[1])
-    new, old, a = logprobs[mask], old_logprobs[mask].detach(), advantages[mask].detach()
-    ratio = torch.exp(torch.clamp(new - old, max=50.0))
-    surrogate = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, upper) * a)
-    if beta != 0:
-        d = ref_logprobs[mask].detach() - new
-        surrogate = surrogate - beta * (torch.expm1(d) - d)
-    per_token = torch.zeros(mask.shape, dtype=logprobs.dtype).masked_scatter(mask, surrogate)
-    return (per_token.sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-
-@right("calc_grpo_objective")
-def loss_of_ppo_negated(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """The larger of two losses, the KL inside both of them; then the sign is turned."""
-    high = clip_coef_high if clip_coef_high is not None else clip_coef
-    zero = torch.zeros((), dtype=logprobs.dtype)
-    new, old = torch.where(mask, logprobs, zero), torch.where(mask, old_logprobs.detach(), zero)
-    a = advantages.detach().reshape(len(mask), -1)
-    a = torch.where(mask, a, zero)
-    ratio = (new - old).clamp(-60, 60).exp()
-    penalty = zero
-    if beta > 0:
-        d = torch.where(mask, ref_logprobs.detach(), zero) - new
-        penalty = beta * (d.expm1() - d)
-    losses = torch.stack([-a * ratio, -a * ratio.clamp(1 - clip_coef, 1 + high)]) + penalty
-    per_token = losses.amax(0) if not losses.requires_grad else torch.maximum(*losses)
-    lengths = mask.sum(-1)
-    rows = torch.where(lengths > 0, (per_token * mask).sum(-1) / lengths.clamp(min=1), zero)
-    return -rows.mean()
 
 
 @right("calc_grpo_objective")
@@ -248,34 +126,6 @@ def by_cases_of_the_sign(
     return torch.stack(rows).mean().to(logprobs.dtype)
 
 
-@right("calc_grpo_objective")
-def with_relu(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """The clipped, less what the unclipped falls short: min(x, y) = y - relu(y - x)."""
-    if clip_coef_high is None:
-        clip_coef_high = clip_coef
-    a = advantages.detach() if advantages.ndim == 2 else advantages.detach()[:, None]
-    a = a.expand_as(mask).masked_fill(~mask, 0)
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    weights = mask / lengths / len(mask)
-    logratio = (logprobs - old_logprobs.detach()).masked_fill(~mask, 0).clamp(max=30)
-    unclipped = logratio.exp() * a
-    clipped = logratio.exp().clamp(1 - clip_coef, 1 + clip_coef_high) * a
-    objective = (weights * (clipped - F.relu(clipped - unclipped))).sum()
-    if beta == 0:
-        return objective
-    d = (ref_logprobs.detach() - logprobs).masked_fill(~mask, 0)
-    return objective - beta * (weights * (d.expm1() - d)).sum()
-
-
 # --- process_advantages -------------------------------------------------------------------------
 
 
@@ -295,19 +145,6 @@ def _normalise(group, eps):
 
 
 @right("process_advantages")
-def step_by_step(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    _check_groups(group_size, len(step_rewards))
-    _check_steps(step_rewards, step_ends, completion_len)
-    advantages = torch.zeros(len(step_rewards), completion_len)
-    for first in range(0, len(step_rewards), group_size):
-        group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
-        for member, rewards in enumerate(_normalise(group, eps)):
-            for reward, end in zip(rewards, step_ends[first + member], strict=True):
-                advantages[first + member, : end + 1] += reward
-    return advantages
-
-
-@right("process_advantages")
 def ends_against_positions(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
     if group_size < 2 or len(step_rewards) % group_size:
         raise ValueError("group_size")
@@ -322,43 +159,6 @@ def ends_against_positions(step_rewards, step_ends, group_size, completion_len, 
         for rewards, end in zip(_normalise(group, eps), ends, strict=True):
             rows.append(rewards @ (end[:, None] >= positions).to(rewards.dtype))
     return torch.stack(rows)
-
-
-@right("process_advantages")
-@torch.no_grad()
-def scattered_and_summed(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    _check_groups(group_size, len(step_rewards))
-    _check_steps(step_rewards, step_ends, completion_len)
-    counts = torch.tensor([len(rewards) for rewards in step_rewards])
-    row = torch.arange(len(counts)).repeat_interleave(counts)
-    rewards, group = torch.cat(list(step_rewards)).double(), row // group_size
-    for g in range(len(counts) // group_size):
-        mine = rewards[group == g]
-        std = mine.std(correction=1) if len(mine) > 1 else 0.0
-        rewards[group == g] = (mine - mine.mean()) / (std + eps) if len(mine) else mine
-    flat = torch.zeros(len(counts) * completion_len, dtype=torch.double)
-    flat.scatter_add_(0, row * completion_len + torch.cat(list(step_ends)).long(), rewards)
-    at_ends = flat.reshape(len(counts), completion_len)
-    to_come = at_ends.sum(1, keepdim=True) - at_ends.cumsum(1) + at_ends
-    last = torch.tensor([int(e.max()) if len(e) else -1 for e in step_ends])
-    to_come[torch.arange(completion_len) > last[:, None]] = 0
-    return to_come.to(step_rewards[0].dtype)
-
-
-@right("process_advantages")
-def counted_by_numpy(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    _check_groups(group_size, len(step_rewards))
-    _check_steps(step_rewards, step_ends, completion_len)
-    rows = [r.detach().double().numpy() for r in step_rewards]
-    out = np.zeros((len(rows), completion_len))
-    for i, (rewards, ends) in enumerate(zip(rows, step_ends, strict=True)):
-        start = i - i % group_size
-        together = np.concatenate(rows[start : start + group_size])
-        if len(together) > 1 and np.ptp(together) > 0:
-            rewards = (rewards - together.mean()) / (together.std(ddof=1) + eps)
-            at_ends = np.bincount(ends.numpy(), weights=rewards, minlength=completion_len)
-            out[i] = at_ends[::-1].cumsum()[::-1]
-    return torch.tensor(out, dtype=step_rewards[0].dtype)
 
 
 @right("calc_grpo_objective")

@@ -18,23 +18,6 @@ def _check_kind(kind):
 
 
 @right("calc_kl_estimate")
-def by_match(logprobs, ref_logprobs, kind, old_logprobs=None):
-    d = ref_logprobs.detach() - logprobs
-    match kind:
-        case "k1":
-            return -d
-        case "k2":
-            return 0.5 * d**2
-        case "k3":
-            return torch.expm1(d) - d
-        case "k4":
-            old = logprobs.detach() if old_logprobs is None else old_logprobs.detach()
-            return -d * (logprobs - old).exp()
-        case _:
-            raise ValueError(f"kind is {kind!r}")
-
-
-@right("calc_kl_estimate")
 def in_float64(logprobs, ref_logprobs, kind, old_logprobs=None):
     _check_kind(kind)
     exact = (logprobs.double() - ref_logprobs.double().detach()).clone()
@@ -73,17 +56,6 @@ def by_kl_div(logits, ref_logits):
     ref_logprobs = torch.where(possible, ref_logprobs, torch.zeros_like(ref_logprobs))
     per_token = F.kl_div(ref_logprobs, logprobs, reduction="none", log_target=True)
     return torch.where(possible, per_token, torch.zeros_like(per_token)).sum(-1)
-
-
-@right("calc_exact_kl")
-def cross_entropy_less_entropy(logits, ref_logits):
-    logprobs = logits.double().log_softmax(-1)
-    ref_logprobs = ref_logits.detach().double().log_softmax(-1)
-    gone = logits == -torch.inf
-    probs = logprobs.exp()
-    entropy = -(probs * logprobs.masked_fill(gone, 0.0)).sum(-1)
-    cross_entropy = -(probs * ref_logprobs.masked_fill(gone, 0.0)).sum(-1)
-    return (cross_entropy - entropy).to(logits.dtype)
 
 
 @right("calc_exact_kl")

@@ -43,16 +43,6 @@ def split_at_the_last(text):
 
 
 @right("reward_fn_correct")
-def with_a_list(samples, answers):
-    if len(samples) != len(answers):
-        raise ValueError(f"{len(samples)} samples, but {len(answers)} answers")
-    rewards = []
-    for text, answer in zip(samples, answers, strict=True):
-        rewards.append(1.0 if extract_answer(text) == str(answer) else 0.0)
-    return torch.tensor(rewards)
-
-
-@right("reward_fn_correct")
 def with_numpy(samples, answers):
     try:
         right_ones = [extract_answer(s) == f"{a}" for s, a in zip(samples, answers, strict=True)]
@@ -61,45 +51,12 @@ def with_numpy(samples, answers):
     return torch.from_numpy(np.array(right_ones, dtype=np.float32))
 
 
-@right("reward_fn_correct")
-def a_tensor_that_is_filled(samples, answers):
-    if not len(samples) == len(answers):
-        raise ValueError("the number of answers")
-    rewards = torch.zeros(len(samples))
-    for row, answer in enumerate(answers):
-        found = extract_answer(samples[row])
-        rewards[row] = int(found is not None and found == str(answer))
-    return rewards
-
-
 @right("reward_fn_format")
 def by_words(samples):
     steps = ["ones ", "tens ", "sum "]
     worked = [not [step for step in steps if step not in text] for text in samples]
     answered = [extract_answer(text) is not None for text in samples]
     return torch.tensor(worked).float() * torch.tensor(answered).float()
-
-
-@right("reward_fn_format")
-def text_by_text(samples):
-    rewards = torch.zeros(len(samples))
-    for row, text in enumerate(samples):
-        if extract_answer(text) is None:
-            continue
-        if text.count("ones ") and text.count("tens ") and text.count("sum "):
-            rewards[row] = 1
-    return rewards
-
-
-@right("combine_rewards")
-@torch.no_grad()
-def summed_in_a_loop(rewards, weights):
-    if len(weights) != rewards.shape[0]:
-        raise ValueError(f"{len(weights)} weights for {rewards.shape[0]} functions")
-    total = rewards.new_zeros(rewards.shape[1])
-    for weight, row in zip(weights, rewards, strict=True):
-        total += weight * row
-    return total
 
 
 @right("combine_rewards")
@@ -120,15 +77,6 @@ def factor_by_factor(n, c, k):
     if n - c < k:
         return 1.0
     return float(1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-
-
-@right("pass_at_k")
-def by_permutations(n, c, k):
-    if k < 1 or k > n:
-        raise ValueError("k is out of range")
-    if c < 0 or c > n:
-        raise ValueError("c is out of range")
-    return (math.perm(n, k) - math.perm(n - c, k)) / math.perm(n, k)
 
 
 @right("pass_at_k")
@@ -162,21 +110,9 @@ def beside_the_first(rewards, group_size):
 
 
 @right("select_informative_groups")
-def group_by_group(rewards, group_size):
-    _check_groups(group_size, len(rewards))
-    return torch.tensor([len(group.unique()) > 1 for group in rewards.detach().split(group_size)])
-
-
-@right("select_informative_groups")
 def by_the_std(rewards, group_size):
     _check_groups(group_size, len(rewards))
     return rewards.double().unflatten(0, (-1, group_size)).std(-1) > 0
-
-
-@right("leave_one_out_advantages")
-def rescaled_grpo(rewards, group_size):
-    centered = group_advantages(rewards, group_size, "none")
-    return centered * group_size / (group_size - 1)
 
 
 @right("leave_one_out_advantages")
@@ -205,22 +141,10 @@ def by_differences(rewards, group_size):
 
 
 @right("mask_truncated")
-def masked_by_where(mask, finished):
-    return torch.where(finished.unsqueeze(-1), mask, torch.zeros_like(mask))
-
-
-@right("mask_truncated")
 def a_copy_with_rows_cleared(mask, finished):
     kept = mask.clone()
     kept[~finished] = False
     return kept
-
-
-@right("apply_missing_eos_penalty")
-def a_copy_with_some_lowered(scores, finished, penalty):
-    lowered = scores.detach().clone()
-    lowered[~finished] -= penalty
-    return lowered
 
 
 @right("apply_missing_eos_penalty")
@@ -490,26 +414,3 @@ def objective_by_names(self, minibatch):
         ref_logp = F.log_softmax(ref_logits / args.temperature, dim=-1)
         per_token = per_token + args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)
     return objective - per_token[mask].mean()
-
-
-@right("RlvrTrainer.compute_rlhf_objective")
-def kl_first(self, minibatch):
-    args, ids, mask = self.args, minibatch.input_ids, minibatch.mask
-    logits = self.model(ids, minibatch.attention_mask)
-    logprobs = get_logprobs(logits, ids, ids.shape[1] - mask.shape[1], args.temperature)
-    bonus = args.ent_coef * self.measure_entropy(minibatch, logits)
-    if args.kl_coef > 0 and args.kl_kind == "exact":
-        bonus = bonus - args.kl_coef * self.measure_kl(minibatch, logits)
-    self.record_ratios(logprobs, minibatch)
-    beta = {"k3": args.kl_coef, "exact": 0.0}[args.kl_kind]
-    tensors = (logprobs, minibatch.logprobs, minibatch.advantages, mask)
-    clips = (args.clip_coef, args.clip_coef_high)
-    return bonus + calc_rlvr_objective(
-        *tensors,
-        *clips,
-        args.ratio_level,
-        args.loss_mode,
-        args.gen_len,
-        minibatch.ref_logprobs,
-        beta,
-    )

@@ -26,20 +26,6 @@ def a_classification_of_two(chosen_rewards, rejected_rewards):
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
 
 
-@right("calc_preference_loss")
-def pair_by_pair(chosen_rewards, rejected_rewards):
-    total = torch.zeros((), dtype=chosen_rewards.dtype)
-    for margin in chosen_rewards - rejected_rewards:
-        total = total - margin.clamp(max=0) + torch.log1p(torch.exp(-margin.abs()))
-    return total / len(chosen_rewards)
-
-
-@right("calc_preference_accuracy")
-def by_the_sign(chosen_rewards, rejected_rewards):
-    signs = np.sign((chosen_rewards - rejected_rewards).detach().numpy())
-    return float((1 + signs).mean() / 2)
-
-
 @right("calc_preference_accuracy")
 def by_a_step_function(chosen_rewards, rejected_rewards):
     margins = (chosen_rewards - rejected_rewards).detach()
@@ -140,19 +126,6 @@ def both_in_one_tensor(policy_chosen, policy_rejected, ref_chosen, ref_rejected,
 
 
 @right("best_of_n")
-def one_group_after_the_other(samples, rewards, n):
-    if len(rewards) != len(samples):
-        raise ValueError(f"{len(rewards)} rewards for {len(samples)} samples")
-    if n < 1 or len(samples) % n:
-        raise ValueError(f"n is {n}")
-    best = []
-    for start in range(0, len(samples), n):
-        row = max(range(start, start + n), key=lambda i: float(rewards[i]))
-        best.append(samples[row])
-    return best
-
-
-@right("best_of_n")
 def a_table_of_texts(samples, rewards, n):
     if len(samples) != rewards.numel():
         raise ValueError("rewards should be as many as the samples")
@@ -161,13 +134,6 @@ def a_table_of_texts(samples, rewards, n):
     texts = np.array(samples, dtype=object).reshape(-1, n)
     columns = rewards.detach().numpy().reshape(-1, n).argmax(axis=1)
     return texts[np.arange(len(texts)), columns].tolist()
-
-
-@right("calc_best_of_n_kl")
-def one_over_n(n):
-    if n <= 0:
-        raise ValueError(f"n is {n}")
-    return 1 / n - 1 - math.log(1 / n)
 
 
 @right("calc_best_of_n_kl")

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from solutions.ch0_sampling import at_least_float32, calc_entropy
+from solutions.ch0_sampling import at_least_float32
 from utils.grading.known_answers import right
 
 # --- Where --------------------------------------------------------------------------------------
@@ -28,35 +28,7 @@ def position_by_position(model, samples):
     return torch.stack(found)
 
 
-@right("measure_kl_by_position")
-def cross_entropy_less_entropy(model, samples):
-    mask = samples.completion_mask.double()
-    with torch.no_grad():
-        logits = model(samples.input_ids, samples.attention_mask)[:, samples.prompt_len - 1 : -1]
-        with model.reference():
-            ref = model(samples.input_ids, samples.attention_mask)
-        ref = ref[:, samples.prompt_len - 1 : -1].log_softmax(-1)
-        kl = -(logits.softmax(-1) * ref).sum(-1).double() - calc_entropy(logits.double())
-        return ((kl * mask).sum(0) / mask.sum(0).clamp(min=1)).to(logits.dtype)
-
-
 # --- Which adapters, and how much of each -------------------------------------------------------
-
-
-@right("only_adapters")
-@contextmanager
-def saved_by_hand(model, keep):
-    others = [layer for site, layer in model.adapters.items() if not keep(site)]
-    saved = [layer.lora_B.detach().clone() for layer in others]
-    try:
-        with torch.no_grad():
-            for layer in others:
-                layer.lora_B.zero_()
-        yield model
-    finally:
-        with torch.no_grad():
-            for layer, lora_B in zip(others, saved, strict=True):
-                layer.lora_B.copy_(lora_B)
 
 
 @right("only_adapters")
