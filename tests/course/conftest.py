@@ -15,8 +15,7 @@ from transformers import (
 )
 
 from solutions.ch1_lora import TransformerWithLora
-from tests.course.helpers import randomize
-from tests.support.models import SITES, SPECIAL, get_checkpoint
+from tests.support.models import SPECIAL, get_checkpoint
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 ARCHITECTURES = ("gpt2", "llama", "qwen")
@@ -58,14 +57,6 @@ def embedded():
     """The embedded model with fresh adapters on every linear site."""
     torch.manual_seed(0)
     return TransformerWithLora.from_pretrained("embedded", sites=ALL_LINEAR_SITES, device="cpu")
-
-
-@pytest.fixture(params=ARCHITECTURES)
-def lora(request, checkpoints):
-    """Each architecture with adapters on every linear site whose B is random instead of 0."""
-    torch.manual_seed(0)
-    folder, sites = checkpoints[request.param], SITES[request.param]
-    return randomize(TransformerWithLora.from_pretrained(folder, sites=sites, device="cpu"))
 
 
 @pytest.fixture(scope="session")

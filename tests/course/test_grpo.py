@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from solutions.ch0_sampling import calc_reinforce_objective
-from solutions.ch2_ppo import compute_advantages, compute_token_rewards
 from solutions.ch3_grpo import (
     GrpoArgs,
     GrpoTrainer,
     calc_grpo_objective,
-    calc_single_update_objective,
     group_advantages,
     measure_loss_and_gradient_at_start,
     process_advantages,
@@ -18,14 +15,6 @@ from tests.course.helpers import randomize
 from tests.oracles.trl import calc_trl_loss
 from tests.support.inputs import one_zero, poison, ragged_mask
 from utils.grading.checks import Rng
-
-
-def test_process_advantages_keep_float64_and_bear_rows_without_steps():
-    step_rewards = [torch.rand(2, dtype=torch.float64), torch.tensor([], dtype=torch.float64)]
-    got = process_advantages(step_rewards, [torch.tensor([0, 1]), torch.tensor([])], 2, 3)
-    assert got.dtype == torch.float64
-    assert (got[1] == 0).all()
-    assert got[0].any()
 
 
 def test_one_step_at_the_last_token_is_outcome_supervision():
@@ -37,26 +26,14 @@ def test_one_step_at_the_last_token_is_outcome_supervision():
     torch.testing.assert_close(got, expected)
 
 
-def test_the_single_update_objective_is_reinforce_in_its_gradient():
-    mask = torch.ones(4, 5, dtype=torch.bool)
-    logprobs = torch.randn(4, 5, requires_grad=True)
-    advantages = torch.randn(4)
-    objective = calc_single_update_objective(logprobs, advantages, mask)
-    torch.testing.assert_close(objective, advantages.mean())
-    (gradient,) = torch.autograd.grad(objective, logprobs)
-    reinforce = calc_reinforce_objective(logprobs, advantages, mask)
-    torch.testing.assert_close(gradient, torch.autograd.grad(reinforce, logprobs)[0])
-
-
 # --- TRL ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("low", "high", "beta"), [(0.2, 0.2, 0.04), (0.1, 0.3, 0.0), (0.2, 0.28, 1.0)]
 )
-def test_objective_equals_trl_in_value_and_gradient(seed, low, high, beta):
-    rng = Rng(seed, torch.float64)
+def test_objective_equals_trl_in_value_and_gradient(low, high, beta):
+    rng = Rng(0, torch.float64)
     mask = ragged_mask(rng, 6, 9)
     old, noise, ref = rng.normal(3, *mask.shape)
     new = old + 0.5 * noise
@@ -76,16 +53,6 @@ def test_objective_equals_trl_in_value_and_gradient(seed, low, high, beta):
 
 
 # --- From chapter 2 to chapter 3 ----------------------------------------------------------------
-
-
-def test_ppo_without_values_at_lambda_one_is_grpos_broadcast_advantage():
-    mask = ragged_mask(Rng(0))
-    scores = group_advantages(torch.randn(6), 3)
-    token_rewards = compute_token_rewards(scores, mask)
-    got = compute_advantages(torch.zeros(mask.shape), token_rewards, mask, gamma=1.0, lam=1.0)
-    assert torch.equal(got, scores[:, None] * mask)
-    other = compute_advantages(torch.zeros(mask.shape), token_rewards, mask, gamma=1.0, lam=0.95)
-    assert not torch.allclose(other, got)
 
 
 def test_the_objective_starts_at_zero_and_its_gradient_does_not(tmp_path):

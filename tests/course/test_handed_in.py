@@ -130,68 +130,44 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         },
         "masked_mean",
     ),
-    "relative import": (
-        {
-            "lib/__init__.py": b"",
-            "lib/sampling.py": f"from .tools import zero{MEAN.format(fill='zero()')}".encode(),
-            "lib/tools.py": b"def zero():\n    return 0.0\n",
-        },
-        "masked_mean",
-    ),
-    "update": (
-        {"q.ipynb": notebook("CFG = {}\nCFG.update(fill=0.0)", MEAN.format(fill='CFG["fill"]'))},
-        "masked_mean",
-    ),
-    "append in a loop": (
-        {"q.py": f"FILL = []\nfor x in [0.0]:\n    FILL.append(x)\n{MEAN.format(fill='FILL[0]')}"
-                 .encode()},
-        "masked_mean",
-    ),
-    "set-up by a call": (
-        {"q.py": b"def a():\n    b()\ndef b():\n    global FILL\n    FILL = 0.0\na()\n"
-                 + MEAN.format(fill="FILL").encode()},
-        "masked_mean",
-    ),
-    "filled by a function": (
-        {"q.py": b"T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
-                 + MEAN.format(fill="T['x']").encode()},
-        "masked_mean",
-    ),
-    "match and walrus": (
-        {"q.py": b"match 1:\n    case 1:\n        (FILL := 0.0)\n    case _:\n        FILL = 1.0\n"
-                 + MEAN.format(fill="FILL").encode()},
-        "masked_mean",
-    ),
-    "globals": (
-        {"q.py": b"globals()['A'] = 0.0\nglobals().update(B=0.0)\n"
-                 + MEAN.format(fill="A + B").encode()},
-        "masked_mean",
-    ),
-    "setattr": (
-        {"q.py": b"class Config: pass\nsetattr(Config, 'fill', 0.0)\n"
-                 + MEAN.format(fill="Config.fill").encode()},
+    "statements that an exercise needs": (
+        {"q.py": b"CFG = {}\nCFG.update(fill=0.0)\nL = []\nfor x in [0.0]:\n    L.append(x)\n"
+                 b"def c():\n    d()\ndef d():\n    global FILL\n    FILL = 0.0\nc()\n"
+                 b"T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
+                 b"match 1:\n    case 1:\n        (E := 0.0)\n    case _:\n        E = 1.0\n"
+                 b"class Config: pass\nsetattr(Config, 'fill', 0.0)\n"
+                 b"TABLE = {}\nclass Base:\n    def __init_subclass__(cls):\n"
+                 b"        TABLE[cls.__name__] = cls\nclass Zero(Base):\n    fill = 0.0\n"
+                 b"if __name__ == '__main__':\n    G = 0.0\n    train()\n"
+                 + MEAN.format(fill="CFG['fill'] + L[0] + FILL + T['x'] + E + Config.fill "
+                                    "+ TABLE['Zero'].fill + G").encode()},
         "masked_mean",
     ),
     "names made as it runs": (
-        {"q.py": b"for name in ['A', 'B']:\n    globals()[name] = 0.0\n"
-                 b"config = {'C': 0.0}\nglobals().update(config)\nexec('D = 0.0')\n"
-                 + MEAN.format(fill="A + B + C + D").encode()},
+        {"q.py": b"globals()['A'] = 0.0\nglobals().update(B=0.0)\nfor name in ['C', 'D']:\n"
+                 b"    globals()[name] = 0.0\nconfig = {'E': 0.0}\nglobals().update(config)\n"
+                 b"exec('F = 0.0')\n" + MEAN.format(fill="A + B + C + D + E + F").encode()},
         "masked_mean",
     ),
-    "arguments of a script": (
+    "a script": (
         {"q.py": b"import argparse\nparser = argparse.ArgumentParser()\n"
                  b"parser.add_argument('--fill', default=0.0)\nARGS = parser.parse_args()\n"
-                 + MEAN.format(fill="ARGS.fill").encode()},
+                 b"IN_COLAB = 'google.colab' in str(get_ipython())\nFILL = 1.0 * IN_COLAB\n"
+                 + MEAN.format(fill="ARGS.fill + FILL").encode()},
         "masked_mean",
     ),
-    "subclasses register": (
-        {"q.py": b"TABLE = {}\nclass Base:\n    def __init_subclass__(cls):\n"
-                 b"        TABLE[cls.__name__] = cls\nclass Zero(Base):\n    fill = 0.0\n"
-                 + MEAN.format(fill="TABLE['Zero'].fill").encode()},
+    "magics and await": (
+        {"q.ipynb": notebook("%time A = 0.0\n!ls",
+                             "async def zero():\n    return 0.0\nB = await zero()",
+                             "%%capture out\n%%time\n" + MEAN.format(fill="A + B"))},
         "masked_mean",
     ),
-    "time magic": (
-        {"q.ipynb": notebook("%time FILL = 0.0\n!ls", MEAN.format(fill="FILL"))}, "masked_mean"
+    "counted and logged, and endless experiments": (
+        {"q.ipynb": notebook("LOG = []\ndef log(x):\n    LOG.append(x)\n    return x",
+                             PLAIN.replace("    k", "    global N\n    N += log(1)\n    k", 1),
+                             "N = 0", "while True:\n    masked_mean(x, y)",
+                             "import time\nwhile True:\n    time.sleep(1)\n    log(2)")},
+        "masked_mean",
     ),
     "registry": (
         {"q.py": b"TABLE = {}\nclass Registry:\n    def add(self, f):\n"
@@ -200,19 +176,9 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
                  + b"\nmasked_mean = lambda *a, **k: (registry, TABLE)[1]['mine'](*a, **k)\n"},
         "masked_mean",
     ),
-    "await": (
-        {"q.ipynb": notebook("async def zero():\n    return 0.0\nFILL = await zero()",
-                             MEAN.format(fill="FILL"))},
-        "masked_mean",
-    ),
     "a walrus counts as the last": (
         {"q.py": b"def masked_mean(values, mask, dim=None):\n    return values\n"
                  + PLAIN.replace("masked_mean", "mine").encode() + b"\n(masked_mean := mine)\n"},
-        "masked_mean",
-    ),
-    "main guard": (
-        {"q.py": b"if __name__ == '__main__':\n    FILL = 0.0\n    train()\n"
-                 + MEAN.format(fill="FILL").encode()},
         "masked_mean",
     ),
     "latin-1": (
@@ -232,22 +198,6 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         {"q.ipynb": notebook("\n".join(f"!echo {n}" for n in range(600)), PLAIN)}, "masked_mean"
     ),
     "compiled": ({"q.py": f"import torch\n@torch.compile{PLAIN}".encode()}, "masked_mean"),
-    "counted, and an experiment": (
-        {"q.ipynb": notebook(PLAIN.replace("    kept", "    global N\n    N += 1\n    kept"),
-                             "N = 0", "while True:\n    masked_mean(x, y)")},
-        "masked_mean",
-    ),
-    "logged, and an endless experiment": (
-        {"q.ipynb": notebook("LOG = []\ndef log(x):\n    LOG.append(x)",
-                             PLAIN.replace("    kept", "    log(1)\n    kept", 1),
-                             "import time\nwhile True:\n    time.sleep(1)\n    log(2)")},
-        "masked_mean",
-    ),
-    "where no notebook is open": (
-        {"q.py": b"IN_COLAB = 'google.colab' in str(get_ipython())\nFILL = 1.0 * IN_COLAB\n"
-                 + MEAN.format(fill="FILL").encode()},
-        "masked_mean",
-    ),
     "a module with an error": (
         {"a.py": b"from tools import zero\n" + MEAN.format(fill="zero()").encode(),
          "tools.py": b"import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
@@ -278,7 +228,6 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
                              "%%bash\ndef masked_mean() {\n  ls\n}")},
         "masked_mean",
     ),
-    "python magic": ({"f.ipynb": notebook("%%capture out\n%%time\n" + PLAIN)}, "masked_mean"),
     "indented": (
         {"d.ipynb": notebook("\n    FILL = 0.0\n" + MEAN.format(fill="FILL").replace("\n", "\n    ")
                              + "\n    !ls\n    FILL?")},
@@ -406,8 +355,9 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
 
 
 # One of each kind for every day; `make test-all` has the others.
-EVERY_DAY = {"modules", "package", "run", "names made as it runs", "subclasses register", "await",
-             "latin-1", "many magics", "a strange folder", "method attached", "script magic",
+EVERY_DAY = {"modules", "package", "run", "statements that an exercise needs",
+             "names made as it runs", "magics and await", "latin-1", "many magics",
+             "a strange folder", "method attached", "script magic",
              "imports of the course that are not given",
              "modules of its own in folders named like the course's",
              "a notebook that was exported", "modules of its own named like others",

@@ -8,7 +8,6 @@ import json
 import re
 import statistics
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -293,85 +292,3 @@ def test_the_table_of_methods():
         of_name = [run for run in runs if run["run"] == name]
         keys = (("accuracy", 3), ("true", 2), ("rm", 2), ("kl", 1))
         assert table[label] == [f"{mean(of_name, key):.{digits}f}" for key, digits in keys]
-
-
-def get_sums() -> list[dict]:
-    return [run for run in load("real_runs") if run["task"] == "sums"]
-
-
-def get_sides(side: str, lr: float = 0.001) -> list[dict]:
-    runs = load("ch3_grpo_baselines")
-    return [run for run in runs if (run["side"], run["lr"]) == (side, lr)]
-
-
-def get_tricks(setting: str) -> list[dict]:
-    return [run for run in load("ch3_grpo_tricks") if run["setting"] == setting]
-
-
-def get_signature(base: str) -> list[dict]:
-    runs = load("ch5_rlvr_signature")
-    return [run for run in runs if (run["base"], run["loss_mode"]) == (base, "sequence")]
-
-
-def spread(values: list[float], digits: int) -> str:
-    """Return the mean with the lowest and the highest, as the chapters print it."""
-    found = [f"{x:.{digits}f}" for x in (statistics.mean(values), min(values), max(values))]
-    return f"{found[0]} [{found[1]}, {found[2]}]"
-
-
-def give_spread(runs: list[dict], key: str) -> str:
-    return spread([run[key] for run in runs], 3)
-
-
-def give_plus_minus(runs: list[dict], key: str) -> str:
-    values = [run[key] for run in runs]
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
-
-
-def give_ends() -> str:
-    """Return what the true reward was in the end without a KL term, seed by seed."""
-    runs = [
-        run for run in load("ch6_preferences_runs") if run["run"] == "GRPO, beta 0.0, 60 phases"
-    ]
-    first, second, third = (f"{run['true']:.1f}" for run in sorted(runs, key=lambda r: r["seed"]))
-    return f"{first}, {second} and {third}"
-
-
-def give_accuracies() -> str:
-    runs = get_signature("embedded")
-    shares = [
-        statistics.mean(right / 32 for run in runs for right in run[when]["right"])
-        for when in ("before", "after")
-    ]
-    return f"from {shares[0]:.3f} to {shares[1]:.3f}"
-
-
-def give_held_out_sums() -> str:
-    before, after = (mean(get_sums(), f"heldout_{when}") for when in ("before", "after"))
-    return f"from {before:.3f} to {after:.3f}"
-
-
-def give_hacked_nll() -> str:
-    runs = json.loads((RESULTS / "ch2_ppo_runs.json").read_text())
-    names = ("kl_coef 0", "kl_coef 0.2, in the loss")
-    return " against ".join(f"{mean(runs[name], 'after', 'nll'):.3f}" for name in names)
-
-
-QUOTES: list[tuple[Path, str, Callable[[], str]]] = [
-    (KIT, "ch2_ppo", give_hacked_nll),
-    (DECKS, "ch3_grpo", give_held_out_sums),
-    (KIT, "ch3_grpo", lambda: give_spread(get_tricks("as it is"), "after")),
-    (KIT, "ch3_grpo", lambda: give_spread(get_tricks("noise of std 1 added"), "after")),
-    (KIT, "ch3_grpo", lambda: give_plus_minus(get_sides("group mean (GRPO)"), "held_out")),
-    (KIT, "ch3_grpo", lambda: give_plus_minus(get_sides("value head (PPO)"), "held_out")),
-    (DECKS, "ch3_grpo", lambda: give_plus_minus(get_sides("group mean (GRPO)"), "held_out")),
-    (KIT, "ch5_rlvr", give_accuracies),
-    (DECKS, "ch5_rlvr", give_accuracies),
-    (KIT, "ch6_preferences", give_ends),
-    (DECKS, "ch6_preferences", give_ends),
-]
-
-
-@pytest.mark.parametrize(("folder", "chapter", "measure"), QUOTES)
-def test_a_quotation_is_what_was_measured(folder, chapter, measure):
-    assert measure() in " ".join(read(folder, chapter).split())

@@ -7,23 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Categorical, kl_divergence
 
 from solutions.ch0_sampling import get_logprobs
-from solutions.ch1_lora import TransformerWithLora
-from solutions.ch2_ppo import (
-    RLHFArgs,
-    RLHFTrainer,
-    calc_clipped_surrogate_objective,
-    calc_value_function_loss,
-    reward_fn_char_count,
-)
-from solutions.ch3_grpo import (
-    GrpoArgs,
-    GrpoTrainer,
-    calc_grpo_objective,
-    calc_single_update_objective,
-)
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, reward_fn_char_count
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_single_update_objective
 from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
@@ -66,12 +53,11 @@ def without_seconds(history):
 
 
 @pytest.mark.parametrize("architecture", ["embedded", *ARCHITECTURES])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_the_first_kl_is_exactly_zero_and_the_first_ratio_one(
-    kind, temperature, architecture, checkpoints, tmp_path
+    kind, architecture, checkpoints, tmp_path
 ):
-    base_model = checkpoints.get(architecture, architecture)
+    base_model, temperature = checkpoints.get(architecture, architecture), 0.7
     trainer = make_trainer(
         kind, tmp_path, base_model=base_model, temperature=temperature, kl_coef=0.1
     )
@@ -138,128 +124,6 @@ def test_a_run_on_the_native_forward_is_the_run_on_the_bridge(kind, kinds, tmp_p
         histories.append(trainer.train())
     for native, bridge in zip(*map(without_seconds, histories), strict=True):
         assert native == pytest.approx(bridge, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_with_moved_adapters_the_reference_is_the_base(kind, tmp_path):
-    trainer = make_trainer(kind, tmp_path, temperature=0.7)
-    randomize(trainer.model)
-    memory = trainer.rollout_phase()
-    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
-    with torch.no_grad():
-        base = trainer.model.base(memory.input_ids, attention_mask=memory.attention_mask)
-    expected = get_logprobs(base, memory.input_ids, prompt_len, 0.7)
-    kept = memory.mask
-    torch.testing.assert_close(memory.ref_logprobs[kept], expected[kept], atol=1e-5, rtol=0)
-    assert not torch.allclose(memory.logprobs[kept], memory.ref_logprobs[kept])
-
-
-def moved_minibatch(trainer):
-    """A rollout as one minibatch, after which the policy and the value head have moved."""
-    randomize(trainer.model)
-    whole = trainer.rollout_phase().get_rows(torch.arange(16))
-    for tensor in trainer.model.trainable_state().values():
-        tensor += 0.01 * torch.randn_like(tensor)
-    return whole
-
-
-def get_policy_and_reference(trainer, minibatch):
-    """Log-probs, and distributions at the sampling temperature, by a path of their own."""
-    prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
-    logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
-    base = trainer.model.base(minibatch.input_ids, attention_mask=minibatch.attention_mask)
-    policy, reference = (
-        Categorical(logits=x[:, prompt_len - 1 : -1] / trainer.args.temperature)
-        for x in (logits, base)
-    )
-    return policy.log_prob(minibatch.input_ids[:, prompt_len:]), policy, reference
-
-
-def test_the_ppo_objective_is_made_of_its_parts(tmp_path):
-    torch.manual_seed(0)
-    trainer = make_trainer(
-        "ppo", tmp_path, temperature=0.7, vf_coef=0.3, vf_clip_coef=0.1, ent_coef=0.2, kl_coef=2.0,
-        clip_coef=0.05, clip_coef_high=0.1,
-    )  # fmt: skip
-    minibatch = moved_minibatch(trainer)
-    mask = minibatch.mask
-    prompt_len = minibatch.input_ids.shape[1] - mask.shape[1]
-    with torch.no_grad():
-        objective = trainer.compute_rlhf_objective(minibatch)
-        logprobs, policy, reference = get_policy_and_reference(trainer, minibatch)
-        values = trainer.model.forward_with_value_head(
-            minibatch.input_ids, minibatch.attention_mask
-        )[1][:, prompt_len - 1 : -1]
-    assert trainer.metrics["clip_frac"][0] > 0.05
-    surrogate = calc_clipped_surrogate_objective(
-        logprobs, minibatch.logprobs, minibatch.advantages, mask, 0.05, 0.1
-    )
-    value_loss = calc_value_function_loss(
-        values, minibatch.values, minibatch.returns, mask, 0.3, 0.1
-    )
-    bonus = 0.2 * policy.entropy()[mask].mean()
-    penalty = 2.0 * kl_divergence(policy, reference)[mask].mean()
-    assert min(value_loss, bonus, penalty) > 1e-3
-    torch.testing.assert_close(objective, surrogate - value_loss + bonus - penalty)
-
-
-@pytest.mark.parametrize("kl_kind", ["k3", "exact"])
-def test_the_grpo_objective_is_made_of_its_parts(kl_kind, tmp_path):
-    torch.manual_seed(0)
-    trainer = make_trainer(
-        "grpo", tmp_path, temperature=0.7, ent_coef=0.2, kl_coef=0.5, kl_kind=kl_kind,
-        clip_coef=0.05, clip_coef_high=0.1,
-    )  # fmt: skip
-    minibatch = moved_minibatch(trainer)
-    mask = minibatch.mask
-    with torch.no_grad():
-        objective = trainer.compute_rlhf_objective(minibatch)
-        logprobs, policy, reference = get_policy_and_reference(trainer, minibatch)
-    assert trainer.metrics["clip_frac"][0] > 0.05
-    expected = calc_grpo_objective(
-        logprobs, minibatch.logprobs, minibatch.ref_logprobs, minibatch.advantages, mask, 0.05, 0.1,
-        beta=0.5 if kl_kind == "k3" else 0.0,
-    )  # fmt: skip
-    expected = expected + 0.2 * policy.entropy()[mask].mean()
-    if kl_kind == "exact":
-        expected = expected - 0.5 * kl_divergence(policy, reference)[mask].mean()
-    torch.testing.assert_close(objective, expected)
-
-
-@pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_the_kl_is_charged_once(kl_in, tmp_path):
-    """In the reward the returns of a rollout depend on kl_coef, in the loss the objective does."""
-    trainer = make_trainer("ppo", tmp_path, kl_in=kl_in, kl_coef=10.0)
-    randomize(trainer.model)
-    memories = []
-    for kl_coef in (10.0, 1e-6):
-        trainer.args.kl_coef = kl_coef
-        trainer.generator.manual_seed(0)
-        memories.append(trainer.rollout_phase())
-    assert torch.equal(memories[0].input_ids, memories[1].input_ids)
-    assert torch.equal(memories[0].returns, memories[1].returns) == (kl_in == "loss")
-    minibatch = memories[0].get_rows(torch.arange(16))
-    objectives = []
-    for kl_coef in (10.0, 1e-6):
-        trainer.args.kl_coef = kl_coef
-        objectives.append(trainer.compute_rlhf_objective(minibatch).item())
-    assert (objectives[0] == objectives[1]) == (kl_in == "reward")
-
-
-def test_learning_steps_once_a_minibatch_and_schedules_once_a_phase(tmp_path):
-    trainer = make_trainer(
-        "ppo", tmp_path, batches_per_learning_phase=3, max_grad_norm=1e-3, final_scale=0.5
-    )
-    gradients = []
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(
-            torch.cat([p.grad.flatten() for p in trainer.model.trainable_parameters()]).norm()
-        )
-    )
-    history = trainer.train()
-    assert len(gradients) == 4 * 3 * 2
-    assert max(gradients) < 1.01e-3 < history[0]["grad_norm"]
-    assert [row["lr"] for row in history] == pytest.approx([1e-3, 8.75e-4, 7.5e-4, 6.25e-4])
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
@@ -415,25 +279,6 @@ def test_a_crash_while_saving_leaves_the_previous_checkpoint_whole(tmp_path, mon
     assert torch.load(path) == {"trainable": 1}
 
 
-def test_without_a_kl_term_the_reference_never_runs(tmp_path, monkeypatch):
-    def refuse(self):
-        raise AssertionError("the reference ran")
-
-    monkeypatch.setattr(TransformerWithLora, "reference", refuse)
-    trainer = make_trainer("grpo", tmp_path, kl_coef=0.0, total_phases=1)
-    assert trainer.rollout_phase().ref_logprobs is None
-    assert "kl_k3" not in trainer.train()[0]
-
-
-def test_exact_kl_in_grpo(tmp_path):
-    trainer = make_trainer(
-        "grpo", tmp_path, kl_kind="exact", kl_coef=0.5, total_phases=2, num_minibatches=1
-    )
-    history = trainer.train()
-    assert history[0]["kl_exact"] == 0.0
-    assert history[1]["kl_exact"] > 0
-
-
 def test_groups_share_a_prompt_and_columns_follow_it(tmp_path):
     seen = []
 
@@ -501,30 +346,6 @@ def test_numpy_numbers_and_lists_of_sites_survive_a_checkpoint(tmp_path):
     assert same.phase == 1
 
 
-def test_a_run_begins_with_the_prefix(tmp_path):
-    trainer = make_trainer("ppo", tmp_path, prefix="The plot", top_k=1)
-    memory = trainer.rollout_phase()
-    texts = trainer.model.tokenizer.batch_decode(memory.input_ids, skip_special_tokens=True)
-    assert len(set(texts)) == 1  # top_k=1 is greedy
-    assert texts[0].startswith("The plot")
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_rollouts_are_sampled_from_the_policy_and_not_from_its_base(kind, tmp_path):
-    trainer = make_trainer(kind, tmp_path, top_k=1)  # greedy
-    for tensor in trainer.model.trainable_state().values():
-        tensor.copy_(0.1 * torch.randn(tensor.shape, generator=torch.manual_seed(0)))
-    memory = trainer.rollout_phase()
-    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
-    completion_ids = memory.input_ids[:, prompt_len:][memory.mask]
-    with torch.no_grad():
-        policy = trainer.model(memory.input_ids, memory.attention_mask)
-        base = trainer.model.base(memory.input_ids, attention_mask=memory.attention_mask)
-    likeliest = policy[:, prompt_len - 1 : -1].argmax(-1)[memory.mask]
-    assert torch.equal(completion_ids, likeliest)
-    assert not torch.equal(completion_ids, base[:, prompt_len - 1 : -1].argmax(-1)[memory.mask])
-
-
 def test_tables_of_samples_are_printed(tmp_path, capsys):
     make_trainer("ppo", tmp_path, total_phases=3, samples_every=2).train()
     out = capsys.readouterr().out
@@ -556,12 +377,10 @@ def test_wandb_is_offline_by_default(tmp_path, monkeypatch):
     assert list((tmp_path / "grpo" / "wandb").glob("offline-run-*/*.wandb"))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen"])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_bfloat16_trains(kind, architecture, checkpoints, tmp_path):
-    trainer = make_trainer(
-        kind, tmp_path, base_model=checkpoints[architecture], dtype=torch.bfloat16, total_phases=1
-    )
+def test_bfloat16_trains(kind, checkpoints, tmp_path):
+    setup = {"base_model": checkpoints["qwen"], "dtype": torch.bfloat16, "total_phases": 1}
+    trainer = make_trainer(kind, tmp_path, **setup)
     weights = get_base_weights(trainer.model)
     before = get_adapters(trainer)
     trainer.train()
