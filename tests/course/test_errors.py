@@ -21,14 +21,7 @@ from solutions.ch2_ppo import (
     normalize_advantages,
     normalize_reward,
 )
-from solutions.ch3_grpo import (
-    GrpoArgs,
-    GrpoTrainer,
-    calc_grpo_objective,
-    group_advantages,
-    process_advantages,
-)
-from solutions.ch5_rlvr import combine_rewards, pass_at_k, select_informative_groups
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from tests.support.inputs import ragged_mask
 from utils.grading.checks import Rng
 
@@ -42,12 +35,6 @@ FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: group_advantages(torch.rand(10), 4), "group_size should divide the batch of 10"),
-        (
-            lambda: group_advantages(torch.rand(4), 1),
-            "group_size should be an integer of at least 2",
-        ),
-        (lambda: group_advantages(torch.rand(4), 2, "all"), "scale should be .* 'all'"),
         (lambda: left_pad([], 0), "sequences should hold at least one"),
         (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
         (lambda: sample_next_token(torch.rand(1, 3), -1.0), "temperature should be at least 0"),
@@ -72,35 +59,14 @@ FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages")
         (lambda: calc_grpo_objective(X, X, None, X[:, 0], MASK), "ref_logprobs should be given"),
         (lambda: calc_grpo_objective(X, X, X, X[:2, 0], MASK), "advantages should be"),
         (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
-        (lambda: ReplayMemory(**FIELDS, values=X[:2]), "values should have 6 rows, but has 2"),
-        (lambda: ReplayMemory(**FIELDS, group_size=4), "group_size should divide the 6 rows"),
         (
             lambda: ReplayMemory(**FIELDS, group_size=3, num_minibatches=4).get_minibatches(),
             r"num_minibatches should be in \[1, 2\], the number of groups, but is 4",
         ),
-        (lambda: LoraLayer(3, 4, rank=2.5), "rank should be"),
         (lambda: LoraLayer(3, 4, alpha=0), "alpha should be positive"),
-        (lambda: sample_next_token(torch.rand(1, 3), top_k=1.5), "top_k should be an integer"),
         (lambda: get_completion_mask(MASK.long(), None), "eos_token_id should be an integer"),
-        (lambda: compute_advantages(X, None, MASK), "token_rewards should be .*, but is None"),
         (lambda: normalize_advantages(X, None), "mask should be .*, but is None"),
         (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
-        (lambda: group_advantages(torch.rand(4), 2.0), "group_size should be an integer"),
-        (lambda: process_advantages([], [], 2, 5), "group_size should divide the batch of 0"),
-        (
-            lambda: process_advantages([torch.rand(1)] * 2, [torch.tensor([5])] * 2, 2, 5),
-            r"step_ends should be in \[0, 5\)",
-        ),
-        (
-            lambda: combine_rewards(torch.rand(3, 2), [1.0]),
-            "weights should be one for each of 3 functions",
-        ),
-        (lambda: pass_at_k(4, 2, 5), "k should be in"),
-        (lambda: pass_at_k(4, 5, 2), "c should be in"),
-        (
-            lambda: select_informative_groups(torch.rand(60), 7),
-            "group_size should divide the batch of 60, but is 7",
-        ),
     ],
 )
 def test_functions_name_the_argument(call, message):
@@ -119,17 +85,13 @@ def test_functions_name_the_argument(call, message):
         ({"seed": "a"}, "seed should be an integer"),
         ({"base_lr": float("inf")}, "base_lr should be a finite number"),
         ({"columns": {"prompts": ["a"]}}, "columns should be a dict without 'prompts'"),
-        ({"columns": None}, "columns should be a dict"),
         ({"lora_sites": "attn.q"}, "lora_sites should be a tuple of names, but is 'attn.q'"),
-        ({"base_lr": None}, "base_lr should be a finite number in .*, but is None"),
         ({"clip_coef_high": -1}, "clip_coef_high should be a finite number in"),
         ({"top_k": 0}, "top_k should be an integer of at least 1"),
-        ({"total_phases": True}, "total_phases should be an integer"),
         ({"batch_size": 0}, "batch_size should be an integer of at least 1, but is 0"),
         ({"batch_size": 130}, "batch_size should be a multiple of num_minibatches"),
         ({"gen_len": 2.5}, "gen_len should be an integer"),
         ({"temperature": 0.0}, "temperature should be a finite number in"),
-        ({"base_lr": -1.0}, "base_lr should be a finite number in"),
         ({"base_lr": float("nan")}, "base_lr should be a finite number in"),
         ({"lam": 1.5}, r"lam should be a finite number in \[0, 1\], but is 1.5"),
         ({"warmup_steps": -1}, "warmup_steps should be an integer of at least 0"),

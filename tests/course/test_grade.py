@@ -12,14 +12,12 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import struct
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
 
@@ -123,40 +121,16 @@ def put_in_own_words(source: str) -> str:
 
 
 def write_honest(folder: Path) -> dict[str, Path]:
-    """Honest work of chapter 0 in every form; only one has the exercise that takes longest."""
-    reference = (ROOT / "solutions" / "ch0_sampling.py").read_text()
-    light = put_in_own_words(reference).replace("def sample_next_token(", "def sample_the_next(")
-    paths = {name: folder / name for name in ("full.py", "half.ipynb", "zipped (1).zip", "split")}
-    paths["full.py"].write_text(reference)
-    cells = [make_notebook(PARTLY_RIGHT, BROKEN_CELL)]
-    paths["half.ipynb"].write_text(cells[0])
-    with zipfile.ZipFile(paths["zipped (1).zip"], "w") as archive:
-        archive.writestr(
-            "work/My Chapter 0.ipynb", make_notebook(*re.split(r"\n\n(?=@|def |class )", light))
-        )
-        archive.writestr("__MACOSX/._My Chapter 0.ipynb", b"\x00\x05\x16")
-    paths["split"].mkdir()
-    first, second = light.split("def calc_reinforce_objective")
-    (paths["split"] / "a.py").write_text(first)
-    header = "from jaxtyping import Bool, Float\nimport torch\nfrom torch import Tensor\n"
-    header += "from utils.validation import *\nfrom my_helpers import twice\n"
-    (paths["split"] / "my_helpers.py").write_text("def twice(x):\n    return 2 * x\n")
-    (paths["split"] / "torch.py").write_text(
-        "raise RuntimeError('not the one that is installed')\n"
-    )
-    second += "\n\nright = calc_reinforce_objective\n"
-    second += "calc_reinforce_objective = lambda *a, **k: right(*a, **k) * twice(0.5)\n"
-    (paths["split"] / "b.py").write_text(header + "def calc_reinforce_objective" + second)
-    paths["twice"] = folder / "twice"  # the notebook as it was given lies beside the work
-    paths["twice"].mkdir()
-    (paths["twice"] / "a.py").write_text(light)
-    shutil.copy(ROOT / "chapters" / "ch0_sampling.ipynb", paths["twice"] / "ch0_sampling.ipynb")
-    empty = nbformat.read(ROOT / "chapters" / "ch0_sampling.ipynb", as_version=4)
-    paths["empty.ipynb"] = folder / "empty.ipynb"
-    nbformat.write(empty, paths["empty.ipynb"])
-    paths["copies.py"] = folder / "copies.py"
-    paths["copies.py"].write_text(COPIES)
-    return paths
+    """Work that is right, half right, untouched, or writes files: test_handed_in.py has more."""
+    sources = {
+        "full.py": (ROOT / "solutions" / "ch0_sampling.py").read_text(),
+        "half.ipynb": make_notebook(PARTLY_RIGHT, BROKEN_CELL),
+        "empty.ipynb": (ROOT / "chapters" / "ch0_sampling.ipynb").read_text(encoding="utf-8"),
+        "copies.py": COPIES,
+    }
+    for name, source in sources.items():
+        (folder / name).write_text(source, encoding="utf-8")
+    return {name: folder / name for name in sources}
 
 
 @pytest.fixture(scope="module")
@@ -195,11 +169,7 @@ def batch(tmp_path_factory):
 def test_honest_work_gets_its_marks(batch):
     reports = batch["reports"]
     full = sum(check.points for checks in get_checks("ch0_sampling").values() for check in checks)
-    for name in ("full", "zipped (1)", "split", "twice"):
-        lost = [e["name"] for e in reports[name]["exercises"] if e["score"] < e["max_score"]]
-        assert lost == ([] if name == "full" else ["sample_next_token"])
-        assert reports[name]["max_score"] == full
-    assert reports["full"]["score"] == full
+    assert reports["full"]["score"] == reports["full"]["max_score"] == full
     mean = get_exercise(reports["copies"], "masked_mean")
     assert mean["score"] == mean["max_score"]
     assert reports["empty"]["score"] == 0
@@ -223,7 +193,7 @@ def test_a_broken_cell_costs_what_it_defines(batch):
 @linux
 @needs_time
 def test_attacks_score_nothing(batch):
-    honest = {"full", "half", "zipped (1)", "split", "twice", "copies"}
+    honest = {"full", "half", "copies"}
     reports = [report for name, report in batch["reports"].items() if name not in honest]
     assert len(batch["reports"]) == len(batch["paths"])
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}

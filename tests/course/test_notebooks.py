@@ -299,31 +299,6 @@ def calc_reinforce_objective(logprobs, advantages, mask):
 """
 
 
-def test_an_exercise_that_calls_an_unwritten_one_is_checked_alone(names, capsys):
-    run_cell(STUB + RIGHT + "check(calc_reinforce_objective)", names)
-    printed = capsys.readouterr().out
-    assert "✗" not in printed
-    assert "other exercises, because your masked_mean is not written yet." in printed
-    assert checking.is_stub(names["masked_mean"])  # put back
-
-
-def test_a_method_is_checked_alone(names, capsys):
-    run_cell(stubs.get_imports("ch1_lora"), names)
-    cells = [stubs.get_given("ch1_lora", "LoraLayer", ())]
-    every = tuple(get_checks("ch1_lora"))
-    given = ("make_lora_hooks", "find_lora_sites", "_get_in_out", "ATTENTION_SITES")
-    cells += [stubs.get_definition("ch1_lora", name) for name in given]
-    cells += [stubs.get_given("ch1_lora", "TransformerWithLora", every)]
-    cells += [stubs.cut_exercise("ch1_lora", "TransformerWithLora.forward").stub]
-    cells += [stubs.cut_exercise("ch1_lora", "TransformerWithLora.trainable_parameters").solution]
-    run_cell("\n\n".join(cells), names)
-    run_cell("check(TransformerWithLora.trainable_parameters)", names)
-    printed = capsys.readouterr().out
-    assert "✗" not in printed
-    needed = "TransformerWithLora.from_pretrained and TransformerWithLora.forward"
-    assert f"of the other exercises, because your {needed} are not written yet." in printed
-
-
 def test_a_method_that_is_only_inherited_is_not_written_yet(names, capsys):
     run_cell(stubs.get_imports("ch3_grpo"), names)
     run_cell("class GrpoTrainer(RLHFTrainer):\n    args_class = None", names)
@@ -364,19 +339,6 @@ def test_an_inherited_method_is_an_exercise_of_the_notebooks_chapter():
     train = trainers["GrpoTrainer"].train
     for chapter, exercise in (("ch3_grpo", "GrpoTrainer.train"), ("ch2_ppo", "RLHFTrainer.train")):
         assert checking._get_exercise(train, trainers | {"CHAPTER": chapter}) == exercise
-
-
-def test_catch_up_fills_in_methods(names, capsys):
-    run_cell(stubs.get_imports("ch3_grpo"), names)
-    every = tuple(get_checks("ch3_grpo"))
-    cells = [stubs.get_given("ch3_grpo", name, every) for name in ("GrpoArgs", "GrpoTrainer")]
-    cells += [stubs.cut_exercise("ch3_grpo", "GrpoTrainer.rollout_phase").stub]
-    names["CHAPTER"] = "ch3_grpo"
-    run_cell("\n\n".join(cells) + "\n\ncatch_up()", names)
-    printed = capsys.readouterr().out
-    assert "GrpoTrainer.rollout_phase" in printed
-    assert not checking.is_stub(names["GrpoTrainer"].rollout_phase)
-    assert "compute_rlhf_objective" in vars(names["GrpoTrainer"])
 
 
 def test_catch_up_supplies_what_is_given(names, capsys):
