@@ -16,9 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from tests.support.models import ATTENTION, GPT2_NAMES, LLAMA_NAMES
 from utils.grading.known_answers import edit, right
-
-ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
 
 # --- LoraLayer ----------------------------------------------------------------------------------
 
@@ -120,27 +119,6 @@ class _Adapter(nn.Module):
 class WithoutTransformerLens(nn.Module):
     """Plain Hugging Face with PyTorch's own hooks; GPT-2's q, k and v are columns of one output."""
 
-    NAMES = {  # noqa: RUF012
-        "gpt2": {
-            "attn.q": "attn.c_attn 0",
-            "attn.k": "attn.c_attn 1",
-            "attn.v": "attn.c_attn 2",
-            "attn.o": "attn.c_proj",
-            "mlp.in": "mlp.c_fc",
-            "mlp.out": "mlp.c_proj",
-        },
-        "llama": {
-            "attn.q": "self_attn.q_proj",
-            "attn.k": "self_attn.k_proj",
-            "attn.v": "self_attn.v_proj",
-            "attn.o": "self_attn.o_proj",
-            "mlp.in": "mlp.up_proj",
-            "mlp.gate": "mlp.gate_proj",
-            "mlp.out": "mlp.down_proj",
-        },
-    }
-    NAMES["qwen2"] = NAMES["llama"]
-
     def __init__(self, name, rank=4, alpha=32, sites=ATTENTION, device=None, dtype=None):
         super().__init__()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,13 +134,14 @@ class WithoutTransformerLens(nn.Module):
         self.adapters, self.places = nn.ModuleDict(), []
         for index, block in enumerate(blocks):
             for site in sites:
-                if site not in self.NAMES[kind]:
-                    raise ValueError(f"{site} is not one of {list(self.NAMES[kind])}")
-                path, _, part = self.NAMES[kind][site].partition(" ")
-                linear = block.get_submodule(path)
+                names = GPT2_NAMES if kind == "gpt2" else LLAMA_NAMES
+                if site not in names:
+                    raise ValueError(f"{site} is not one of {list(names)}")
+                linear = block.get_submodule(names[site])
                 is_conv = isinstance(linear, Conv1D)
                 d_in, d_out = linear.weight.shape if is_conv else linear.weight.T.shape
-                start, d_out = (int(part) * d_in, d_in) if part else (0, d_out)
+                is_joint = names[site] == "attn.c_attn"
+                start, d_out = (ATTENTION.index(site) * d_in, d_in) if is_joint else (0, d_out)
                 adapter = _Adapter(d_in, d_out, rank, alpha).to(device)
                 self.adapters[f"{index}-{site.replace('.', '-')}"] = adapter
                 columns = slice(start, start + d_out)

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
 from torch.distributions import Categorical, kl_divergence
 
-from solutions.ch0_sampling import get_logprobs, get_samples, masked_mean
+from solutions.ch0_sampling import get_logprobs, get_samples
 from solutions.ch2_ppo import (
     ReplayMemory,
     compute_advantages,
@@ -66,16 +65,6 @@ def rewards_in_float64(rewards, eps=1e-5):
     return ((wide - wide.mean()) / (wide.std(unbiased=True) + eps)).to(rewards.dtype)
 
 
-@right("normalize_reward")
-def rewards_by_hand(rewards, eps=1e-5):
-    rewards = rewards.detach().clone()
-    n = rewards.shape[0]
-    centred = rewards - rewards.sum() / n
-    std = (centred.pow(2).sum() / max(n - 1, 1)).sqrt()
-    constant = rewards.max() - rewards.min() == 0
-    return torch.where(constant, torch.zeros_like(rewards), centred / (std + eps))
-
-
 # --- Rewards and advantages of tokens -----------------------------------------------------------
 
 
@@ -121,18 +110,6 @@ def lambda_returns_minus_values(values, token_rewards, mask, gamma=1.0, lam=0.95
 
 
 @right("normalize_advantages")
-def moments_by_sums(advantages, mask, eps=1e-8):
-    kept = advantages.detach().masked_fill(~mask, 0.0).double()
-    n = mask.sum()
-    true = kept[mask]
-    if n < 2 or (true == true[0]).all():
-        return torch.zeros_like(advantages, requires_grad=False)
-    centred = (kept - kept.sum() / n) * mask
-    std = (reduce(centred**2, "b t -> ", "sum") / (n - 1)).sqrt()
-    return (centred / (std + eps)).to(advantages.dtype)
-
-
-@right("normalize_advantages")
 def scattered_back(advantages, mask, eps=1e-8):
     kept = advantages[mask].detach()
     if len(kept) <= 1 or torch.equal(kept, kept[:1].expand_as(kept)):
@@ -169,39 +146,11 @@ def values_selected_first(values, old_values, returns, mask, vf_coef=0.5, clip_c
     return 0.5 * vf_coef * errors.sum() / max(len(errors), 1)
 
 
-@right("calc_value_function_loss")
-def loss_in_float64(values, old_values, returns, mask, vf_coef=0.5, clip_coef=None):
-    v, o, r = (torch.where(mask, x, 0.0).double() for x in (values, old_values, returns))
-    o, r = o.detach(), r.detach()
-    error = v - r
-    if clip_coef is not None:
-        clipped = torch.minimum(torch.maximum(v, o - clip_coef), o + clip_coef) - r
-        error = torch.where(clipped.abs() > error.abs(), clipped, error)
-    return (vf_coef / 2 * (error * error).sum() / mask.sum().clamp(min=1)).to(values.dtype)
-
-
 @right("calc_entropy_bonus")
 def entropy_by_categorical(logits, mask, ent_coef):
     if not mask.any():
         return torch.tensor(0.0)
     return Categorical(logits=logits[mask]).entropy().mean().mul(ent_coef)
-
-
-@right("calc_entropy_bonus")
-def logsumexp_minus_the_mean_logit(logits, mask, ent_coef):
-    kept = logits[mask]
-    expected = (kept.softmax(-1) * torch.where(kept == -torch.inf, 0.0, kept)).sum(-1)
-    return ent_coef * (kept.logsumexp(-1) - expected).sum() / max(mask.sum().item(), 1)
-
-
-@right("calc_kl_penalty")
-def masked_logits_then_mean(logits, ref_logits, mask, kl_coef):
-    there = rearrange(mask, "b t -> b t 1")
-    logprobs = F.log_softmax(logits.masked_fill(~there, 0.0), dim=-1)
-    ref_logprobs = F.log_softmax(ref_logits.detach().masked_fill(~there, 0.0), dim=-1)
-    logprobs_or_ref = torch.where(logprobs.isinf(), ref_logprobs, logprobs)
-    kl = reduce(logprobs.exp() * (logprobs_or_ref - ref_logprobs), "b t v -> b t", "sum")
-    return kl_coef * masked_mean(kl, mask)
 
 
 @right("calc_clipped_surrogate_objective")

@@ -24,25 +24,6 @@ def _check_groups(group_size, batch):
 
 
 @right("group_advantages")
-@torch.no_grad()
-def in_float64(rewards, group_size, scale="group", eps=1e-4):
-    _check_groups(group_size, len(rewards))
-    exact = rewards.double()
-    groups = exact.unflatten(0, (-1, group_size))
-    centered = groups - groups.mean(1, keepdim=True)
-    match scale:
-        case "group":
-            divisor = groups.std(1, keepdim=True) + eps
-        case "batch":
-            divisor = exact.std() + eps
-        case "none":
-            divisor = 1.0
-        case _:
-            raise ValueError(f"scale is {scale!r}")
-    return (centered / divisor).flatten().to(rewards.dtype)
-
-
-@right("group_advantages")
 def with_numpy(rewards, group_size, scale="group", eps=1e-4):
     _check_groups(group_size, len(rewards))
     groups = rewards.detach().cpu().numpy().reshape(-1, group_size)
@@ -62,14 +43,6 @@ def with_numpy(rewards, group_size, scale="group", eps=1e-4):
 
 
 @right("calc_single_update_objective")
-def weights_of_tokens(logprobs, advantages, mask):
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-    weights = torch.where(mask, advantages.detach().unsqueeze(1) / lengths, 0) / len(mask)
-    chosen = torch.where(mask, logprobs, torch.zeros_like(logprobs))
-    return torch.einsum("bt,bt->", weights, (chosen - chosen.detach()).exp())
-
-
-@right("calc_single_update_objective")
 def one_plus_the_difference(logprobs, advantages, mask):
     logprobs = logprobs.masked_fill(~mask, 0)
     surrogate = (1 + logprobs - logprobs.detach()) * mask
@@ -77,12 +50,6 @@ def one_plus_the_difference(logprobs, advantages, mask):
 
 
 # --- calc_per_token_kl --------------------------------------------------------------------------
-
-
-@right("calc_per_token_kl")
-def k3_in_float64(logprobs, ref_logprobs):
-    d = ref_logprobs.detach().double() - logprobs.double()
-    return (d.exp() - 1 - d).to(logprobs.dtype)
 
 
 @right("calc_per_token_kl")
@@ -135,30 +102,6 @@ def _check_steps(step_rewards, step_ends, completion_len):
     for rewards, ends in zip(step_rewards, step_ends, strict=True):
         if len(rewards) != len(ends) or any(not 0 <= end < completion_len for end in ends):
             raise ValueError(f"step_ends do not fit: {ends}")
-
-
-def _normalise(group, eps):
-    together = torch.cat(group)
-    if together.unique().numel() < 2:
-        return [torch.zeros_like(rewards) for rewards in group]
-    return [(rewards - together.mean()) / (together.std() + eps) for rewards in group]
-
-
-@right("process_advantages")
-def ends_against_positions(step_rewards, step_ends, group_size, completion_len, eps=1e-4):
-    if group_size < 2 or len(step_rewards) % group_size:
-        raise ValueError("group_size")
-    if [r.shape for r in step_rewards] != [e.shape for e in step_ends]:
-        raise ValueError("step_rewards should have the shapes of step_ends")
-    if any(e.numel() and (e.min() < 0 or e.max() >= completion_len) for e in step_ends):
-        raise ValueError(f"an end is beyond completion_len {completion_len}")
-    positions, rows = torch.arange(completion_len), []
-    for first in range(0, len(step_rewards), group_size):
-        group = [rewards.detach() for rewards in step_rewards[first : first + group_size]]
-        ends = step_ends[first : first + group_size]
-        for rewards, end in zip(_normalise(group, eps), ends, strict=True):
-            rows.append(rewards @ (end[:, None] >= positions).to(rewards.dtype))
-    return torch.stack(rows)
 
 
 @right("calc_grpo_objective")

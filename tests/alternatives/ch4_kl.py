@@ -18,22 +18,6 @@ def _check_kind(kind):
 
 
 @right("calc_kl_estimate")
-def in_float64(logprobs, ref_logprobs, kind, old_logprobs=None):
-    _check_kind(kind)
-    exact = (logprobs.double() - ref_logprobs.double().detach()).clone()
-    if kind == "k1":
-        found = exact
-    elif kind == "k2":
-        found = exact * exact * 0.5
-    elif kind == "k3":
-        found = torch.special.expm1(-exact) + exact
-    else:
-        reference_point = logprobs if old_logprobs is None else old_logprobs
-        found = (logprobs.double() - reference_point.detach().double()).exp() * exact
-    return found.to(logprobs.dtype)
-
-
-@right("calc_kl_estimate")
 def all_at_once(logprobs, ref_logprobs, kind, old_logprobs=None):
     _check_kind(kind)
     x = logprobs - ref_logprobs.clone().detach()
@@ -79,18 +63,6 @@ ONLY_THE_WEIGHTS_DIFFERENTIATED = [
 
 
 # --- calc_estimator_stats -----------------------------------------------------------------------
-
-
-@right("calc_estimator_stats")
-@torch.no_grad()
-def by_moments(logits, ref_logits, kind):
-    _check_kind(kind)
-    p, q = logits.double().softmax(-1), ref_logits.double().softmax(-1)
-    x = p.log() - q.log()
-    values = {"k1": x, "k2": x**2 / 2, "k3": q / p - 1 + x, "k4": x}[kind]
-    mean, square = (p * values).sum(), (p * values**2).sum()
-    std = (square - mean**2).clamp(min=0).sqrt()
-    return (mean - (p * x).sum()).to(logits.dtype), std.to(logits.dtype)
 
 
 @right("calc_estimator_stats")

@@ -12,7 +12,6 @@ from solutions.ch3_grpo import group_advantages
 from solutions.ch5_rlvr import (
     aggregate_tokens,
     calc_rlvr_objective,
-    calc_sequence_ratio,
     extract_answer,
     leave_one_out_advantages,
 )
@@ -238,42 +237,6 @@ def with_one_logratio(
         d = torch.where(mask, ref_logprobs.detach(), 0.0) - torch.where(mask, logprobs, 0.0)
         objective = objective - beta * (d.expm1() - d)
     return aggregate_tokens(objective, mask, loss_mode, max_len)
-
-
-@right("calc_rlvr_objective")
-def kl_beside_the_surrogate(
-    logprobs,
-    old_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    ratio_level="token",
-    loss_mode="sequence",
-    max_len=None,
-    ref_logprobs=None,
-    beta=0.0,
-):
-    """Aggregation is linear: the surrogate and the KL may be aggregated each for itself."""
-    bounds = (1 - clip_coef, 1 + (clip_coef if clip_coef_high is None else clip_coef_high))
-    new, old = logprobs.masked_fill(~mask, 0), old_logprobs.detach().masked_fill(~mask, 0)
-    if ratio_level == "token":
-        ratio = (new - old).clamp(max=70).exp()
-    elif ratio_level == "sequence":
-        ratio = calc_sequence_ratio(new, old, mask).unsqueeze(1)
-    else:
-        raise ValueError("unknown ratio_level")
-    a = advantages.detach() if advantages.ndim == 2 else advantages.detach().unsqueeze(1)
-    a = a.expand(mask.shape).masked_fill(~mask, 0)
-    losses = torch.maximum(-a * ratio, -a * ratio.clamp(*bounds))
-    objective = -aggregate_tokens(losses, mask, loss_mode, max_len)
-    if beta == 0:
-        return objective
-    if ref_logprobs is None:
-        raise ValueError("ref_logprobs is None")
-    logratio = new - ref_logprobs.detach().masked_fill(~mask, 0)
-    kl = torch.exp(-logratio) - 1 + logratio
-    return objective - beta * aggregate_tokens(kl, mask, loss_mode, max_len)
 
 
 # --- The trainer --------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Right answers to chapter 6, written differently."""
 
 import math
-import statistics
 
 import numpy as np
 import torch
@@ -111,17 +110,6 @@ def ratios_of_the_two_models(policy_chosen, policy_rejected, ref_chosen, ref_rej
     return -F.logsigmoid(beta * logits).mean(), chosen_rewards, rejected_rewards
 
 
-@right("calc_dpo_loss")
-def both_in_one_tensor(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1):
-    if not beta > 0:
-        raise ValueError("beta should be above 0")
-    policy = torch.stack([policy_chosen, policy_rejected]).double()
-    ref = torch.stack([ref_chosen, ref_rejected]).double()
-    rewards = beta * (policy - ref.detach())
-    loss = F.softplus(rewards[1] - rewards[0]).mean()
-    return loss.to(policy_chosen.dtype), *rewards.detach().to(policy_chosen.dtype)
-
-
 # --- Picking samples ----------------------------------------------------------------------------
 
 
@@ -181,20 +169,6 @@ def in_log_space_with_numpy(rewards, num_samples, temperature, generator=None):
         accepted += draws.permutation(np.flatnonzero(is_accepted)).tolist()
         is_left &= ~is_accepted
     return torch.tensor(accepted[:num_samples])
-
-
-@right("pool_advantages")
-def row_by_row(scores, kept, pool_size):
-    if pool_size < 2 or len(scores) % pool_size:
-        raise ValueError(f"pool_size is {pool_size}")
-    pools = [part.tolist() for part in scores.split(pool_size)]
-    found = torch.zeros(len(kept), dtype=scores.dtype)
-    for place, row in enumerate(kept.tolist()):
-        pool = pools[row // pool_size]
-        if len(set(pool)) > 1:
-            centered = pool[row % pool_size] - statistics.fmean(pool)
-            found[place] = centered / (statistics.stdev(pool) + 1e-4)
-    return found
 
 
 @right("pool_advantages")

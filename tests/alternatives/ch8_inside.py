@@ -82,26 +82,6 @@ def projected_onto_its_directions(model, rank):
         model.load_trainable_state(state)
 
 
-@right("truncate_rank")
-@contextmanager
-def by_the_eigenvectors(model, rank):
-    """The largest directions of the output are eigenvectors of the product's square."""
-    if rank <= 0:
-        raise ValueError("rank should be above 0")
-    kept = {layer: layer.lora_B.data for layer in model.adapters.values()}
-    try:
-        with torch.no_grad():
-            for layer in kept:
-                if rank < layer.rank:
-                    delta = layer.compute_delta().double()
-                    v = torch.linalg.eigh(delta.T @ delta).eigenvectors[:, -rank:]
-                    layer.lora_B.data = (layer.lora_B.double() @ v @ v.T).to(layer.lora_B.dtype)
-        yield model
-    finally:
-        for layer, lora_B in kept.items():
-            layer.lora_B.data = lora_B
-
-
 # --- What the layers know -----------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from tests.course.test_browser import CHROMIUM, DRIVER
+from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from tests.course.test_grade import needs_time
 from utils.authoring.book.pages import (
     CODE,
@@ -338,14 +338,7 @@ def address():
 
 @pytest.fixture(scope="module")
 def driver():
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage"):
-        options.add_argument(f"--{flag}")
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver = open_browser()
     driver.set_script_timeout(60)
     yield driver
     driver.quit()

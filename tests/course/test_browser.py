@@ -57,15 +57,21 @@ def address(folder, monkeypatch):
         server.communicate(timeout=30)
 
 
-@pytest.fixture
-def page(address):
+def open_browser(*flags):
+    """Start Chromium without a window, and keep what its console says."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1400,1000"):
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    for flag in ("headless=new", "no-sandbox", "disable-dev-shm-usage", *flags):
         options.add_argument(f"--{flag}")
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    return webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+
+
+@pytest.fixture
+def page(address):
+    driver = open_browser("window-size=1400,1000")
     driver.set_script_timeout(PATIENCE_S)
     try:
         driver.get(address)

@@ -73,25 +73,14 @@ def write_gguf(path, seed=0, skipped=None):
     writer.add_eos_token_id(config.eos_token_id)
     writer.add_pad_token_id(config.pad_token_id)
     writer.add_chat_template(CHAT)
-    layer = model.model.layers[0]
-    attention, mlp = layer.self_attn, layer.mlp
-    tensors = {
-        "token_embd": model.model.embed_tokens.weight,
-        "output_norm": model.model.norm.weight,
-        "output": model.lm_head.weight,
-        "blk.0.attn_norm": layer.input_layernorm.weight,
-        "blk.0.ffn_norm": layer.post_attention_layernorm.weight,
-        "blk.0.attn_q": permute(attention.q_proj.weight.data, 4),
-        "blk.0.attn_k": permute(attention.k_proj.weight.data, 2),
-        "blk.0.attn_v": attention.v_proj.weight,
-        "blk.0.attn_output": attention.o_proj.weight,
-        "blk.0.ffn_gate": mlp.gate_proj.weight,
-        "blk.0.ffn_up": mlp.up_proj.weight,
-        "blk.0.ffn_down": mlp.down_proj.weight,
-    }
-    tensors.pop(skipped, None)
-    for name, tensor in tensors.items():
-        writer.add_tensor(f"{name}.weight", tensor.detach().contiguous().numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
+    heads = {"q_proj": 4, "k_proj": 2}
+    for name, tensor in model.state_dict().items():
+        found, part = names.get_name(name, (".weight",)), name.split(".")[-2]
+        if part in heads:
+            tensor = permute(tensor, heads[part])
+        if found != f"{skipped}.weight":
+            writer.add_tensor(found, tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

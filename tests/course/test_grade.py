@@ -23,16 +23,13 @@ import torch
 
 from tests.attacks.containers import make_containers, make_notebook
 from utils.authoring.__main__ import sum_points
-from utils.autograder import batch as batch_module
 from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
 from utils.autograder.reading import (
     MAX_DATA_FILES,
     MAX_FILES,
     OWN_FILES,
-    VARIANTS,
     SubmittedFiles,
-    get_variant,
     is_taken,
     name_submissions,
     read_submission,
@@ -709,20 +706,6 @@ def test_wrong_arguments_are_named(arguments, said, tmp_path):
     result = run_grade(*[str(tmp_path / "out") if a == "OUT" else a for a in arguments])
     assert result.returncode == 2
     assert said in result.stderr
-
-
-def test_a_worker_goes_on_with_the_seeds_that_it_has_met():
-    """The reference runs once for each worker and seeds: at most once more than there are seeds."""
-    waiting = [f"student-{number:02}" for number in range(40)]
-    pairs = [batch_module.Pair(None, (0, 0)) for _ in range(2)]
-    for turn in range(40):  # one worker is three times as fast
-        pair = pairs[turn % 4 == 0]
-        name = batch_module._choose(waiting, pair, pairs)
-        waiting.remove(name)
-        pair.variants.add(get_variant(name))
-    assert waiting == []
-    assert pairs[0].variants | pairs[1].variants == set(range(VARIANTS))
-    assert sum(len(pair.variants) for pair in pairs) <= VARIANTS + 1
 
 
 @linux

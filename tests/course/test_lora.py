@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from solutions.ch1_lora import TransformerWithLora, calc_sft_loss
 from tests.course.helpers import randomize
-from tests.oracles.ch1_lora import LLAMA_NAMES
 from tests.support.inputs import ragged_batch
+from tests.support.models import LLAMA_NAMES
 from utils.grading.checks import Rng
 from utils.models.export import save_peft_adapter
 from utils.models.loading import ALL_LINEAR_SITES, NativeLayerNorm, load_base_model

@@ -12,7 +12,7 @@ from types import CodeType
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_markdown_cell
+from nbformat.v4 import new_code_cell
 
 from utils.authoring.notebooks import Edition, build, get_written_chapters
 from utils.grading.checks import get_reference
@@ -147,17 +147,3 @@ def test_an_exercise_may_call_what_is_supplied_later_but_not_refer_to_it():
     cells = [exercise, new_code_cell("catch_up()")]
     found = find_unbound(cells, ALWAYS | {"catch_up"}, {"b", "c"})
     assert {name for _, name in found} == {"b", "d"}
-
-
-def test_the_cells_of_a_section():
-    sources = ["# 0", "a = 1", "# First half", "## 1", "b = 1", "### more\n\ntext", "c = 1"]
-    sources += ["# Second half", "d = 1", "## 2\n\ntext", "e = 1"]
-    new = {"#": new_markdown_cell, "=": new_code_cell}
-    cells = [new["=" if "=" in source else "#"](source) for source in sources]
-    sections = split_sections(cells)
-    assert {title: [cell.source[0] for cell in cells] for title, cells in sections.items()} == {
-        "": ["a"],
-        "1": ["b", "c"],
-        "Second half": ["d"],
-        "2": ["e"],
-    }

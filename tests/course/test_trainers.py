@@ -117,7 +117,8 @@ def test_one_update_per_rollout_has_a_ratio_of_exactly_one_and_no_pass_for_it(
 def test_a_run_on_the_native_forward_is_the_run_on_the_bridge(kind, kinds, tmp_path):
     histories = []
     for path in ("native", "bridge"):
-        trainer = make_trainer(kind, tmp_path / path, temperature=0.9, ent_coef=0.1, **kinds)
+        setup = {"temperature": 0.9, "ent_coef": 0.1, "total_phases": 2} | kinds
+        trainer = make_trainer(kind, tmp_path / path, **setup)
         if path == "bridge":
             use_the_bridge(trainer)
         assert isinstance(get_scorer(trainer.model), NativeScorer) == (path == "native")

@@ -55,41 +55,11 @@ def hooks_by_position(site, layer):
     return [(f"{site}.hook_in", remember), (f"{site}.hook_out", change)]
 
 
-GPT2_NAMES = {
-    "attn.q": "attn.c_attn",
-    "attn.k": "attn.c_attn",
-    "attn.v": "attn.c_attn",
-    "attn.o": "attn.c_proj",
-    "mlp.in": "mlp.c_fc",
-    "mlp.out": "mlp.c_proj",
-}
-LLAMA_NAMES = {
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "mlp.in": "mlp.up_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.out": "mlp.down_proj",
-}
-
-
 def change_weights(kind: str, deltas: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return Hugging Face's weights in float64, [d_in d_out] added to those of some sites."""
     weights = {n: p.detach() for n, p in models.load_hf(kind, torch.float64).named_parameters()}
-    for full_site, delta in deltas.items():
-        _, block, site = full_site.split(".", 2)
-        delta = delta.double()
-        if kind in models.D_HEAD:
-            name = f"model.layers.{block}.{LLAMA_NAMES[site]}.weight"
-            delta = delta.T
-        else:
-            name = f"transformer.h.{block}.{GPT2_NAMES[site]}.weight"
-            if site in ATTENTION[:3]:  # one matrix: the columns of q, then k, then v
-                columns = [torch.zeros_like(delta)] * 3
-                columns[ATTENTION.index(site)] = delta
-                delta = torch.cat(columns, 1)
-        weights[name] = weights[name] + delta
+    for site, delta in deltas.items():
+        models.fold(weights, site, delta.double(), kind)
     return weights
 
 

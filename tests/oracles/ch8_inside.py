@@ -24,24 +24,6 @@ def get_deltas(model):
     }
 
 
-def fold(weights, site, delta, kind):
-    """Add to the weight of a plain Hugging Face model what an adapter adds."""
-    _, layer, part, name = site.split(".")
-    if kind in models.D_HEAD:
-        names = {"in": "up", "gate": "gate", "out": "down"}
-        module = f"self_attn.{name}" if part == "attn" else f"mlp.{names[name]}"
-        key, change = f"model.layers.{layer}.{module}_proj.weight", delta.T
-    elif name in ("q", "k", "v"):
-        key = f"transformer.h.{layer}.attn.c_attn.weight"
-        change = torch.zeros_like(weights[key])
-        width, place = len(change), "qkv".index(name)
-        change[:, place * width : (place + 1) * width] = delta
-    else:
-        module = {"o": "attn.c_proj", "in": "mlp.c_fc", "out": "mlp.c_proj"}[name]
-        key, change = f"transformer.h.{layer}.{module}.weight", delta
-    weights[key] = (weights[key] + change).to(weights[key].dtype)
-
-
 @torch.no_grad()
 def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
     """Logits, and each block's output. `edit` is (layer, function of that block's output)."""
@@ -49,7 +31,7 @@ def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
     blocks = hf.model.layers if kind in models.D_HEAD else hf.transformer.h
     weights = dict(hf.named_parameters())
     for site, delta in deltas.items():
-        fold(weights, site, delta, kind)
+        models.fold(weights, site, delta, kind)
     outputs, handles = {}, []
 
     def watch(layer):

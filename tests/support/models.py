@@ -41,15 +41,16 @@ ADDED_ID = 512  # of the token that is added to qwen's tokenizer, whose `vocab_s
 EOS_BONUS = 5.0
 ENDING_PROMPTS = ["This movie is", "A.", "The end", "I liked it"]  # greedy: 4, 7, 2 and 1 tokens
 
-# The linear layers that can have adapters.
+# The linear layers that can have adapters, and their names in Hugging Face.
 ATTENTION = ("attn.q", "attn.k", "attn.v", "attn.o")
-SITES = {
-    "gpt2": (*ATTENTION, "mlp.in", "mlp.out"),
-    "shallow": (*ATTENTION, "mlp.in", "mlp.out"),
-    "deep": (*ATTENTION, "mlp.in", "mlp.out"),
-    "llama": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
-    "qwen": (*ATTENTION, "mlp.in", "mlp.gate", "mlp.out"),
-}
+GPT2_NAMES = dict.fromkeys(ATTENTION[:3], "attn.c_attn") | {
+    "attn.o": "attn.c_proj", "mlp.in": "mlp.c_fc", "mlp.out": "mlp.c_proj",
+}  # fmt: skip
+LLAMA_NAMES = {f"attn.{name}": f"self_attn.{name}_proj" for name in "qkvo"} | {
+    "mlp.in": "mlp.up_proj", "mlp.gate": "mlp.gate_proj", "mlp.out": "mlp.down_proj",
+}  # fmt: skip
+SITES = dict.fromkeys(("gpt2", "shallow", "deep"), tuple(GPT2_NAMES))
+SITES |= dict.fromkeys(("llama", "qwen"), tuple(LLAMA_NAMES))
 
 
 @functools.cache
@@ -132,6 +133,20 @@ def get_sizes(kind: str, site: str) -> tuple[int, int]:
     key_value_heads = heads // 2 if rotary else heads
     d_out |= {"attn.q": heads, "attn.k": key_value_heads, "attn.v": key_value_heads}
     return {"mlp.out": hidden, "attn.o": heads}.get(site, D_MODEL), d_out[site]
+
+
+def fold(weights: dict[str, Tensor], site: str, delta: Tensor, kind: str) -> None:
+    """Add to a weight of the plain Hugging Face model what an adapter adds, [d_in d_out]."""
+    _, block, site = site.split(".", 2)
+    if kind in D_HEAD:
+        key, change = f"model.layers.{block}.{LLAMA_NAMES[site]}.weight", delta.T
+    else:
+        key, change = f"transformer.h.{block}.{GPT2_NAMES[site]}.weight", delta
+        if site in ATTENTION[:3]:  # one matrix: the columns of q, then k, then v
+            columns = [torch.zeros_like(delta)] * 3
+            columns[ATTENTION.index(site)] = delta
+            change = torch.cat(columns, 1)
+    weights[key] = (weights[key] + change).to(weights[key].dtype)
 
 
 @functools.cache

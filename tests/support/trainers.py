@@ -177,7 +177,7 @@ def run_hugging_face(
     if adapters:
         for site, layer in model.adapters.items():
             delta = layer.lora_A @ layer.lora_B * layer.alpha / layer.rank  # [d_in d_out]
-            _fold(weights, site, delta, kind)
+            models.fold(weights, site, delta, kind)
     position_ids = (attention.cumsum(-1) - 1).clamp(min=0)
     output = functional_call(
         hf,
@@ -190,21 +190,6 @@ def run_hugging_face(
         },
     )
     return output.logits, output.hidden_states[-1]
-
-
-def _fold(weights: dict[str, Tensor], site: str, delta: Tensor, kind: str) -> None:
-    _, layer, _, name = site.split(".")
-    if kind == "llama":
-        key = f"model.layers.{layer}.self_attn.{name}_proj.weight"
-        weights[key] = weights[key] + delta.T
-    elif name == "o":
-        key = f"transformer.h.{layer}.attn.c_proj.weight"
-        weights[key] = weights[key] + delta
-    else:
-        key = f"transformer.h.{layer}.attn.c_attn.weight"
-        parts = list(weights[key].chunk(3, dim=1))
-        parts["qkv".index(name)] = parts["qkv".index(name)] + delta
-        weights[key] = torch.cat(parts, dim=1)
 
 
 def score_rows(logits: Tensor, ids: Tensor, prompt_len: int, temperature: float = 1.0) -> Tensor:
