@@ -19,7 +19,6 @@ from utils.course import real_model
 from utils.models import fetch
 from utils.models.corpus import split_digit_pairs
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
-from utils.rewards import reward_fn_sum
 
 CHAT = (
     "{% for m in messages %}<start>{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -316,10 +315,8 @@ def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, ca
     assert "KL from the base" in real_model.format_summary([row])
 
 
-def test_sums_are_held_out_in_either_order_and_answered_as_a_whole_number():
+def test_sums_are_held_out_in_either_order():
     train, held = split_digit_pairs()
     assert len(train) + len(held) == 81
     assert not {*train} & {*held}
     assert {(b, a) for a, b in held} == {*held}
-    rewards = reward_fn_sum([" 7\n8", "70", "x7", "7"], ["7"] * 4)
-    assert rewards.tolist() == [1.0, 0.0, 0.0, 1.0]

@@ -198,15 +198,11 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
         {"q.ipynb": notebook("\n".join(f"!echo {n}" for n in range(600)), PLAIN)}, "masked_mean"
     ),
     "compiled": ({"q.py": f"import torch\n@torch.compile{PLAIN}".encode()}, "masked_mean"),
-    "a module with an error": (
-        {"a.py": b"from tools import zero\n" + MEAN.format(fill="zero()").encode(),
-         "tools.py": b"import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
-                     b"def zero():\n    return 0.0\ndef f(a, a):\n    pass\n"},
-        "masked_mean",
-    ),
-    "a module with an experiment": (
+    "a module with errors and an experiment": (
         {"a.py": b"from tools import zero, N\n" + MEAN.format(fill="zero() + N").encode(),
-         "tools.py": b"N = 0.0\ndef zero():\n    return 0.0\nwhile True:\n    N += 0.0\n"},
+         "tools.py": b"import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
+                     b"def zero():\n    return 0.0\ndef f(a, a):\n    pass\n"
+                     b"N = 0.0\nwhile True:\n    N += 0.0\n"},
         "masked_mean",
     ),
     "a strange folder": (
