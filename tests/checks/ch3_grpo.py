@@ -17,7 +17,6 @@ from solutions.ch2_ppo import (
     ReplayMemory,
 )
 from tests.oracles.ch3_grpo import (
-    advantages_by_loops,
     advantages_by_statistics,
     grpo_memory_by_loops,
     k3_number_by_number,
@@ -948,7 +947,7 @@ def _is_a_rollout_of_groups(**options):
         memory = {
             "logprobs": inside(rebuilt.logprobs, observed["mask"]),
             "ref_logprobs": inside(rebuilt.ref_logprobs, observed["mask"]),
-            "advantages": advantages_by_loops(scores, 3, args.advantage_scale),
+            "advantages": advantages_by_statistics(scores, 3, args.advantage_scale),
         }
         for name in memory.keys() & observed.keys():
             if not torch.allclose(observed[name], memory[name], atol=2e-3):

@@ -10,6 +10,12 @@ from utils.course import session
 # What the native forward computes, of the fixture `folders`.
 NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
 
+# Of a trainer: one step for each rollout, and no table of samples.
+ONE_STEP = {
+    "num_minibatches": 1, "batches_per_learning_phase": 1, "warmup_steps": 0, "device": "cpu",
+    "samples_every": 0,
+}  # fmt: skip
+
 
 def load(folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None):
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from solutions.ch4_kl import (
     calc_expected_gradient,
     calc_kl_estimate,
 )
-from tests.course.helpers import randomize
+from tests.course.helpers import ONE_STEP, randomize
 
 RESULTS = Path(__file__).parents[2] / "chapters" / "results"
 EXACT = {"rtol": 0, "atol": 1e-9}
@@ -147,19 +147,9 @@ def model():
 
 
 def make_setup(tmp_path, **overrides):
-    return {
-        "reward_fn": lambda samples: torch.arange(len(samples)).float(),
-        "gen_len": 6,
-        "batch_size": 8,
-        "group_size": 4,
-        "num_minibatches": 1,
-        "batches_per_learning_phase": 1,
-        "warmup_steps": 0,
-        "kl_coef": 0.3,
-        "runs_dir": tmp_path,
-        "device": "cpu",
-        **overrides,
-    }
+    setup = {"gen_len": 6, "batch_size": 8, "group_size": 4, "kl_coef": 0.3, "runs_dir": tmp_path}
+    setup["reward_fn"] = lambda samples: torch.arange(len(samples)).float()
+    return ONE_STEP | setup | overrides
 
 
 def test_k3_is_chapter_3s_trainer(tmp_path, model):

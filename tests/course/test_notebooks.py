@@ -225,14 +225,6 @@ def test_a_source_with_a_wrong_field_or_block_is_refused(small):
         build("ch0_sampling", Edition())
 
 
-def test_an_inherited_method_has_a_check_and_no_stub():
-    builder = notebooks._Builder("ch3_grpo", Edition())
-    fields = "{difficulty: 1, importance: 1, minutes: 1, idea: i, api: a, why: w"
-    builder.exercise("GrpoTrainer.train", fields + ", slow: true, inherited: true}")
-    assert not any(map(is_exercise, builder.cells))
-    assert "check(GrpoTrainer.train, slow=True)" in [cell.source for cell in builder.cells]
-
-
 def test_every_exercise_has_one_place():
     exercises = list(get_checks("ch0_sampling"))
     notebooks._require_every_exercise("ch0_sampling", exercises)
@@ -252,21 +244,6 @@ def test_a_notebook_that_somebody_has_worked_in_is_left_alone(small, tmp_path):
     small.write_text(small.read_text().replace("# Another title", "# A third title"))
     build_student("ch0_sampling", tmp_path)
     assert path.read_text() == mine
-
-
-def test_methods_are_cut_into_a_class_that_reopens_its_own():
-    piece = stubs.cut_exercise(
-        "ch1_lora", "TransformerWithLora.from_pretrained", ("TransformerWithLora.__init__",)
-    )
-    assert piece.stub.startswith(
-        "class TransformerWithLora(TransformerWithLora):\n    def __init__"
-    )
-    assert piece.stub.count(stubs.CUT) == 2
-    assert "load_base_model" in piece.solution
-    given = stubs.get_given("ch1_lora", "TransformerWithLora", ("TransformerWithLora.merged",))
-    assert "def merged" not in given
-    assert "def reference" in given
-    compile(given, "given", "exec")
 
 
 # --- The student's loop -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from solutions.ch5_rlvr import (
     pass_at_k,
     reward_fn_correct,
 )
-from tests.course.helpers import randomize
+from tests.course.helpers import ONE_STEP, randomize
 from tests.oracles.trl import calc_trl_loss
 from tests.support.inputs import poison, ragged_mask
 from utils.grading.checks import Rng
@@ -173,16 +173,13 @@ def make_args(tmp_path, args_class=RlvrArgs, **options):
         "group_size": 4,
         "num_minibatches": 2,
         "gen_len": 24,
-        "total_phases": 2,
-        "warmup_steps": 0,
+        "total_phases": 1,
         "prompts": [addition_prompt(a, b) for a, b in pairs],
         "columns": {"answers": [str(a + b) for a, b in pairs]},
         "reward_fn": reward_fn_correct,
-        "samples_every": 0,
         "runs_dir": tmp_path,
-        "device": "cpu",
     }
-    return args_class(**(defaults | options))
+    return args_class(**(ONE_STEP | defaults | options))
 
 
 def test_with_the_defaults_the_trainer_is_grpos(tmp_path):
@@ -206,7 +203,7 @@ def test_with_the_defaults_the_trainer_is_grpos(tmp_path):
     ],
 )  # fmt: skip
 def test_every_choice_runs_and_learns_from_the_first_step(tmp_path, options):
-    trainer = RlvrTrainer(make_args(tmp_path, total_phases=1, **options))
+    trainer = RlvrTrainer(make_args(tmp_path, **options))
     before = [p.detach().clone() for p in trainer.model.trainable_parameters()]
     assert len(trainer.train()) == 1
     after = trainer.model.trainable_parameters()

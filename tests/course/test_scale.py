@@ -33,6 +33,7 @@ from solutions.ch7_scale import (
     to_trl_config,
     unsharded,
 )
+from tests.course.helpers import ONE_STEP
 from tests.support import models, trl
 from utils.models.corpus import addition_rows, review_prompts
 from utils.models.loading import EMBEDDED_MODEL
@@ -122,18 +123,8 @@ CASES = {
 
 def learn_beside_one(kind, folder):
     parallel, single, args_class, options = CASES[kind]
-    args = args_class(
-        prompts=TRAIN,
-        batch_size=16,
-        gen_len=16,
-        num_minibatches=1,
-        batches_per_learning_phase=1,
-        warmup_steps=0,
-        total_phases=3,
-        runs_dir=folder,
-        device="cpu",
-        **options,
-    )
+    setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
+    args = args_class(prompts=TRAIN, **ONE_STEP | setup | options)
     trainer, alone = parallel(args), single(args)
     off = []
     for _ in range(3):
@@ -275,13 +266,9 @@ def test_the_plain_command_is_the_plain_trainer(tmp_path):
         gen_len=16,
         batch_size=16,
         group_size=4,
-        num_minibatches=1,
-        batches_per_learning_phase=1,
-        warmup_steps=0,
         total_phases=2,
-        samples_every=0,
         runs_dir=tmp_path,
-        device="cpu",
+        **ONE_STEP,
     )
     torch.set_num_threads(1)
     history = GrpoTrainer(args).train()
@@ -385,15 +372,11 @@ def compare_step(folder, sites, prompts, rate=1e-3, **options):
         batch_size=16,
         group_size=4,
         gen_len=12,
-        num_minibatches=1,
-        batches_per_learning_phase=1,
         lora_sites=sites,
         base_lr=rate,
-        warmup_steps=0,
         final_scale=1.0,
         total_phases=1,
-        device="cpu",
-        **{"ent_coef": 0.0} | options,
+        **ONE_STEP | {"ent_coef": 0.0} | options,
     )
     trainer = RlvrTrainer(args)
     for layer in trainer.model.adapters.values():

@@ -151,29 +151,14 @@ def kl_penalty_by_distributions(logits, ref_logits, mask, kl_coef):
 
 
 def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
-    """Compute rewards, the double sum of GAE and one whitening, token by token."""
+    """Chain the oracles of rewards, of GAE and of one whitening."""
     mask = samples.completion_mask
     scores, logprobs, values = scores.detach(), logprobs.detach(), values.detach()
     if args.normalize_reward:
-        spread = scores.std() if len(scores) > 1 else 0.0
-        constant = bool((scores == scores[0]).all())
-        scores = scores * 0 if constant else (scores - scores.mean()) / (spread + 1e-5)
-    advantages = torch.zeros_like(values)
-    for row, n in enumerate(mask.sum(-1).tolist()):
-        rewards = torch.zeros(n, dtype=values.dtype)
-        if args.kl_in == "reward" and args.kl_coef:
-            rewards = -args.kl_coef * (logprobs - ref_logprobs.detach())[row, :n]
-        if n:
-            rewards[-1] += scores[row]
-        v = torch.cat([values[row, :n], values.new_zeros(1)])
-        deltas = rewards + args.gamma * v[1:] - v[:-1]
-        for t in range(n):
-            weights = (args.gamma * args.lam) ** torch.arange(n - t)
-            advantages[row, t] = (weights * deltas[t:]).sum()
-    kept = advantages[mask]
-    whitened = torch.zeros_like(advantages)
-    if len(kept) > 1 and not bool((kept == kept[0]).all()):
-        whitened[mask] = (kept - kept.mean()) / (kept.std() + 1e-8)
+        scores = reward_by_statistics(scores)
+    kl_coef = args.kl_coef if args.kl_in == "reward" else 0.0
+    rewards = token_rewards_by_loops(scores, mask, logprobs, ref_logprobs, kl_coef)
+    advantages = advantages_by_double_sum(values, rewards, mask, args.gamma, args.lam)
 
     def get_minibatches():
         epoch = samples.input_ids.tensor_split(args.num_minibatches)
@@ -188,7 +173,7 @@ def memory_by_loops(args, samples, scores, logprobs, ref_logprobs, values):
         logprobs=logprobs,
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
         values=values,
-        advantages=whitened,
+        advantages=advantages_by_statistics(advantages, mask),
         returns=advantages + values,
         get_minibatches=get_minibatches,
     )

@@ -138,19 +138,8 @@ def process_by_statistics(step_rewards, step_ends, group_size, completion_len, e
     return torch.tensor(rows, dtype=torch.get_default_dtype())
 
 
-def advantages_by_loops(scores, group_size, scale="group", eps=1e-4):
-    """Subtract each group's mean and divide by the spread, reward by reward."""
-    rows = []
-    for start in range(0, len(scores), group_size):
-        group = scores[start : start + group_size]
-        spread = {"group": group.std() + eps, "batch": scores.std() + eps, "none": 1.0}[scale]
-        constant = bool((group == group[0]).all())
-        rows += [r * 0 if constant else (r - group.mean()) / spread for r in group]
-    return torch.stack(rows)
-
-
 def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
-    """Return the memory with the advantages of `advantages_by_loops`."""
+    """Return the memory with the advantages of `advantages_by_statistics`."""
     per_epoch = [SimpleNamespace(mask=None)] * args.num_minibatches
     scores = scores.detach()
     return trainers.as_memory(
@@ -159,6 +148,6 @@ def grpo_memory_by_loops(args, samples, scores, logprobs, ref_logprobs):
         mask=samples.completion_mask,
         logprobs=logprobs.detach(),
         ref_logprobs=None if ref_logprobs is None else ref_logprobs.detach(),
-        advantages=advantages_by_loops(scores, args.group_size, args.advantage_scale),
+        advantages=advantages_by_statistics(scores, args.group_size, args.advantage_scale),
         get_minibatches=lambda: per_epoch * args.batches_per_learning_phase,
     )

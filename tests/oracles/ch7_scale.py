@@ -1,6 +1,8 @@
 """Chapter 7 by other means: tensors of the named shapes, one batch in place of many, one process
 in place of ranks, plain Hugging Face, and what TRL's trainer would read."""
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 
@@ -69,24 +71,26 @@ def accumulate_by_one_batch(model, microbatches, calc_per_token, mode="sequence"
     return total.item()
 
 
+@contextlib.contextmanager
+def computing(model, forward):
+    """Inside, the model's forward pass is this function."""
+    model.forward = forward
+    try:
+        yield model
+    finally:
+        del model.forward
+
+
 def gradients_by_hugging_face(kind):
     """A context that gives a model the forward pass of plain Hugging Face."""
 
-    class Plain:
-        def __init__(self, model):
-            self.model = model
+    def context(model):
+        def forward(ids, attention):
+            return trainers.run_hugging_face(model, kind, ids, attention)[0]
 
-        def __enter__(self):
-            def forward(ids, attention):
-                return trainers.run_hugging_face(self.model, kind, ids, attention)[0]
+        return computing(model, forward)
 
-            self.model.forward = forward
-            return self.model
-
-        def __exit__(self, *error):
-            del self.model.forward
-
-    return Plain
+    return context
 
 
 def means_of_joined_rows(values, mask, group=None):

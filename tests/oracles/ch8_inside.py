@@ -4,7 +4,6 @@ What a context of the chapter promises of `model(ids, attention_mask)` is comput
 bridge; inside an oracle's context the model's forward pass is that of plain Hugging Face.
 """
 
-import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributions import Categorical, kl_divergence
 from torch.func import functional_call
 
+from tests.oracles.ch7_scale import computing
 from tests.support import models
 
 
@@ -58,16 +58,6 @@ def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
 
 def get_dtype(model):
     return next(model.base.original_model.parameters()).dtype
-
-
-@contextlib.contextmanager
-def computing(model, forward):
-    """Inside, the model's forward pass is this function."""
-    model.forward = forward
-    try:
-        yield model
-    finally:
-        del model.forward
 
 
 def get_layer(hook_name):
