@@ -8,7 +8,7 @@ import torch
 
 from utils.grading import known_answers, reference
 from utils.grading.checks import get_chapters, get_checks
-from utils.grading.comparison import Mismatch
+from utils.grading.comparison import Mismatch, find_mismatch
 from utils.grading.judging import (
     Verdict,
     count_points,
@@ -112,6 +112,20 @@ def test_a_probe_takes_neither_its_oracle_nor_its_chapter(chapter):
             assert not [s for s in later if f"solutions.{s}" in text or f"import {s}" in text]
             if callable(check.expected) and "<locals>" not in check.expected.__qualname__:
                 assert f"def {check.expected.__name__}(" not in text, check.path
+
+
+@pytest.mark.takes_long
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_the_answer_to_a_check_cannot_be_prepared(chapter):
+    """With another secret every check sees another observation, but for examples worked by hand."""
+    constant = [
+        check.path
+        for check in list_quick_checks(chapter)
+        if not check.is_worked
+        and find_mismatch(observe_reference(check, 0), observe_reference(check, 0, OTHER_SECRET))
+        is None
+    ]
+    assert constant == []
 
 
 def change_each(observed, change):

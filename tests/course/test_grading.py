@@ -1,7 +1,10 @@
 """The engine of the checks: what it compares and says, and that it finds what it should."""
 
+import dataclasses
 import inspect
+import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -345,15 +348,43 @@ def test_the_notebook_does_not_touch_an_earlier_chapters_class(capsys):
     assert (dict(vars(parent)), dict(vars(names["GrpoTrainer"]))) == before
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_stand_in_does_not_depend_on_the_order_of_what_is_left_out(chapter):
+def list_stand_ins(chapter):
+    """The source, and what is left out of it: each exercise alone, or everything."""
     source = get_chapter_source(chapter)
     tops = {name.partition(".")[0] for name in source.exercises}
-    for names in [*((name,) for name in source.exercises), (*tops, *source.exercises)]:
+    return source, [(name,) for name in source.exercises] + [(*tops, *source.exercises)]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_stand_in_does_not_depend_on_the_order_of_what_is_left_out(chapter):
+    source, left_out = list_stand_ins(chapter)
+    for names in left_out:
         stand_in = source.without(*names)
         compile(stand_in.source, chapter, "exec")
         assert source.without(*reversed(names)) == stand_in
         assert not find_definitions(stand_in.source).keys() & {*names}
+
+
+COMPILE = """
+import json, sys
+from utils.grading.substitution import ChapterSource
+for made, left_out in json.load(sys.stdin):
+    for names in left_out:
+        compile(ChapterSource(**made).without(*names).source, made["chapter"], "exec")
+"""
+
+
+@pytest.mark.takes_long
+def test_every_stand_in_parses_under_every_hash_seed():
+    stand_ins = json.dumps(
+        [(dataclasses.asdict(source), names)
+         for source, names in map(list_stand_ins, CHAPTERS)]
+    )  # fmt: skip
+    for seed in range(32):
+        subprocess.run(
+            [sys.executable, "-c", COMPILE], input=stand_ins, text=True, check=True, cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+        )  # fmt: skip
 
 
 def test_without_solutions_a_method_that_another_check_needs_is_said_to_be_missing(
