@@ -415,12 +415,12 @@ def test_the_courses_helpers_give_no_answers(graded):
     assert {e["name"]: e["score"] for e in report["exercises"]} == {
         "get_logprobs": 0, "calc_entropy": 0, "sample_next_token": 0, "get_samples": 0
     }  # fmt: skip
-    assert "decoding.draw is left out: it is not given" in str(report["problems"])
+    assert "decoding.draw is left out: the notebook" in str(report["problems"])
 
 
 @linux
 def test_what_is_not_given_costs_nothing_else(graded):
-    said = "q.py, line 2: utils.train is left out: it is not given in ch0_sampling"
+    said = "q.py, line 2: utils.train is left out: the notebook of ch0_sampling does not import it"
     assert said in graded["imports of the course that are not given"]["problems"]
     own = graded["modules of its own in folders named like the course's"]
     assert not own["problems"]
@@ -720,7 +720,7 @@ def test_a_solution_that_is_handed_in_alone_is_graded_and_said(is_zipped, tmp_pa
 def test_what_a_notebook_imports_is_given(chapter, folder, monkeypatch):
     data = (folder / f"{chapter}.ipynb").read_bytes()
     _, problems, _ = sort(SubmittedFiles("x", (("hw.ipynb", data),)), monkeypatch)
-    assert not [problem for problem in problems if "not given" in problem]
+    assert not [problem for problem in problems if "does not import it" in problem]
     names = given.get_given(chapter)
     assert f"from utils.course import {', '.join(sorted(given.SETUP['utils.course']))}" in SETUP
     for cell in nbformat.read(folder / f"{chapter}.ipynb", 4).cells:
@@ -736,7 +736,7 @@ def test_what_is_not_given_is_said_by_cell_and_line(monkeypatch):
              "y = g")  # fmt: skip
     files = (("hw.ipynb", notebook(*cells)),)
     _, problems, _ = sort(SubmittedFiles("x", files), monkeypatch)
-    said = "is left out: it is not given in ch0_sampling"
+    said = "is left out: the notebook of ch0_sampling does not import it"
     assert problems == [
         f"hw.ipynb, cell 2, line 2: utils.models.decoding.draw {said}",
         f"hw.ipynb, cell 3, line 1: utils.models.forward {said}",

@@ -58,16 +58,16 @@ def say_not_given(
     imports: place, module and name, which is empty for a whole module. own: the modules that the
     submission has itself.
     """
-    where = ", ".join(chapters)
+    why = f"the notebook of {', '.join(chapters)} does not import it"
     said = {
-        f"{place}: {module}{'.' * bool(name)}{name} is left out: it is not given in {where}": None
+        f"{place}: {module}{'.' * bool(name)}{name} is left out: {why}": None
         for place, module, name in imports
         if _is_of(module, *COURSE)
         and module not in own
         and _is_of_the_course(module, name)
         and not any(_is_given(chapter, module, name) for chapter in chapters)
     }
-    more = [f"and {len(said) - MAX_SAID} more imports that are not given"]
+    more = [f"and {len(said) - MAX_SAID} more imports like these"]
     return [*said][:MAX_SAID] + more * (len(said) > MAX_SAID)
 
 

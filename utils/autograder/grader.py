@@ -74,7 +74,7 @@ NOT_RUN = "was not run, as others took too long"
 OUTCOMES = {
     Outcome.TOO_LONG: "was stopped after {seconds} s",
     Outcome.TOO_MUCH: "gave more data than any answer has",
-    Outcome.ENDED: "ended its process before it gave a result",
+    Outcome.ENDED: "ended its process before it gave a result, as exit() does, or too much memory",
 }
 
 
@@ -520,7 +520,8 @@ class _Exercise:
             if mismatch is not None:
                 return Verdict(check, tuple(observations[: index + 1]), mismatch, printed)
         if len(observations) < check.seeds:
-            return Verdict(check, tuple(observations), Mismatch("some runs are missing"), printed)
+            said = f"it ran on {len(observations)} of {check.seeds} inputs"
+            return Verdict(check, tuple(observations), Mismatch(said), printed)
         return Verdict(check, tuple(observations), None, printed)
 
     def _clean(self, observed: Any) -> Any:

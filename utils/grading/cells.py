@@ -89,6 +89,8 @@ def _read_cells(text: str, name: str) -> dict[str, str]:
     """Return the code cells of a notebook, by their places."""
     try:
         notebook = json.loads(text)
+        if not isinstance(notebook, dict):
+            raise ValueError("it holds other JSON than a notebook's")
         _strip_outputs(notebook)
         # Loaded here: the grammars of its validator take seconds to import.
         nbformat: Any = importlib.import_module("nbformat")
