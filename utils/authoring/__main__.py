@@ -97,6 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.points:
         FILE.write_text(fill_points(sum_points()), encoding="utf-8")
+        print(f"{FILE} has every exercise")
         return
     unknown = set(args.chapters) - set(get_written_chapters())
     if unknown:

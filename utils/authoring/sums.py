@@ -59,6 +59,8 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
             section = int(part["section"])
             continue
         options = yaml.safe_load(part["body"])
+        if "minutes" not in options:
+            raise ValueError(f"{chapter}.md: the block of {part['name']} should have minutes")
         optional = bool(options.get("optional"))
         found.append(Exercise(part["name"], section, options["minutes"], optional))
     return tuple(found)
@@ -113,6 +115,8 @@ def calc_sum(expression: str) -> str:
         return NUMBERS[len(exercises)]
     if kind == "points":
         rows = {n: row for chapter in load_points().table.values() for n, row in chapter.items()}
+        if missing := [name for name in exercises if name not in rows]:
+            raise ValueError(f"{missing} have no points yet: python -m utils.authoring --points")
         return f"{sum(rows[name]['points'] for name in exercises):g}"
     return say_time(reading + sum(e.minutes for e in exercises.values()))
 
