@@ -1,6 +1,7 @@
 """Notebooks: up to date with their source, and whole; and a student's loop."""
 
 import ast
+import json
 import re
 import textwrap
 import types
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from utils.authoring import diagrams, notebooks, stubs
-from utils.authoring.__main__ import build_student
+from utils.authoring.__main__ import build_student, format_core_path
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build
+from utils.authoring.sums import read_exercises
 from utils.course import checking, session, stale_cells
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.substitution import find_answer
@@ -347,3 +349,35 @@ def test_a_cell_that_was_edited_but_not_run_is_noticed(tmp_path, monkeypatch):
     )  # not yet saved
     assert not stale_cells.is_unrun("f")
     assert not stale_cells.is_unrun("g")
+
+
+# --- The core path and the openings ---------------------------------------------------------------
+
+
+def test_the_core_path_is_that_of_the_headings_and_shown_in_progress(names, capsys):
+    assert session.CORE_PATH.read_text(encoding="utf-8") == format_core_path(), "make chapters"
+    on_path = json.loads(format_core_path())
+    minutes = [e.minutes for chapter in WRITTEN for e in read_exercises(chapter) if e.is_core]
+    assert 9 <= sum(minutes) / 60 <= 11
+    session.progress()
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("ch0_sampling"))
+    assert f"0 of {len(on_path['ch0_sampling'])}" in line
+
+
+def test_the_first_of_several_deeper_sections_says_where_the_path_goes_on():
+    heads = ["1 · A", "2 · B · deeper", "3 · C · deeper", "4 · D", "5 · E · deeper"]
+    text = notebooks.lead_past("".join(f"## {head}\n\ntext\n\n" for head in heads))
+    second, fifth = text.index("## 2"), text.index("## 5")
+    assert text.count("core path") == 2
+    assert text.index("*The core path goes on with section 4.*") > second
+    assert text.index("ends here.*") > fifth
+    assert text.index("goes on") < text.index("## 3")
+
+
+def test_an_opening_is_recorded_where_there_are_no_solutions(names, capsys, monkeypatch, tmp_path):
+    (tmp_path / "ch0_sampling_opening.txt").write_text("Before:\n  short\n", encoding="utf-8")
+    monkeypatch.setattr(session, "RESULTS", tmp_path)
+    monkeypatch.setattr(session, "has_reference", lambda chapter: False)
+    monkeypatch.setitem(globals(), "CHAPTER", "ch0_sampling")
+    session.preview()
+    assert "Before:\n  short" in capsys.readouterr().out

@@ -24,7 +24,7 @@ SMALL = """
 minutes: 15
 ````
 
-## 2 · Two
+## 2 · Two · deeper
 
 ````{exercise} second
 minutes: 20
@@ -44,6 +44,9 @@ optional: lent
         ("count small -first", "two"),
         ("time small", "35 min"),
         ("time small:optional", "25 min"),
+        ("time small:core", "15 min"),
+        ("time all:core", "15 min"),
+        ("time small:deeper", "45 min"),
         ("time small:2-2 Third.method", "45 min"),
         ("time small -second", "15 min"),
         ("time first second Third.method", "1 h"),
@@ -65,14 +68,17 @@ def test_reading_counts_what_is_shown(tmp_path, monkeypatch):
     fold = "<details>\n<summary>Solution</summary>\n\nnot these words\n\n</details>"
     cells = [
         {"cell_type": "markdown", "metadata": {}, "source": f"one two {fold} three"},
-        {"cell_type": "markdown", "metadata": {}, "source": ["## 1 · Title\n", "a b c"]},
+        {"cell_type": "markdown", "metadata": {}, "source": ["x\n## 1 · Title\n", "a b c"]},
+        {"cell_type": "markdown", "metadata": {}, "source": "## 2 · Title · deeper\n\nd e"},
         {"cell_type": "code", "metadata": {"jupyter": {"source_hidden": True}}, "source": "x = 1"},
     ]
     (tmp_path / "small.ipynb").write_text(sums.json.dumps({"cells": cells}))
     monkeypatch.setattr(sums, "CHAPTERS", tmp_path)
     monkeypatch.setattr(sums, "WORDS_PER_MINUTE", 1)
-    assert sums.count_reading("small") == 10  # a heading has four words
-    assert sums.count_reading("small", 1) == 7
+    assert sums.count_reading("small") == 19  # a heading has four words, and two of being deeper
+    assert sums.count_reading("small", "1-1") == 7
+    assert sums.count_reading("small", "core") == 11
+    assert sums.count_reading("small", "deeper") == 8
 
 
 def test_times_are_said_and_what_is_nothing_is_refused():

@@ -8,6 +8,7 @@ python -m utils.authoring --points          new exercises into tests/points.toml
 """
 
 import argparse
+import json
 import re
 import time
 from pathlib import Path
@@ -28,9 +29,11 @@ from utils.authoring.notebooks import (
     is_as_built,
     save_figures,
     save_loop,
+    save_opening,
     write,
 )
-from utils.authoring.sums import fill_pages
+from utils.authoring.sums import fill_pages, read_exercises
+from utils.course.session import CORE_PATH
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.points import FILE, fill_points
 
@@ -57,6 +60,7 @@ def build_solved(chapter: str) -> None:
     start = time.perf_counter()
     notebook = execute(build(chapter, Edition(solved=True)), SOLUTIONS)
     save_figures(chapter, notebook)
+    save_opening(chapter, notebook)
     embed_results(chapter, notebook, notebook)
     write(notebook, SOLUTIONS / f"{chapter}.ipynb")
     tqdm.write(f"{chapter}: executed in {time.perf_counter() - start:.0f} s")
@@ -73,6 +77,12 @@ def renew_checks(chapter: str) -> None:
 def fill_form(text: str) -> str:
     """Return the text of an issue form whose list of chapters is complete."""
     return OFFERED.sub("".join(f"        - {name}\n" for name in get_written_chapters()), text)
+
+
+def format_core_path() -> str:
+    """Format what `progress()` reads: the exercises on the core path, by chapter."""
+    chapters = {c: [e.name for e in read_exercises(c) if e.is_core] for c in get_written_chapters()}
+    return json.dumps(chapters, indent=1) + "\n"
 
 
 def sum_points() -> dict[str, dict[str, float]]:
@@ -104,6 +114,7 @@ def main() -> None:
         parser.error(
             f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
         )
+    CORE_PATH.write_text(format_core_path(), encoding="utf-8")
     FORM.write_text(fill_form(FORM.read_text(encoding="utf-8")), encoding="utf-8")
     for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
         save_loop(chapter)

@@ -3,15 +3,20 @@
 The source is MyST, read by jupytext. Besides prose and code cells it holds fenced blocks that are
 filled from the solutions:
 
-    ```{setup}            the set-up cell and the chapter's imports
+    ```{setup}            the set-up cell and the chapter's imports, both folded
+    ```{opening}          the cell that runs `chapters/openings/<chapter>.py`
     ```{given} A B        definitions that students get
     ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
                           `inherited: true` for a method that is only run: no stub;
                           `optional: true` for what is useful to have, and teaches little;
                           `optional: lent` if other exercises need it, so that it can be left out
-                          only where there are solutions
+                          only where there are solutions;
+                          `milestone: true` for what puts the chapter's other exercises together
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
                           `loop` is the chapter's diagram
+
+A section whose heading ends with " · deeper" is off the core path, and so are its exercises and the
+optional ones. A code cell with the tag `hide-input` is folded: it only draws or imports.
 
 `{{count ch4_kl}}` and the like are sums over exercises (`utils.authoring.sums`).
 
@@ -45,7 +50,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
-from utils.authoring.sums import fill_source
+from utils.authoring.sums import SECTION, fill_source, read_exercises
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.reference import find_named
@@ -53,14 +58,18 @@ from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS, SOLUTIONS = ROOT / "chapters", ROOT / "solutions"
-FIGURES = CHAPTERS / "figures"
+FIGURES, RESULTS = CHAPTERS / "figures", CHAPTERS / "results"
 BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 BY_PLACE = re.compile(r"<(repository|bundle)>(.*?)</\1>", re.DOTALL)
 MADE_BY = re.compile(r"^#.* python -m chapters\.experiments\.[^\n]*\n", re.MULTILINE)
 SCRIPT = re.compile(r"(a script in )?chapters/experiments[\w/.]*")
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
-OPTIONAL = {False: "", True: " · optional", "lent": " · optional where the solutions are at hand"}
-FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional"}
+OPTIONAL = {True: " · optional", "lent": " · optional where the solutions are at hand"}
+FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional", "milestone"}
+OPENING = "preview()  # the finished thing, in about 20 seconds"
+FOLDED = (
+    "*Run the next two cells first. They're folded: they find the course and import what we need.*"
+)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -85,7 +94,7 @@ if root is None:
         f"{CHAPTER}.zip beside it (on Colab, upload it)."
     )
 sys.path.insert(0, str(root))
-from utils.course import catch_up, check, progress, shorten, show_result, start
+from utils.course import catch_up, check, preview, progress, shorten, show_result, start
 
 start(CHAPTER, VERSION)"""
 
@@ -109,13 +118,17 @@ class _Builder:
     cells: list[NotebookNode] = field(default_factory=list)
     placed: list[str] = field(default_factory=list)  # exercises
 
-    def markdown(self, text: str) -> None:
+    def __post_init__(self) -> None:
+        self.is_on_core_path = {e.name: e.is_core for e in read_exercises(self.chapter)}
+
+    def markdown(self, text: str, *tags: str) -> None:
         if text.strip():
-            self.cells.append(new_markdown_cell(text.strip()))
+            metadata = {"tags": list(tags)} if tags else {}
+            self.cells.append(new_markdown_cell(text.strip(), metadata=metadata))
 
     def code(self, source: str, *tags: str, hidden: bool = False) -> None:
         metadata: dict[str, Any] = {"tags": list(tags)} if tags else {}
-        if hidden:
+        if hidden or "hide-input" in tags:
             metadata["jupyter"] = {"source_hidden": True}
         self.cells.append(new_code_cell(source, metadata=metadata))
 
@@ -123,8 +136,11 @@ class _Builder:
         names = tuple(argument.split())
         if kind == "setup":
             setup = SETUP.replace("{version}", get_version())
-            self.code(setup.replace("{chapter}", self.chapter), "setup")
-            self.code(stubs.get_imports(self.chapter), "imports")
+            self.markdown(FOLDED, "about-setup")
+            self.code(setup.replace("{chapter}", self.chapter), "setup", hidden=True)
+            self.code(stubs.get_imports(self.chapter), "imports", hidden=True)
+        elif kind == "opening":
+            self.code(OPENING, "opening")
         elif kind == "given":
             exercises = tuple(get_checks(self.chapter))
             given = [stubs.get_given(self.chapter, name, exercises) for name in names]
@@ -150,7 +166,7 @@ class _Builder:
             f"### Exercise: `{name}`\n\n"
             f"Difficulty {_dots(options['difficulty'])} · importance "
             f"{_dots(options['importance'])} · about {options['minutes']} minutes"
-            f"{OPTIONAL[options.get('optional', False)]}"
+            f"{self._place(name, options)}"
             f"{self._say_callable(name)}"
         )
         solved, inherited = self.edition.solved, options.get("inherited", False)
@@ -167,6 +183,14 @@ class _Builder:
         elif self.edition.folded_solutions:
             code = f"```python\n{piece.solution}\n```\n\n{options['why'].strip()}"
             self.markdown(_fold("Solution", code))
+
+    def _place(self, exercise: str, options: dict[str, Any]) -> str:
+        """Say where an exercise lies: on the core path or off it."""
+        if options.get("optional"):
+            return OPTIONAL[options["optional"]]
+        if not self.is_on_core_path[exercise]:
+            return " · deeper"
+        return " · core path" + " · milestone" * bool(options.get("milestone"))
 
     def _say_callable(self, exercise: str) -> str:
         """Say what an exercise may call: what is lent to it where it is missing."""
@@ -193,6 +217,7 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     """
     builder = _Builder(chapter, edition)
     source = fill_source((CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8"))
+    source = lead_past(source)
     source = BY_PLACE.sub(lambda match: match[2] if match[1] == edition.place else "", source)
     if edition.place == "bundle":  # which has what the scripts found, not the scripts
         source = SCRIPT.sub("a recorded run", MADE_BY.sub("", source))
@@ -215,6 +240,25 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     notebook = new_notebook(cells=builder.cells, metadata=METADATA)
     notebook.metadata["course"] = {"built": _digest(notebook), "solved": edition.solved}
     return notebook
+
+
+def lead_past(source: str) -> str:
+    """Say below the first heading of sections that are off the core path where it goes on."""
+    sections = [(int(m[1]), bool(m[2]), m) for m in SECTION.finditer(source)]
+    parts: list[str] = []
+    end, was_deeper = 0, False
+    for number, is_deeper, match in sections:
+        if is_deeper and not was_deeper:
+            later = [n for n, deeper, _ in sections if n > number and not deeper]
+            said = "The core path leaves out this chapter."
+            if later:
+                said = f"The core path goes on with section {later[0]}."
+            elif parts or number > 1:
+                said = "The core path through this chapter ends here."
+            parts += [source[end : match.end()], f"\n\n*{said}*"]
+            end = match.end()
+        was_deeper = is_deeper
+    return "".join([*parts, source[end:]])
 
 
 def get_book_address() -> str:
@@ -342,6 +386,14 @@ def save_figures(chapter: str, notebook: NotebookNode) -> None:
             raise ValueError(f"{chapter}: the cell figure-{name} should draw a picture")
         path = FIGURES / f"{chapter}-{name}.png"
         path.write_bytes(base64.b64decode(pictures[-1]["image/png"]))
+
+
+def save_opening(chapter: str, notebook: NotebookNode) -> None:
+    """Save what the executed opening printed, for bundles, which cannot run it."""
+    for cell in notebook.cells:
+        if "opening" in cell.metadata.get("tags", []):
+            text = "".join(output.get("text", "") for output in cell.outputs)
+            (RESULTS / f"{chapter}_opening.txt").write_text(text, encoding="utf-8")
 
 
 def save_loop(chapter: str) -> None:

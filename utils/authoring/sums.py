@@ -3,9 +3,12 @@
 A sum is written as its kind and what it is of:
 
     count ch4_kl                           exercises, as a word: four
-    time ch4_kl                            core exercises: 1 h 20
+    time ch4_kl                            exercises that are not optional: 1 h 20
+    time ch2_ppo:core reading:ch2_ppo:core those on the core path, and the reading of its sections
+    time ch2_ppo:deeper                    those off it, the optional ones too
     time ch2_ppo:optional                  optional ones
     time ch2_ppo:1-6 reading:ch2_ppo:1-6   those of sections 1 to 6, and the reading of them
+    time all:core                          of all chapters
     time ch4_kl -calc_exact_kl             all but one
     time calc_sft_loss LoraLayer           these
     points ch4_kl                          from tests/points.toml
@@ -31,8 +34,9 @@ PAGES = ("README.md", "chapters/*.md", "chapters/teaching/*.md", "utils/autograd
 WORDS_PER_MINUTE = 100  # of technical prose, with its equations, docstrings and code
 NUMBERS = """no one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen twenty""".split()
+SECTION = re.compile(r"^## (\d+) · .*?( · deeper)?$", re.MULTILINE)
 PART = re.compile(
-    r"^## (?P<section>\d+) · |"
+    r"^## (?P<section>\d+) · [^\n]*?(?P<deeper> · deeper)?$|"
     r"^(?P<fence>`{3,})\{exercise\} (?P<name>\S+)\n(?P<body>.*?)^(?P=fence)",
     re.MULTILINE | re.DOTALL,
 )
@@ -47,42 +51,54 @@ class Exercise:
     section: int
     minutes: int
     is_optional: bool
+    is_core: bool  # on the core path
 
 
 @functools.cache
 def read_exercises(chapter: str) -> tuple[Exercise, ...]:
     """Read a chapter's exercises from its source, each with the number of its section."""
     text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
-    found, section = [], 0
+    found, section, is_deeper = [], 0, False
     for part in PART.finditer(text):
         if part["section"]:
-            section = int(part["section"])
+            section, is_deeper = int(part["section"]), bool(part["deeper"])
             continue
         options = yaml.safe_load(part["body"])
         if "minutes" not in options:
             raise ValueError(f"{chapter}.md: the block of {part['name']} should have minutes")
         optional = bool(options.get("optional"))
-        found.append(Exercise(part["name"], section, options["minutes"], optional))
+        is_core = not (optional or is_deeper)
+        found.append(Exercise(part["name"], section, options["minutes"], optional, is_core))
     return tuple(found)
 
 
-def count_reading(chapter: str, first: int = 0, last: int = 99) -> float:
-    """Count the minutes of reading in these sections of the student's notebook.
+def count_reading(chapter: str, part: str = "") -> float:
+    """Count the minutes of reading in a part of the student's notebook: sections (`1-6`), `core` or
+    `deeper`; by default in all of it.
 
     Hints, docstrings and code that is shown count; solutions and folded cells do not. Without a
     notebook it's 0: build a new chapter twice.
     """
     path = CHAPTERS / f"{chapter}.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
-    words, section = 0, 0
+    words, section, is_deeper = 0, 0, False
     for cell in cells:
-        source = "".join(cell["source"])
-        if heading := re.match(r"## (\d+) · ", source):
-            section = int(heading[1])
-        is_folded = cell["metadata"].get("jupyter", {}).get("source_hidden")
-        if first <= section <= last and not is_folded:
-            words += len(SOLUTION.sub("", source).split())
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            continue
+        shown = SOLUTION.sub("", "".join(cell["source"]))
+        for text in re.split(r"^(?=## )", shown, flags=re.MULTILINE):
+            if heading := SECTION.match(text):
+                section, is_deeper = int(heading[1]), bool(heading[2])
+            if _is_in(part, section, not is_deeper):
+                words += len(text.split())
     return words / WORDS_PER_MINUTE
+
+
+def _is_in(part: str, section: int, is_core: bool) -> bool:
+    if part in ("core", "deeper"):
+        return is_core == (part == "core")
+    first, _, last = part.partition("-")
+    return not part or int(first) <= section <= int(last)
 
 
 def calc_sum(expression: str) -> str:
@@ -94,23 +110,25 @@ def calc_sum(expression: str) -> str:
     exercises: dict[str, Exercise] = {}
     reading = 0.0
     for term in terms:
-        name, *rest = term.removeprefix("reading:").removeprefix("-").split(":")
-        spans = [tuple(map(int, part.split("-"))) for part in rest if part != "optional"]
-        first, last = spans[0] if spans else (0, 99)
+        name, *parts = term.removeprefix("reading:").removeprefix("-").split(":")
+        is_optional = "optional" in parts
+        part = "".join(p for p in parts if p != "optional")
         named = {e.name: e for chapter in list_chapters() for e in read_exercises(chapter)}
+        chapters = list_chapters() if name == "all" else [name]
+        if name not in {*list_chapters(), *named, "all"}:
+            raise ValueError(f"{expression!r}: there is no chapter and no exercise {name!r}")
         if term.startswith("reading:"):
-            reading += count_reading(name, first, last)
+            reading += sum(count_reading(chapter, part) for chapter in chapters)
         elif term.startswith("-"):
-            del exercises[name]
-        elif name in list_chapters():
-            of_chapter = [e for e in read_exercises(name) if first <= e.section <= last]
-            if kind == "time":
-                of_chapter = [e for e in of_chapter if e.is_optional == ("optional" in rest)]
-            exercises |= {e.name: e for e in of_chapter}
+            exercises.pop(named[name].name, None)
         elif name in named:
             exercises[name] = named[name]
         else:
-            raise ValueError(f"{expression!r}: there is no chapter and no exercise {name!r}")
+            found = [e for chapter in chapters for e in read_exercises(chapter)]
+            found = [e for e in found if _is_in(part, e.section, e.is_core)]
+            if kind == "time" and part != "deeper":
+                found = [e for e in found if e.is_optional == is_optional]
+            exercises |= {e.name: e for e in found}
     if kind == "count":
         return NUMBERS[len(exercises)]
     if kind == "points":

@@ -18,7 +18,9 @@ from utils.grading.reference import SOURCES, get_companions, get_source
 
 ROOT = Path(__file__).parents[2]
 # What the set-up cell of every notebook imports.
-SETUP = {"utils.course": {"catch_up", "check", "progress", "shorten", "show_result", "start"}}
+SETUP = {
+    "utils.course": {"catch_up", "check", "preview", "progress", "shorten", "show_result", "start"}
+}
 # What share of a chapter's solutions a file of the course has as they are, of those that have so
 # many nodes that nobody else writes them alike.
 COPIED_SHARE, LONG_NODES = 0.75, 40

@@ -24,10 +24,11 @@ if "ipykernel" in sys.modules:
 from utils.course.session import (  # noqa: E402
     catch_up,
     check,
+    preview,
     progress,
     shorten,
     show_result,
     start,
 )
 
-__all__ = ["catch_up", "check", "progress", "shorten", "show_result", "start"]
+__all__ = ["catch_up", "check", "preview", "progress", "shorten", "show_result", "start"]

@@ -1,7 +1,8 @@
-"""What a chapter's notebook calls: `start`, `check`, `progress`, `catch_up`, `show_result`."""
+"""What a chapter's notebook calls: `start`, `preview`, `check`, `progress`, `catch_up` and more."""
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from utils.version import get_version
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "chapters" / "figures"
 PROGRESS = Path(os.environ.get("COURSE_PROGRESS", ROOT / ".progress.json"))  # outlives the kernel
+OPENINGS, RESULTS = ROOT / "chapters" / "openings", ROOT / "chapters" / "results"
+CORE_PATH = Path(__file__).with_name("core_path.json")  # made by utils.authoring
 NOTHING = {"solved": False, "share": 0.0, "hardening": ""}  # of an exercise that was not checked
 MAX_THREADS = 8  # the models are small: more hardly help
 SHORT = "COURSE_SHORT"  # set when a notebook is only tested: experiments are cut short
@@ -88,6 +91,20 @@ def choose_threads() -> None:
     )
 
 
+def preview() -> None:
+    """Run the finished thing of this chapter with the solutions, and print what it does.
+
+    Where there are no solutions, as in a course bundle, it prints what it did when it was recorded.
+    """
+    tolerate_encoding()
+    chapter = str(sys._getframe(1).f_globals.get("CHAPTER"))
+    recorded = RESULTS / f"{chapter}_opening.txt"
+    if has_reference(chapter):
+        runpy.run_path(str(OPENINGS / f"{chapter}.py"), run_name="__main__")
+    else:
+        print(f"Recorded on two processors:\n\n{recorded.read_text(encoding='utf-8')}")
+
+
 def check(answer: Any, slow: bool = False, hardening: bool = False) -> None:
     """Check an exercise: `check(compute_advantages)`, or `check(RLHFTrainer.rollout_phase)`.
 
@@ -134,21 +151,30 @@ def progress() -> None:
     """Show the course so far: how each exercise did when it was last checked."""
     tolerate_encoding()
     done, rows = _load_progress(), []
+    core_path = json.loads(CORE_PATH.read_text(encoding="utf-8"))
     for chapter in get_chapters():
         names = list(get_checks(chapter))
-        found = [done.get(f"{chapter}::{name}", NOTHING) for name in names]
-        bar = "█" * round(20 * sum(one["share"] for one in found) / len(found))
-        n_done = f"{sum(_is_done(chapter, one) for one in found)} of {len(names)}"
-        harder = [one["hardening"].split(" of ") for one in found if one["hardening"]]
+        found = {name: done.get(f"{chapter}::{name}", NOTHING) for name in names}
+        bar = "█" * round(20 * sum(one["share"] for one in found.values()) / len(found))
+        is_done = {name: _is_done(chapter, one) for name, one in found.items()}
+        core = [is_done[name] for name in core_path.get(chapter, []) if name in is_done]
+        n_core = f"{sum(core)} of {len(core)}" if core else ""
+        n_done = f"{sum(is_done.values())} of {len(names)}"
+        harder = [one["hardening"].split(" of ") for one in found.values() if one["hardening"]]
         sums = [sum(int(pair[i]) for pair in harder) for i in (0, 1)]
-        rows.append((chapter, f"{bar:·<20}", n_done, f"{sums[0]} of {sums[1]}" if harder else ""))
+        n_harder = f"{sums[0]} of {sums[1]}" if harder else ""
+        rows.append((chapter, f"{bar:·<20}", n_core, n_done, n_harder))
         rows += [
-            ("", f"  {name}", _say_how_far(one), one["hardening"])
-            for name, one in zip(names, found, strict=True)
+            ("", f"  {name}", "", _say_how_far(one), one["hardening"])
+            for name, one in found.items()
             if 0 < one["share"] < 1 or (one != NOTHING and not one["solved"])
         ]
-    titles = ("chapter", "progress", _get_goal(get_chapters()[-1]), "hardening")
-    print(tabulate(rows, titles, disable_numparse=True))
+    goal = _get_goal(get_chapters()[-1])
+    print(
+        tabulate(
+            rows, ("chapter", "progress", "core path", goal, "hardening"), disable_numparse=True
+        )
+    )
 
 
 def _get_goal(chapter: str) -> str:

@@ -150,14 +150,14 @@ def merge_editions(student: NotebookNode, solved: NotebookNode) -> NotebookNode:
             cell.execution_count = None
         if any(tag.startswith("result-") for tag in tags):
             cell.metadata.tags = [*tags, "remove-input"]  # one line that shows the picture
-        elif {"setup", "imports"} & {*tags}:
+        elif {"about-setup", "setup", "imports"} & {*tags}:
             setup.append(cell)
         elif "check" in tags:
             printed = f"`{cell.source}` then prints\n\n```text\n{read_streams(twin)}\n```"
         elif cell.source.startswith(SOLUTION):
             cell.source = cell.source.replace("\n</details>", f"\n{printed}\n\n</details>")
     if setup:
-        code = "\n\n\n".join(cell.source for cell in setup)
+        code = "\n\n\n".join(cell.source for cell in setup if cell.cell_type == "code")
         fold = f"<details>\n<summary>Set-up</summary>\n\n```python\n{code}\n```\n\n</details>"
         page.cells[page.cells.index(setup[0])] = new_markdown_cell(fold, id=setup[0].id)
         page.cells = [cell for cell in page.cells if cell not in setup]
