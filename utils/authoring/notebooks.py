@@ -5,7 +5,7 @@ filled from the solutions:
 
     ```{setup}            the set-up cell and the chapter's imports, both folded
     ```{opening}          the cell that runs `chapters/openings/<chapter>.py`
-    ```{given} A B        definitions that students get
+    ```{given} A B        definitions that students get; "folded" inside folds the cell
     ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
                           `inherited: true` for a method that is only run: no stub;
                           `optional: true` for what is useful to have, and teaches little;
@@ -144,7 +144,7 @@ class _Builder:
         elif kind == "given":
             exercises = tuple(get_checks(self.chapter))
             given = [stubs.get_given(self.chapter, name, exercises) for name in names]
-            self.code("\n\n\n".join(given), "given")
+            self.code("\n\n\n".join(given), "given", hidden=body.strip() == "folded")
         elif kind == "result":
             source = f'show_result("{self.chapter}", "{names[0]}")'
             self.code(source, f"result-{names[0]}", hidden=True)
