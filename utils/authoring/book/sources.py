@@ -14,7 +14,7 @@ from utils.authoring.book.pages import FIGURES, NOTEBOOKS, Site, make_chapter
 ROOT = Path(__file__).parents[3]
 FRONT = Path(__file__).with_name("index.md")
 PAGES = (
-    "README.md", "CHANGELOG.md", "chapters/README.md", "chapters/teaching/*.md", "solutions/*.md",
+    "README.md", "CHANGELOG.md", "chapters/*.md", "chapters/teaching/*.md", "solutions/*.md",
     "tests/README.md", "utils/README.md", "utils/*/README.md", "utils/*/INSTRUCTORS.md",
     "utils/models/*/README.md",
 )  # fmt: skip
