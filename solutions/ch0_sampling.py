@@ -180,7 +180,10 @@ class Samples:
     completion_mask: Bool[Tensor, "batch completion"]
     texts: list[str]  # the completions alone, without special tokens
     completion_ids: Int[Tensor, "batch completion"] | None = None  # default: input_ids' last part
-    logprobs: Float[Tensor, "batch completion"] | None = None  # if the sampler kept them
+    # If the sampler kept them: what it said of each token before top-k and top-p, and the log of
+    # the probability that these kept.
+    logprobs: Float[Tensor, "batch completion"] | None = None
+    log_kept_mass: Float[Tensor, "batch completion"] | None = None
 
     def __post_init__(self):
         if self.completion_ids is None:
@@ -347,6 +350,7 @@ def sample_completions(
         completion_mask=mask,
         texts=texts,
         logprobs=draws.logprobs,
+        log_kept_mass=draws.log_kept_mass,
     )
 
 

@@ -364,7 +364,9 @@ class RLHFArgs:
     batch_size: Count = 128  # A rollout has this many completions.
     gen_len: Count = 30  # A completion has at most this many tokens.
     temperature: Positive = 1.0
-    top_k: Count | None = None  # Log-probs ignore it, so training with it is off-policy.
+    # Log-probs ignore top-k and top-p, so training with them is off-policy (chapter 9).
+    top_k: Count | None = None
+    top_p: Fraction | None = None
     prepend_bos: bool = True
 
     # Learning
@@ -646,7 +648,8 @@ class RLHFTrainer:
             args.gen_len,
             args.temperature,
             args.top_k,
-            generator=self.generator,
+            args.top_p,
+            self.generator,
             prepend_bos=args.prepend_bos,
         )
         columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
@@ -664,6 +667,9 @@ class RLHFTrainer:
         self.metrics["reward"].append(scores.mean().item())
         self.metrics["reward_std"].append(scores.std().item() if len(scores) > 1 else 0.0)
         self.metrics["completion_len"].append(lengths.mean().item())
+        if self.args.top_k or self.args.top_p:
+            kept_mass = masked_mean(samples.log_kept_mass.exp(), samples.completion_mask)
+            self.metrics["kept_mass"].append(kept_mass.item())
         ranked = scores.argsort(descending=True).tolist()
         shown = {"best": ranked[0], "median": ranked[len(ranked) // 2], "worst": ranked[-1]}
         self.samples_table = format_samples(

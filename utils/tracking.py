@@ -55,9 +55,11 @@ class Run:
             raise
         self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
         self.is_told = False  # that no group had two rewards
-        if getattr(args, "top_k", None) is not None:
-            self.bar.write(f"top_k is {args.top_k}: samples are truncated and log-probs are not, so"
-                           " every update is off-policy")  # fmt: skip
+        if truncated := [n for n in ("top_k", "top_p") if getattr(args, n, None) is not None]:
+            self.bar.write(
+                f"Training with {' and '.join(truncated)}: what the sampler drops is never learned,"
+                " and log-probs do not know of it. The metric kept_mass shows how much it keeps."
+            )
         self.state = trainer.get_state()
         self.start = time.perf_counter()
         forget(trainer.model)  # it may have been edited since

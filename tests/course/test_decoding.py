@@ -47,7 +47,7 @@ def enumerate_tokens(logits, **options):
     """How often each token is drawn by 2^16 even steps of the uniform number."""
     n = 2**16
     uniforms = (torch.arange(n) + 0.5) / n
-    tokens, logprobs = draw(logits.expand(n, -1), uniforms, **options)
+    tokens, logprobs, _ = draw(logits.expand(n, -1), uniforms, **options)
     return torch.bincount(tokens, minlength=logits.shape[-1]) / n, tokens, logprobs
 
 
@@ -68,7 +68,7 @@ def test_draws_have_the_probabilities_of_chapter_0(options):
 
 def test_temperature_0_takes_the_likeliest():
     logits = torch.tensor([[0.1, 3.0, 2.9]] * 3)
-    tokens, logprobs = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), temperature=0.0)
+    tokens, logprobs, _ = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), temperature=0.0)
     assert tokens.tolist() == [1, 1, 1]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1)[:, 1])
 
@@ -76,7 +76,7 @@ def test_temperature_0_takes_the_likeliest():
 def test_a_token_of_probability_0_is_never_drawn():
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -200.0, -torch.inf]])
     edges = torch.tensor([0.0, 2**-24, 1 / (1 + math.e), 0.9999999, 1 - 2**-24])
-    tokens, _ = draw(logits.expand(len(edges), -1), edges)
+    tokens, *_ = draw(logits.expand(len(edges), -1), edges)
     assert set(tokens.tolist()) == {1, 3}
 
 

@@ -201,7 +201,7 @@ def test_equal_rewards_in_every_group_are_said_once_and_measured(tmp_path, capsy
     assert [row["frac_reward_zero_std"] for row in history] == [1.0, 1.0]
     said = "".join(capsys.readouterr())
     assert said.count("in every group all rewards are equal") == 1
-    assert said.count("top_k is 5: samples are truncated") == 1
+    assert said.count("Training with top_k: what the sampler drops is never learned") == 1
 
 
 def test_a_failed_first_phase_leaves_no_folder(tmp_path):
@@ -297,3 +297,14 @@ def test_an_ascii_locale_ends_no_check():
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     assert "solved" in said.stdout
+
+
+def test_what_truncation_keeps_is_measured_in_training(tmp_path):
+    def train(**given) -> list[float]:
+        reward_fn = lambda samples: [float(len(s)) for s in samples]  # noqa: E731
+        history = make_trainer(tmp_path, reward_fn=reward_fn, total_phases=1, **given).train()
+        return [row["kept_mass"] for row in history if "kept_mass" in row]
+
+    assert train() == []
+    (narrow,), (wide,) = train(top_p=0.3), train(top_p=0.99)
+    assert 0.3 <= narrow < 0.9 < 0.99 <= wide <= 1

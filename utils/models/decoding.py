@@ -34,11 +34,13 @@ LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
 
 @dataclass(frozen=True)
 class Draws:
-    """Completions, the pad id after the first end, and the log-probability of each token at the
-    sampling temperature, before top-k and top-p; 0 after the eos."""
+    """Completions, the pad id after the first end; the log-probability of each token at the
+    sampling temperature, before top-k and top-p; and the log of the probability that these kept.
+    Both are 0 after the eos."""
 
     completion_ids: Int[Tensor, "batch completion"]
     logprobs: Float[Tensor, "batch completion"]
+    log_kept_mass: Float[Tensor, "batch completion"]
 
 
 def get_decoder(model: Any) -> "Decoder":
@@ -105,16 +107,18 @@ def draw(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> tuple[Int[Tensor, "row"], Float[Tensor, "row"]]:
+) -> tuple[Int[Tensor, "row"], Float[Tensor, "row"], Float[Tensor, "row"]]:
     """Draw a token a row, where the cumulative sum of the probabilities passes the uniform number.
 
     The second result is its log-probability before top-k and top-p; at temperature 0, where the
-    likeliest token is taken, that at temperature 1.
+    likeliest token is taken, that at temperature 1. The third is the log of the probability that
+    top-k and top-p kept.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature > 0:
         logits = (logits - logits.amax(-1, keepdim=True)).div_(temperature)
     all_probs = logits.softmax(-1)
+    log_kept_mass = all_probs.new_zeros(len(all_probs))
     if temperature == 0:
         tokens = logits.argmax(-1)
     else:
@@ -122,11 +126,13 @@ def draw(
         probs = probs if top_p in (None, 1) else keep_top_p(probs, top_p)
         sums = probs.cumsum(-1)
         total = sums[:, -1:]
+        if probs is not all_probs:
+            log_kept_mass = total.squeeze(-1).log()
         require(total.isfinite().all(), "logits should be numbers, but some are nan or inf")
         # Below the total, or a token of probability 0 behind all others could be taken.
         at = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
         tokens = torch.searchsorted(sums, at, right=True).squeeze(-1)
-    return tokens, all_probs.gather(-1, tokens[:, None]).squeeze(-1).log()
+    return tokens, all_probs.gather(-1, tokens[:, None]).squeeze(-1).log(), log_kept_mass
 
 
 def keep_top_k(probs: Float[Tensor, "row vocab"], k: int) -> Float[Tensor, "row vocab"]:
@@ -174,19 +180,23 @@ class Decoder:
         uniforms = torch.rand(shape, generator=generator, device=device)
         ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
         logprobs = torch.zeros(shape, device=device)
+        log_kept_mass = torch.zeros(shape, device=device)
         rows = torch.arange(batch, device=device)  # those that go on
         ends_on_device = torch.tensor(ends, dtype=torch.long, device=device)
         with hold_merged(self.model) if self.is_merged else contextlib.nullcontext():
             logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
             for step in range(max_new_tokens):
-                tokens, found = draw(logits, uniforms[rows, step], temperature, top_k, top_p)
+                settings = (temperature, top_k, top_p)
+                tokens, found, kept = draw(logits, uniforms[rows, step], *settings)
                 ids[rows, step], logprobs[rows, step] = tokens, found.to(logprobs.dtype)
+                log_kept_mass[rows, step] = kept.to(logprobs.dtype)
                 goes_on = ~torch.isin(tokens, ends_on_device)
                 rows = rows[goes_on]
                 if len(rows) == 0 or step + 1 == max_new_tokens:
                     break
                 logits = self.advance(tokens, goes_on)
-        return Draws(ids[:, : step + 1], logprobs[:, : step + 1])
+        drawn = slice(step + 1)
+        return Draws(ids[:, drawn], logprobs[:, drawn], log_kept_mass[:, drawn])
 
     def start(
         self,
