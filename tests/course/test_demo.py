@@ -1,6 +1,7 @@
 """`make demo`, shortened: what it writes and prints."""
 
 import json
+import math
 
 import pytest
 from PIL import Image
@@ -46,6 +47,44 @@ def test_the_demo_writes_a_summary_plots_and_a_table(tmp_path, monkeypatch):
     assert "[" not in one
     values = [summary["grpo"]["accuracy_before"] for summary in summaries]
     assert f"{sum(values) / 2:.3f} [{min(values):.3f}, {max(values):.3f}]" in two
+
+
+def test_on_a_busy_machine_the_demo_ends_early_and_says_so(tmp_path, monkeypatch, capsys):
+    """No time at all is left after the first phase, and for seven of eight prompts."""
+    measured = []
+
+    def evaluate(model, chosen, *args, is_trained, **kwargs):
+        measured.append((len(chosen), is_trained))
+        return {"reward": 0.0, "accuracy": 0.0, "kl": 0.0}
+
+    monkeypatch.setattr(demo, "evaluate_reviews", evaluate)
+    monkeypatch.setattr(demo, "evaluate_additions", evaluate)
+    summary = demo.run_demo(tmp_path, 0, SHORT, SHORT, seconds=0)
+    said = capsys.readouterr().out
+    assert said.count("Training stopped after 1 of 2 phases, because the machine is busy") == 2
+    assert said.count("Only every eighth prompt is measured") == 2
+    some = [len(review_prompts()[1][::8]), len(held_out_pairs()[::8])]
+    assert measured == [(n, is_trained) for n in some for is_trained in (False, True)]
+    for name in ("ppo", "grpo"):
+        assert summary[name]["phases"] == "1 of 2"
+        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 1
+        assert (tmp_path / name / "adapter.safetensors").exists()
+        assert len(summary[name]["samples"]) == 3
+
+
+def test_seeds_are_measured_without_a_limit(tmp_path, monkeypatch):
+    given = []
+
+    def run(out, seed, seconds):
+        given.append(seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run_demo", run)
+    for arguments in ([], ["--seeds", "2"], ["--seconds", "5"]):
+        monkeypatch.setattr("sys.argv", ["demo", "--out", str(tmp_path), *arguments])
+        with pytest.raises(SystemExit):
+            demo.main()
+    assert given == [demo.SECONDS, math.inf, 5]
 
 
 def test_the_demo_trains_on_nothing_that_it_measures(tmp_path):

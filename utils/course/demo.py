@@ -2,10 +2,13 @@
 
 `python -m utils.course.demo` trains both once with the reference solutions on the embedded model;
 `--seeds 5` repeats it and prints the spread. Prompts of the measurements are in no training set.
+On a busy machine each training ends after `--seconds`, wherever it is, and fewer prompts are
+measured; with `--seeds` nothing is cut short.
 """
 
 import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable
@@ -29,6 +32,11 @@ from utils.models.corpus import (
 from utils.models.loading import ALL_LINEAR_SITES
 from utils.plotting import format_spread, plot_history
 from utils.rewards import reward_fn_addition
+from utils.tracking import Run
+
+SECONDS = 45  # of one training: on two idle processors it takes 30
+MEASURED_SHARE = 1 / 3  # of that time, which the first measurement may take
+SOME = 8  # where it would take longer, every eighth prompt is measured
 
 
 def make_ppo_trainer(out: Path, seed: int, **overrides):
@@ -74,17 +82,18 @@ def _get_run_args(name: str, out: Path, seed: int) -> dict:
     return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
 
 
-def run_ppo(out: Path, seed: int, **overrides) -> dict[str, Any]:
+def run_ppo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dict[str, Any]:
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
     trainer, prompts = make_ppo_trainer(out, seed, **overrides), review_prompts()[1]
 
-    def measure() -> dict[str, float]:
-        return evaluate_reviews(trainer.model, prompts, trainer.args.reward_fn, seed=seed)
+    def measure(every: int, is_trained: bool) -> dict[str, float]:
+        args = (prompts[::every], trainer.args.reward_fn)
+        return evaluate_reviews(trainer.model, *args, seed=seed, is_trained=is_trained)
 
-    return _run("PPO on the sentiment of reviews", trainer, seed, prompts, measure)
+    return _run("PPO on the sentiment of reviews", trainer, seed, prompts, measure, seconds)
 
 
-def run_grpo(out: Path, seed: int, **overrides) -> dict[str, Any]:
+def run_grpo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dict[str, Any]:
     """Train GRPO and measure additions before and after, on all held-out pairs.
 
     The run has fewer phases than those that the chapters record, enough to see it learn.
@@ -93,10 +102,10 @@ def run_grpo(out: Path, seed: int, **overrides) -> dict[str, Any]:
     pairs = held_out_pairs()
     prompts = [addition_prompt(a, b) for a, b in pairs]
 
-    def measure() -> dict[str, float]:
-        return evaluate_additions(trainer.model, pairs, seed=seed)
+    def measure(every: int, is_trained: bool) -> dict[str, float]:
+        return evaluate_additions(trainer.model, pairs[::every], seed=seed, is_trained=is_trained)
 
-    return _run("GRPO on additions", trainer, seed, prompts, measure)
+    return _run("GRPO on additions", trainer, seed, prompts, measure, seconds)
 
 
 def _run(
@@ -104,24 +113,60 @@ def _run(
     trainer: RLHFTrainer,
     seed: int,
     prompts: list[str],
-    measure: Callable[[], dict[str, float]],
+    measure: Callable[[int, bool], dict[str, float]],
+    seconds: float,
 ) -> dict[str, Any]:
     """Train between two measurements, and add three prompts with what is written after them."""
     print(f"\n{label}, seed {seed}: measure, train, measure again")
-    before = measure()
+    every, before = _measure_first(measure, seconds)
     start = time.perf_counter()
-    trainer.train()
-    seconds = time.perf_counter() - start
-    after = measure()
+    train(trainer, seconds)
+    took = time.perf_counter() - start
+    after = measure(every, True)
     generator = torch.Generator(trainer.device).manual_seed(seed)
     chosen = prompts[:: max(len(prompts) // 3, 1)][:3]
     sampled = sample_completions(trainer.model, chosen, trainer.args.gen_len, generator=generator)
     return {
         **pair_up(before, after),
         "kl": after["kl"],
-        "seconds": seconds,
+        "seconds": took,
+        "phases": f"{trainer.phase} of {trainer.args.total_phases}",
         "samples": [list(pair) for pair in zip(chosen, sampled.texts, strict=True)],
     }
+
+
+def _measure_first(
+    measure: Callable[[int, bool], dict[str, float]], seconds: float
+) -> tuple[int, dict[str, float]]:
+    """Measure the untrained model on all prompts (1), or on every eighth (8) if that says that all
+    would take more than `MEASURED_SHARE` of the seconds."""
+    if seconds < math.inf:
+        start = time.perf_counter()
+        before = measure(SOME, False)
+        if SOME * (time.perf_counter() - start) > MEASURED_SHARE * seconds:
+            print("Only every eighth prompt is measured, because the machine is busy or slow.")
+            return SOME, before
+    return 1, measure(1, False)
+
+
+def train(trainer: RLHFTrainer, seconds: float) -> None:
+    """Train as `trainer.train()` does, but begin no phase, except the first, after these seconds,
+    and say so."""
+    total, start = trainer.args.total_phases, time.perf_counter()
+    with Run(trainer) as run:
+        while trainer.phase < total:
+            trainer.metrics.clear()
+            trainer.learning_phase(trainer.rollout_phase())
+            trainer.phase += 1
+            run.end_phase()
+            if time.perf_counter() - start >= seconds:
+                break
+    if trainer.phase < total:
+        print(
+            f"Training stopped after {trainer.phase} of {total} phases, because the machine is busy"
+            f" or slow: they had {seconds:g} seconds. To give them more, use `python -m"
+            " utils.course.demo --seconds 600`."
+        )
 
 
 ROWS = {  # trainer: (label, name of the measurement)
@@ -157,16 +202,26 @@ def format_summary(summaries: list[dict]) -> str:
             values = (cell(trainer, f"{key}_{when}") for when in ("before", "after"))
             table.append((name, label, *values))
         table.append((name, "KL from the base, nats per token", "0", cell(trainer, "kl")))
+        table.append((name, "phases of training", "", summaries[0][trainer]["phases"]))
         table.append((name, "seconds of training", "", cell(trainer, "seconds")))
     headers = ("", "held-out", "before", "after")
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def run_demo(out: Path, seed: int, ppo: dict | None = None, grpo: dict | None = None) -> dict:
-    """Run both trainers once: write `out/summary.json`, plots beside it, and return the summary."""
+def run_demo(
+    out: Path,
+    seed: int,
+    ppo: dict | None = None,
+    grpo: dict | None = None,
+    seconds: float = math.inf,
+) -> dict:
+    """Run both trainers once: write `out/summary.json`, plots beside it, and return the summary.
+
+    Each training begins no phase after these seconds.
+    """
     summary = {
-        "ppo": run_ppo(out, seed, **(ppo or {})),
-        "grpo": run_grpo(out, seed, **(grpo or {})),
+        "ppo": run_ppo(out, seed, seconds, **(ppo or {})),
+        "grpo": run_grpo(out, seed, seconds, **(grpo or {})),
     }
     for trainer in summary:
         lines = (out / trainer / "metrics.jsonl").read_text().splitlines()
@@ -180,15 +235,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="repeat with this many seeds, from 0")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="of one training, on a busy machine (default: %(default)s; with --seeds no limit)",
+    )
     args = parser.parse_args()
     if args.seeds is not None and args.seeds < 1:
         parser.error(f"--seeds should be at least 1, but is {args.seeds}")
     choose_threads()
-    seeds = {args.out: args.seed}
+    seeds, seconds = {args.out: args.seed}, args.seconds
     if args.seeds is not None:
+        seconds = math.inf
         seeds = {args.out / f"seed-{k}": k for k in range(args.seeds)}
     try:
-        summaries = [run_demo(out, seed) for out, seed in seeds.items()]
+        summaries = [run_demo(out, seed, seconds=seconds) for out, seed in seeds.items()]
     except KeyboardInterrupt:
         print("The demonstration was stopped; it starts over next time.")
         raise SystemExit(130) from None

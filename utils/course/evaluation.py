@@ -89,28 +89,43 @@ def pair_up(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluate_reviews(
-    model, prompts: list[str], reward_fn, n_samples: int = 32, gen_len: int = 30, seed: int = 0
+    model,
+    prompts: list[str],
+    reward_fn,
+    n_samples: int = 32,
+    gen_len: int = 30,
+    seed: int = 0,
+    is_trained: bool = True,
 ) -> dict[str, float]:
-    """Evaluate reward, KL, fluency and diversity of `n_samples` reviews per prompt."""
+    """Evaluate reward, KL, fluency and diversity of `n_samples` reviews per prompt.
+
+    Where nothing is trained yet, the KL is 0 and not measured.
+    """
     batches = sample_prompts(model, prompts * n_samples, gen_len, seed=seed)
     texts = [text for batch in batches for text in batch.texts]
     rewards = reward_fn(texts)
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
-        "kl": measure_kl(model, batches),
+        "kl": measure_kl(model, batches) if is_trained else 0.0,
         "nll": measure_nll(model, batches),
         "distinct_bigrams": measure_distinct_bigrams(texts),
     }
 
 
 def evaluate_additions(
-    model, pairs: list[Pair], n_samples: int = 8, gen_len: int = 40, seed: int = 0
+    model,
+    pairs: list[Pair],
+    n_samples: int = 8,
+    gen_len: int = 40,
+    seed: int = 0,
+    is_trained: bool = True,
 ) -> dict[str, float]:
     """Evaluate sampled and greedy accuracy on `pairs`, and how the answers were reached.
 
     `pass` is the share of pairs with at least one right answer among `n_samples`: pass@k with
     k = n_samples. `accuracy_worked` is the accuracy within the sampled answers that show the steps.
+    Where nothing is trained yet, the KL is 0 and not measured.
     """
     prompts = [addition_prompt(a, b) for a, b in pairs]
     answers = [str(a + b) for a, b in pairs]
@@ -130,5 +145,5 @@ def evaluate_additions(
         .float()
         .mean()
         .item(),
-        "kl": measure_kl(model, batches),
+        "kl": measure_kl(model, batches) if is_trained else 0.0,
     }
