@@ -84,6 +84,23 @@ def attach_methods() -> bytes:
     return notebook(rest, ADD_TO_CLASS, f"@add_to_class(RLHFTrainer)\n{method}")
 
 
+def make_old() -> bytes:
+    """Chapter 2 as before: what its notebook gave calls what the course no longer has, or calls
+    otherwise, and an exercise imports what today's notebook does not."""
+    source = get_source("ch2_ppo")
+    for now, before in (
+        ("    check_fields,\n", "    require_integers,\n"),
+        ("        check_fields(self)\n", "        require_integers(self, 1, 'batch_size')\n"),
+        ("    sample_completions,\n)\n", ")\nfrom utils.models.decoding import sample_faster\n"),
+        ("        samples = sample_completions(\n", "        samples = sample_faster(\n"),
+        ("self._read_scores(minibatch, scored).calc_mean_entropy(minibatch.mask)", "scored[0]"),
+        ("        # (1) sample, (2) score\n", "        from utils.tracking import RunLog\n"),
+    ):
+        assert source.count(now) == 1, now
+        source = source.replace(now, before)
+    return source.encode()
+
+
 def zipped(files: dict[str, bytes]) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as archive:
@@ -341,6 +358,9 @@ RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
                  + b"def masked_mean(*a):\n    while True:\n        pass\n"},
         "calc_reinforce_objective",
     ),
+    "of an earlier version of the course": (
+        {"old.py": make_old()}, "RLHFTrainer.rollout_phase"
+    ),
     "capitals": ({"UPPER.IPYNB": notebook(MASK)}, "get_completion_mask"),
     "zips in zips": (
         {"all.zip": zipped({"doejane_1_2_hw.ZIP": zipped({"hw.ipynb": notebook(MASK)})})},
@@ -365,7 +385,8 @@ EVERY_DAY = {"modules", "package", "run", "statements that an exercise needs",
 ATTACKS = [
     Path(__file__).parents[1] / "attacks" / name
     for name in ("equal/subclass.py", "forging/replies.py", "patching/torch_functions.py",
-                 "reading/frames.py", "ending/by_signals.py", "forging/errors_of_the_grader.py")
+                 "reading/frames.py", "reading/given_again.py", "ending/by_signals.py",
+                 "forging/errors_of_the_grader.py")
 ]  # fmt: skip
 HELPERS = Path(__file__).parents[1] / "attacks" / "reading" / "course_helpers.py"
 
@@ -407,6 +428,14 @@ def test_attacks_score_nothing(graded):
         path.stem: 0 for path in ATTACKS
     }
     assert not any(graded[path.stem]["not_graded"] for path in ATTACKS)
+
+
+@linux
+@takes_long
+def test_what_is_given_and_runs_no_more_is_the_courses_and_said(graded):
+    said = str(graded["of an earlier version of the course"]["problems"])
+    assert "what the notebook gives of RLHFArgs, RLHFTrainer does not run with this version" in said
+    assert "RLHFArgs" not in str(graded["method attached"]["problems"])
 
 
 @linux

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from utils.grading.extraction import (
     find_stubs_below,
     get_bound_names,
     get_flags,
+    get_import_name,
     get_kind,
     get_names_in_strings,
     is_stub_definition,
@@ -210,8 +211,8 @@ def get_written_names(parsed: Any, statements: list[Any]) -> set[str]:
 
 
 def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
-    """Compile each statement, and note its place, its kind and, if it is a stub, its name; an error
-    stands for what the compiler refuses."""
+    """Compile each statement, and note its place, its kind, the name of a definition or an import,
+    and whether it is a stub; an error stands for what the compiler refuses."""
     compiled = []
     for statement in (part for s in statements for part in split_import(s)):
         place = f"{statement.place}, line {statement.first_line}"
@@ -219,8 +220,10 @@ def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> 
             code = compile_statement(statement, flags)
         except Exception as error:
             code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
-        stub = statement.name if is_stub_definition(statement) else ""
-        compiled.append((place, code, get_kind(statement), stub))
+        aliases = getattr(statement, "names", [])
+        name = get_import_name(aliases[0]) if aliases else getattr(statement, "name", "")
+        entry = (place, code, get_kind(statement), name, is_stub_definition(statement))
+        compiled.append(entry)
     return marshal.dumps((compiled, sources))
 
 
@@ -250,8 +253,9 @@ def run_probe(
     facades.shut(stand_in.chapter, exercise, given)
     lay_out(data)
     runner = Runner(patience, skipped)
-    namespace = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
+    namespace, own = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
     seen: dict[str, Any] = {"log": "\n".join(runner.said), "failed": runner.failed}
+    seen["replaced"] = own
     seen |= {"slow": runner.slow, "stopped": runner.stopped}
     if runner.slow:
         return seen | {"is_stub": False, "observations": [], "printed": ""}
@@ -305,11 +309,13 @@ def load(
     is_lent: bool,
     runner: Runner,
     has_data: bool,
-) -> dict[str, Any]:
-    """Run what the files define, and return it.
+) -> tuple[dict[str, Any], list[str]]:
+    """Run what the files define, and return it, with the names of what is the course's instead.
 
-    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked. A
-    stub hides nothing that another file has. Where there are data, each file runs in its folder.
+    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked. What
+    the chapter gives is the course's where it fails as it was handed in, or names what could not be
+    imported; methods, where one exercise is run alone. A stub hides nothing that another file has.
+    Where there are data, each file runs in its folder.
     """
     module = build_module(stand_in.chapter, "from __future__ import annotations")
     module.__dict__["get_ipython"] = lambda: None  # as where no notebook is open
@@ -320,8 +326,11 @@ def load(
     sys.meta_path.append(modules)
     module.__dict__.update(modules.get_builtins())
     home = Path.cwd()
-    lendable = get_defined_names(stand_in) if is_lent else set()
+    lendable = stand_in.get_names() if is_lent else set()
     lent: dict[str, Any] = {}
+    missed: set[str] = set()
+    replaced: list[str] = []
+    given = stand_in.get_given_names()
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
@@ -329,14 +338,54 @@ def load(
         if has_data:
             enter_folder(home / name, module)
         before = module.__dict__.keys() - lent.keys()
-        for place, code, kind, stub in compiled:
-            if stub and stub in before:
+        for place, code, kind, bound, stub in compiled:
+            if stub and bound in before:
                 continue
             if missing := lendable.intersection(code.co_names) - module.__dict__.keys():
                 lent = lent or vars(build_module(stand_in.chapter, stand_in.source))
                 module.__dict__.update({key: lent[key] for key in missing})
-            runner.run(place, code, module.__dict__, kind)
-    return module.__dict__
+            is_given = kind == "definition" and bound in given
+            lacking = missed - module.__dict__.keys()
+            is_old = is_given and lacking & get_all_names(code)
+            if not is_old and runner.run(place, code, module.__dict__, kind):
+                if is_lent and isinstance(cls := module.__dict__.get(bound), type) and lacking:
+                    replaced += take_old_methods(cls, code, given, lacking)
+            elif kind == "import":
+                missed.add(bound)
+            elif is_given and give_again(bound, stand_in, module.__dict__):
+                replaced.append(bound)
+    return module.__dict__, replaced
+
+
+def give_again(name: str, stand_in: ChapterSource, names: dict[str, Any]) -> bool:
+    """Put the course's own definition into these names, beside the student's exercises; return
+    whether that can be."""
+    source = stand_in.without(*stand_in.tops, *stand_in.exercises)
+    try:
+        names[name] = source.build(**{top: names.get(top) for top in stand_in.tops})[name]
+    except Exception:  # it needs an exercise that is not there
+        return False
+    return True
+
+
+def take_old_methods(cls: type, code: CodeType, given: set[str], lacking: set[str]) -> list[str]:
+    """Take the methods that the chapter gives out of a class if one of them names what is lacking:
+    the chapter's own, which fit one another, stand in for them. Return the class's name then."""
+    bodies = [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    methods = [m for body in bodies for m in body.co_consts if isinstance(m, CodeType)]
+    names = {m.co_name: f"{cls.__name__}.{m.co_name}" for m in methods}
+    if not any(lacking & get_all_names(m) and names[m.co_name] in given for m in methods):
+        return []
+    for name in vars(cls).keys() & names:
+        if names[name] in given:
+            delattr(cls, name)
+    return [cls.__name__]
+
+
+def get_all_names(code: CodeType) -> set[str]:
+    """Return the names that code refers to, and the functions in it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*map(get_all_names, inner))
 
 
 def enter_folder(path: Path, module: ModuleType) -> None:
@@ -345,10 +394,6 @@ def enter_folder(path: Path, module: ModuleType) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.chdir(path.parent)
         module.__file__ = str(path)
-
-
-def get_defined_names(source: ChapterSource) -> set[str]:
-    return set().union(*map(get_bound_names, ast.parse(source.source).body))
 
 
 def warm_up(name: str) -> None:

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[2]
 SETUP = {
     "utils.course": {"catch_up", "check", "preview", "progress", "shorten", "show_result", "start"}
 }
+# Modules without an answer to any exercise: their public names are given in every chapter, as an
+# older notebook may import others of them than today's.
+WITHOUT_ANSWERS = ("utils.plotting", "utils.tracking", "utils.validation")
 # What share of a chapter's solutions a file of the course has as they are, of those that have so
 # many nodes that nobody else writes them alike.
 COPIED_SHARE, LONG_NODES = 0.75, 40
@@ -34,8 +37,8 @@ MAX_SAID = 5  # imports that are named
 
 @functools.cache
 def get_given(chapter: str) -> dict[str, frozenset[str]]:
-    """Return by module the names of `utils` that a chapter's notebook imports: in its code cells,
-    and at the head of its solutions, which stands in its second cell."""
+    """Return by module the names of `utils` that a chapter gives: those that its notebook imports,
+    in its code cells and at the head of its solutions, and those that answer nothing in it."""
     text = (SOURCES / f"{chapter}.md").read_text(encoding="utf-8")
     cells = re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S)
     sources = [get_source(chapter), *(_make_plain(cell) for _, cell in cells)]
@@ -44,6 +47,9 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and _is_of(node.module, "utils"):
                 given[str(node.module)] |= {alias.name for alias in node.names}
+    for module in WITHOUT_ANSWERS:
+        names = set().union(*map(get_bound_names, _read_body(module)))
+        given[module] |= {name for name in names if not name.startswith("_")}
     return {module: frozenset(names) for module, names in given.items()}
 
 
@@ -97,9 +103,12 @@ def _is_of_the_course(module: str, name: str) -> bool:
         return False
     if name in ("", "*") or f"{module}.{name}" in modules:
         return True
-    path = modules[module]
-    body = ast.parse(path.read_text(encoding="utf-8")).body if path else []
-    return any(name in _get_names(statement) for statement in body)
+    return any(name in _get_names(statement) for statement in _read_body(module))
+
+
+def _read_body(module: str) -> list[ast.stmt]:
+    path = _list_modules()[module]
+    return ast.parse(path.read_text(encoding="utf-8")).body if path else []
 
 
 def _get_names(statement: ast.stmt) -> set[str]:

@@ -122,6 +122,7 @@ class Grader:
         self.slow: list[str] = []
         self.stopped: list[str] = []
         self.failed: list[str] = []
+        self.replaced: dict[str, set[str]] = {}  # by chapter, what was the course's own
         self.answers: dict[tuple[str, str], list[str]] = {}  # by chapter and name, the files
 
     def grade(self, submitted: SubmittedFiles, only: Collection[str] = ()) -> dict[str, Any]:
@@ -203,8 +204,8 @@ class Grader:
         return min(MAX_STATEMENT_SECONDS, self.seconds / PATIENCE_SHARE)
 
     def _describe_running(self) -> list[str]:
-        """Describe which statements were stopped, and imports that failed, but not of the course's
-        own modules, which is said elsewhere."""
+        """Describe which statements were stopped or replaced, and imports that failed, but not of
+        the course's own modules, which is said elsewhere."""
         said = [
             f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left out"
             for place in self.slow
@@ -212,6 +213,12 @@ class Grader:
         said += [
             f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
             for place in dict.fromkeys(self.stopped)
+        ]
+        said += [
+            f"{chapter}: what the notebook gives of {', '.join(sorted(names))} does not run with"
+            " this version of the course as it was handed in: the course's own took its place,"
+            " beside what you wrote"
+            for chapter, names in self.replaced.items()
         ]
         return said + [*dict.fromkeys(self.failed)][:MAX_FAILED]
 
@@ -491,6 +498,10 @@ class _Exercise:
             seen = unpack(reply.data)
             if self.grader.note(seen, is_open=check.public and not is_alone):
                 return None
+            names = get_chapter_source(self.chapter).get_names()
+            replaced = names.intersection(_as_list(seen.get("replaced")))
+            if replaced:
+                self.grader.replaced.setdefault(self.chapter, set()).update(replaced)
             observations, printed = (
                 seen["observations"],
                 f"{seen['log']}\n{seen['printed']}".strip(),
@@ -566,8 +577,7 @@ def _get_stand_in(chapter: str, exercise: str, is_alone: bool) -> ChapterSource:
     source = get_chapter_source(chapter)
     if is_alone:
         return source.without(exercise)
-    tops = {name.partition(".")[0] for name in source.exercises}
-    return source.without(*tops, *source.exercises)
+    return source.without(*source.tops, *source.exercises)
 
 
 @functools.cache
@@ -575,9 +585,8 @@ def _try_stand_in(chapter: str, exercise: str, is_alone: bool) -> None:
     """Build what stands in for the rest of the chapter, as a child does, with the reference in the
     place of the student's names. What it raises is no student's error."""
     source, names = _get_stand_in(chapter, exercise, is_alone), vars(get_reference(chapter))
-    tops = {other.partition(".")[0] for other in source.exercises}
     compile(source.source, f"<{chapter}>", "exec")
-    source.without(exercise).build(**{top: names.get(top) for top in tops})
+    source.without(exercise).build(**{top: names.get(top) for top in source.tops})
 
 
 @functools.lru_cache(maxsize=4096)

@@ -112,14 +112,17 @@ class Runner:
         self.stopped: list[str] = []
         self.slow: list[str] = []
 
-    def run(self, place: str, code: CodeType, names: dict[str, Any], kind: str) -> None:
-        """Run one statement of a place, which is of a kind (`get_kind`). Raises nothing."""
+    def run(self, place: str, code: CodeType, names: dict[str, Any], kind: str) -> bool:
+        """Run one statement of a place, which is of a kind (`get_kind`), and return whether it ran
+        to its end. Raises nothing."""
         if self.slow or place in self.skipped:
-            return
+            return False
         start = time.monotonic()
+        is_done = False
         try:
             with self._limit(kind):
                 run_statement(code, names)
+            is_done = True
         except TookTooLong:
             if kind == "definition":
                 self.slow.append(place)
@@ -133,6 +136,7 @@ class Runner:
                 self.failed += [said] * (kind == "import")
         if kind == "effect":
             self.left = max(self.left - (time.monotonic() - start), 0.1)
+        return is_done
 
     def _limit(self, kind: str) -> contextlib.AbstractContextManager:
         if kind == "import":  # what it runs has limits of its own

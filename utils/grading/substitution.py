@@ -54,6 +54,20 @@ class ChapterSource:
                     lines[first] = " " * definitions[name].col_offset + "pass\n"
         return replace(self, source="".join(lines))
 
+    @property
+    def tops(self) -> set[str]:
+        """Return the functions and classes that are, or hold, the exercises."""
+        return {exercise.partition(".")[0] for exercise in self.exercises}
+
+    def get_names(self) -> set[str]:
+        """Return the names that the source defines."""
+        return set().union(*map(get_bound_names, ast.parse(self.source).body))
+
+    def get_given_names(self) -> set[str]:
+        """Return the functions, classes and methods that no student writes, by dotted name."""
+        written = self.tops.union(self.exercises, *self.companions.values())
+        return find_definitions(self.source).keys() - written
+
     def build(self, **given: Any) -> dict[str, Any]:
         """Build its names; `given` stands beside them, for what was left out."""
         return vars(build_module(self.chapter, self.source, **given))
@@ -132,10 +146,9 @@ def answer_with(source: ChapterSource, exercise: str, names: dict[str, Any]) -> 
     name = exercise.partition(".")[0]
     if find_written(source, exercise, names) is None:
         names = {key: value for key, value in names.items() if key != name}
-    tops = {other.partition(".")[0] for other in source.exercises}
-    given = {top: names.get(top) for top in tops}  # None where both lack it
+    given = {top: names.get(top) for top in source.tops}  # None where both lack it
     rest = source.without(exercise).build(**given)
-    missing = {name, *(top for top in tops if rest[top] is None)}
+    missing = {name, *(top for top in source.tops if rest[top] is None)}
     return StudentNames(names, {key: value for key, value in rest.items() if key not in missing})
 
 
@@ -149,15 +162,13 @@ def alone(
     until the end, and lends what is not there, of the exercises those that this one may call.
     """
     name, _, method = exercise.partition(".")
-    tops = {other.partition(".")[0] for other in source.exercises}
-    others = tops.intersection(source.may_call.get(exercise, tops)) - {name}
+    others = source.tops.intersection(source.may_call.get(exercise, source.tops)) - {name}
     if method:
         reference, answer = _graft(source, name, method, caller[name])
     else:
         reference = source.without(exercise).build(**{name: answer})
     swapped = {other: reference[other] for other in others} | {name: answer}
-    bound = set().union(*map(get_bound_names, ast.parse(source.without(exercise).source).body))
-    given = bound - tops - caller.keys()
+    given = source.without(exercise).get_names() - source.tops - caller.keys()
     swapped |= {key: reference[key] for key in given if key in reference}
     with _swapped(caller, swapped):
         yield StudentNames({name: answer}, reference)
