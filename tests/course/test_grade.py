@@ -287,7 +287,7 @@ ENDED = """
 import os, signal, sys
 from multiprocessing.connection import Pipe
 
-from utils.autograder import zygote
+from utils.autograder import jobs, sandbox
 
 ours, theirs = Pipe()
 if os.fork() == 0:
@@ -297,16 +297,16 @@ if os.fork() == 0:
         os.read(connection.fileno(), 100)  # a part of the job
         os._exit(0)
 
-    zygote._be_child = end_early
-    zygote.serve(theirs, zygote.Place((), os.devnull, os.getpid()))
+    jobs._be_child = end_early
+    jobs.serve(theirs, sandbox.Limits((), os.devnull, os.getpid()))
     os._exit(0)
 theirs.close()
 signal.alarm(20)
 try:
     names = {"": set(range(1000))}
-    zygote.ask(ours, zygote.Job("list_definitions", 5, {"files": [], "names": names}))
+    jobs.ask(ours, jobs.Job("list_definitions", 5, {"file": ("", b""), "names": names}))
 except (EOFError, OSError):
-    print("another zygote takes its place")
+    print("another server takes its place")
 """
 
 
@@ -528,7 +528,7 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     monkeypatch.setattr(
         grader_module.Grader,
         "ask",
-        lambda *_: grader_module.zygote.Reply(grader_module.Outcome.DONE, data),
+        lambda *_: grader_module.Reply(grader_module.Outcome.DONE, data),
     )
     monkeypatch.setattr(
         grader_module, "unpack", lambda data: inspected | next(replies, unpack(data))
@@ -590,10 +590,10 @@ def grade_without_processes(
             count = len(job.arguments["seeds"])
             seen: dict = {"printed": "", "log": "", "is_stub": False}
             seen["observations"] = [copy.deepcopy(observed) for _ in range(count)]
-            return grader_module.zygote.Reply(grader_module.Outcome.DONE, pack(seen))
+            return grader_module.Reply(grader_module.Outcome.DONE, pack(seen))
         task, error = child.get_ready(job.action, job.arguments)
         data = b"" if error else task()
-        return grader_module.zygote.Reply(grader_module.Outcome.DONE, data, (), error)
+        return grader_module.Reply(grader_module.Outcome.DONE, data, (), error)
 
     monkeypatch.setattr(grader_module.Grader, "ask", ask)
     grader = grader_module.Grader(None, "secret", load_points(FILE), chapters=chapters)

@@ -17,8 +17,8 @@ from tests.course.test_grade import needs_time as takes_long
 from utils.authoring.notebooks import CHAPTERS, SETUP, SOLUTIONS
 from utils.autograder import batch, child, given, reading
 from utils.autograder import grader as grader_module
+from utils.autograder.jobs import Outcome, Reply
 from utils.autograder.reading import SubmittedFiles, read_submission
-from utils.autograder.zygote import Outcome, Reply
 from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.extraction import (
@@ -491,8 +491,8 @@ def test_which_python_is_needed_is_said():
 
 def test_a_cell_that_takes_long_to_read_is_named_and_costs_itself():
     slow = "!ls\n" * 90 + "x = f(\n" * 5 + "\n".join(f"a{n} = $x" for n in range(5000))
-    files = [("r.ipynb", notebook("import torch", slow, PLAIN))]
-    seen = child.list_definitions(files, get_top_names(), patience=0.5)
+    file = ("r.ipynb", notebook("import torch", slow, PLAIN))
+    seen = child.list_definitions(file, get_top_names(), patience=0.5)
     assert seen["problems"] == ["r.ipynb, cell 2: not read, as that takes more than 0.5 s"]
     assert seen["defined"] == {"ch0_sampling": ["masked_mean"]}
 
@@ -683,7 +683,7 @@ def test_the_courses_solutions_are_known_by_what_they_define(chapter):
 
 def digest(file: str, data: bytes) -> dict[str, list[str]]:
     solved = given.list_solved()
-    return child.list_definitions([(file, data)], get_top_names(), frozenset(), solved)["digests"]
+    return child.list_definitions((file, data), get_top_names(), frozenset(), solved)["digests"]
 
 
 def change(chapter: str, names: list[str]) -> bytes:

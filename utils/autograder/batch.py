@@ -1,4 +1,4 @@
-"""A class's submissions, graded by several pairs of processes: a zygote and the worker it serves.
+"""A class's submissions, graded by pairs of processes: a job server and the worker it serves.
 
 This process imports no torch and forks nothing: the pairs come from the forkserver. If a pair dies,
 another takes its place, and the submission is tried once more.
@@ -59,7 +59,7 @@ class Options:
 
 @dataclass
 class Pair:
-    """A worker, with its zygote behind it, and the submission that it has."""
+    """A worker, with its job server behind it, and the submission that it has."""
 
     connection: Connection
     pids: tuple[int, int]

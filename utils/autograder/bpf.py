@@ -6,13 +6,8 @@ linux/filter.h of the kernel's headers.
 
 import struct
 from dataclasses import dataclass
+from functools import partial
 
-_LOAD = 0x20  # BPF_LD | BPF_W | BPF_ABS
-_AND = 0x54  # BPF_ALU | BPF_AND | BPF_K
-_RETURN = 0x06  # BPF_RET | BPF_K
-_JUMP_IF_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
-_JUMP_IF_AT_LEAST = 0x35  # BPF_JMP | BPF_JGE | BPF_K
-_JUMP_IF_ANY_BIT = 0x45  # BPF_JMP | BPF_JSET | BPF_K
 _MAX_JUMP = 255  # an offset is one byte
 
 
@@ -27,41 +22,12 @@ class Instruction:
 
 
 Program = list[Instruction | str]
-
-
-def load(offset: int) -> Instruction:
-    """Load the 32-bit word at this offset of the data."""
-    return Instruction(_LOAD, offset)
-
-
-def keep_bits(mask: int) -> Instruction:
-    """Keep these bits of what was loaded."""
-    return Instruction(_AND, mask)
-
-
-def give(value: int) -> Instruction:
-    """End the program with this value."""
-    return Instruction(_RETURN, value)
-
-
-def jump_if_equal(value: int, label: str) -> Instruction:
-    """Jump where what was loaded is this value."""
-    return Instruction(_JUMP_IF_EQUAL, value, then=label)
-
-
-def jump_unless_equal(value: int, label: str) -> Instruction:
-    """Jump where what was loaded is another value."""
-    return Instruction(_JUMP_IF_EQUAL, value, otherwise=label)
-
-
-def jump_if_at_least(value: int, label: str) -> Instruction:
-    """Jump where what was loaded is this value or a larger one."""
-    return Instruction(_JUMP_IF_AT_LEAST, value, then=label)
-
-
-def jump_if_any_bit(mask: int, label: str) -> Instruction:
-    """Jump where one of these bits is set in what was loaded."""
-    return Instruction(_JUMP_IF_ANY_BIT, mask, then=label)
+load = partial(Instruction, 0x20)  # the 32-bit word at an offset: BPF_LD | BPF_W | BPF_ABS
+keep_bits = partial(Instruction, 0x54)  # of a mask: BPF_ALU | BPF_AND | BPF_K
+give = partial(Instruction, 0x06)  # a value, at the end: BPF_RET | BPF_K
+jump_if_equal = partial(Instruction, 0x15)  # BPF_JMP | BPF_JEQ | BPF_K
+jump_if_at_least = partial(Instruction, 0x35)  # BPF_JMP | BPF_JGE | BPF_K
+jump_if_any_bit = partial(Instruction, 0x45)  # BPF_JMP | BPF_JSET | BPF_K
 
 
 def assemble(program: Program) -> bytes:
@@ -87,11 +53,8 @@ def assemble(program: Program) -> bytes:
 
     return b"".join(
         struct.pack(
-            "<HBBI",
-            line.code,
-            measure_jump(place, line.then),
-            measure_jump(place, line.otherwise),
-            line.value,
+            "<HBBI", line.code, *(measure_jump(place, label) for label in labels), line.value
         )
         for place, line in enumerate(lines)
+        for labels in [(line.then, line.otherwise)]
     )

@@ -98,7 +98,7 @@ def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], byte
 
 
 def list_definitions(
-    files: list[tuple[str, bytes]],
+    file: tuple[str, bytes],
     names: dict[str, set[str]],
     given: frozenset[str] = frozenset(),
     solved: frozenset[str] = frozenset(),
@@ -113,68 +113,56 @@ def list_definitions(
     such places; digests of those that are `solved`, and the first line of its docstring. A cell
     that takes more than `patience` seconds to parse costs itself.
     """
+    name, data = file
     all_names = set().union(*names.values())
-    defined: set[str] = set()
-    answered: set[str] = set()
-    hinted: set[str] = set()
-    places: list[str] = []
-    written: list[list[Any]] = []
-    problems: list[str] = []
-    left_out: list[str] = []
-    imports: list[list[str]] = []
-    first_line = ""
-    digests: dict[str, list[str]] = {}
-    stubs, code = 0, b""
-    for name, data in files:
-        try:
-            parsed = parse(data, name, functools.partial(limit_reading, patience))
-            below = find_stubs_below(parsed.statements, all_names)
-            kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
-            statements = select_statements(kept, all_names)
-        except Exception as error:
-            is_said = isinstance(error, ValueError)  # by `parse`, with the file's name
-            said = error if is_said else f"{name}: {type(error).__name__}: {error}"
-            problems.append(f"{said}"[:300])
-        else:
-            problems += [problem[:300] for problem in parsed.problems]
-            problems += [
-                f"{s.place}, line {s.first_line}: this stub of {s.name} is left out, as an answer"
-                " stands above it"
-                for s in below
-            ]
-            defined |= set().union(*map(get_bound_names, statements))
-            finished = [s for s in statements if not is_stub_definition(s)]
-            answered |= set().union(*map(get_bound_names, finished))
-            hinted |= get_names_in_strings(finished)
-            for module, text in [*parsed.written.items()][:MAX_WRITTEN]:
-                written.append([module, text, list_places(parse(text.encode(), module), module)])
-            defined |= get_written_names(parsed, statements)
-            places += list_places(parsed, name)
-            stubs += count_stubs(statements)
-            left_out += describe_left_out(kept, statements, given)
-            imports += list_imports(statements, facades.COURSE)[:MAX_IMPORTS]
-            first_line = get_first_line(parsed.statements)
-            for key, found in digest_definitions(parsed.statements, solved).items():
-                digests[key] = [digest for digest, _ in found[-MAX_DEFINITIONS:]]
-            code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
-    mine = {chapter: sorted(defined & its) for chapter, its in names.items() if defined & its}
+    try:
+        parsed = parse(data, name, functools.partial(limit_reading, patience))
+        below = find_stubs_below(parsed.statements, all_names)
+        kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
+        statements = select_statements(kept, all_names)
+        problems = list(parsed.problems)
+    except Exception as error:
+        is_said = isinstance(error, ValueError)  # by `parse`, with the file's name
+        problems = [f"{error}" if is_said else f"{name}: {type(error).__name__}: {error}"]
+        parsed, below, kept, statements = Parsed(), [], [], []
+    finished = [s for s in statements if not is_stub_definition(s)]
+    defined = _get_bound(statements) | get_written_names(parsed, statements)
+    answered = _get_bound(finished)
     # What strings may define is known when it has run: of the chapters that are here, if any is.
-    likely = {chapter: sorted((defined | hinted) & its) for chapter, its in names.items()}
-    mine = {chapter: found for chapter, found in likely.items()
-            if found and (chapter in mine or not mine)}  # fmt: skip
+    likely = defined | get_names_in_strings(finished)
+    here = {chapter for chapter, its in names.items() if defined & its} or names.keys()
+    mine = {chapter: sorted(likely & names[chapter]) for chapter in names if chapter in here}
+    mine = {chapter: found for chapter, found in mine.items() if found}
+    digests = digest_definitions(parsed.statements, solved)
+    code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
     return {
-        "stubs": stubs,
+        "stubs": count_stubs(statements),
         "defined": mine,
         "unfinished": sorted(all_names & defined - answered),
-        "places": places,
-        "written": written,
-        "problems": problems,
-        "left_out": left_out if mine else [],
-        "imports": imports,
-        "digests": digests,
-        "first_line": first_line,
+        "places": list_places(parsed, name),
+        "written": [
+            [module, text, list_places(parse(text.encode(), module), module)]
+            for module, text in [*parsed.written.items()][:MAX_WRITTEN]
+        ],
+        "problems": [problem[:300] for problem in problems]
+        + [
+            f"{s.place}, line {s.first_line}: this stub of {s.name} is left out, as an answer"
+            " stands above it"
+            for s in below
+        ],
+        "left_out": describe_left_out(kept, statements, given) if mine else [],
+        "imports": list_imports(statements, facades.COURSE)[:MAX_IMPORTS],
+        "digests": {
+            key: [digest for digest, _ in found[-MAX_DEFINITIONS:]]
+            for key, found in digests.items()
+        },
+        "first_line": get_first_line(parsed.statements),
         "code": torch.tensor([*code], dtype=torch.uint8),
     }
+
+
+def _get_bound(statements: list[Any]) -> set[str]:
+    return set().union(*map(get_bound_names, statements))
 
 
 @contextlib.contextmanager

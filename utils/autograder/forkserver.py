@@ -2,8 +2,8 @@
 
 What a process holds when it forks is in reach of the child: of `python -m utils.grade`, the secret,
 the reports of before, the command line with the names of all and the environment. So this one is a
-program of its own, with little of the environment, and forks on demand a zygote and the trusted
-worker it serves, which gets the rest over a connection.
+program of its own, with little of the environment, and forks on demand a job server and the
+trusted worker it serves, which gets the rest over a connection.
 
     python -m utils.autograder.forkserver DESCRIPTOR
 """
@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from utils.autograder import child, sandbox, zygote
+from utils.autograder import child, jobs, sandbox
 from utils.autograder.grader import Grader
 from utils.autograder.reading import SubmittedFiles, read_submission
 from utils.grading.points import load_points
@@ -92,17 +92,17 @@ def _save_checkpoints(folder: Path) -> None:
 
 
 def _start(theirs: Connection) -> tuple[int, int]:
-    """Fork a zygote, then the worker that it serves."""
-    to_zygote, of_zygote = Pipe()
-    place = _get_place()
+    """Fork a job server, then the worker that it serves."""
+    to_server, of_server = Pipe()
+    limits = _get_limits()
     first = os.fork()
     if first == 0:
-        _become(lambda own: zygote.start(own, place), of_zygote)
-    of_zygote.close()
+        _become(lambda own: jobs.start(own, limits), of_server)
+    of_server.close()
     second = os.fork()
     if second == 0:
-        _become(_work, theirs, to_zygote)
-    to_zygote.close()
+        _become(_work, theirs, to_server)
+    to_server.close()
     return first, second
 
 
@@ -129,7 +129,7 @@ def _become(task: Any, *connections: Connection) -> None:
         os._exit(0)
 
 
-def _get_place() -> zygote.Place:
+def _get_limits() -> sandbox.Limits:
     """Return what a child may read: the installed packages and the embedded model."""
     folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
     folders |= {
@@ -143,10 +143,10 @@ def _get_place() -> zygote.Place:
     }
     folders |= {str(ROOT / "utils" / "models" / "embedded"), os.environ["COURSE_CHECKPOINTS"]}
     inside = {f for f in folders if not ROOT.is_relative_to(f)}
-    return zygote.Place(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
+    return sandbox.Limits(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
 
 
-def _work(connection: Connection, to_zygote: Connection) -> None:
+def _work(connection: Connection, to_server: Connection) -> None:
     """Get the options, then grade what comes until the other side closes: the trusted worker.
 
     For None instead of a submission it gives the protections that a child has.
@@ -160,7 +160,7 @@ def _work(connection: Connection, to_zygote: Connection) -> None:
             connection.send(str(error))
             return
         grader = Grader(
-            to_zygote,
+            to_server,
             options.secret,
             points,
             options.seconds,
@@ -170,9 +170,9 @@ def _work(connection: Connection, to_zygote: Connection) -> None:
         while True:
             task = connection.recv()
             if task is None:
-                nothing = {"files": [], "names": {"": set()}}
-                job = zygote.Job("list_definitions", options.seconds, nothing)
-                connection.send(zygote.ask(to_zygote, job).protections)
+                nothing = {"file": ("", b""), "names": {"": set()}}
+                job = jobs.Job("list_definitions", options.seconds, nothing)
+                connection.send(jobs.ask(to_server, job).protections)
                 continue
             name, path, lost = task
             submitted = SubmittedFiles(name, (), (lost,)) if lost else read_submission(name, path)

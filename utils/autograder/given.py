@@ -84,16 +84,13 @@ def _is_of(module: str | None, *packages: str) -> bool:
 
 
 def _is_given(chapter: str, module: str, name: str) -> bool:
-    chapters = get_chapters()
-    if module.startswith("solutions."):
-        return module.removeprefix("solutions.") in chapters[: chapters.index(chapter)]
-    if module == "solutions":
-        return not name or name in chapters[: chapters.index(chapter)]
-    given = get_given(chapter)
-    if name in ("", "*") or f"{module}.{name}" in _list_modules():
-        module = f"{module}.{name}" if name.isidentifier() else module
-        return any(m == module or m.startswith(f"{module}.") for m in given)
-    return name in given.get(module, ())
+    """Return whether a chapter gives a name of a module, or something that lies in it."""
+    chapters, given = get_chapters(), get_given(chapter)
+    earlier = [f"solutions.{other}" for other in chapters[: chapters.index(chapter)]]
+    if module in earlier or name in given.get(module, ()):
+        return True
+    inner = module if name in ("", "*") else f"{module}.{name}"
+    return any(f"{m}.".startswith(f"{inner}.") for m in (*given, *earlier, "solutions"))
 
 
 def _is_of_the_course(module: str, name: str) -> bool:

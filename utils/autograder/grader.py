@@ -1,6 +1,6 @@
 """One submission, from its files to its report: the trusted side of grading code of others.
 
-What the student's code did comes from `zygote` as bytes; it is judged here, with seeds that derive
+What the student's code did comes from `jobs` as bytes; it is judged here, with seeds that derive
 from a secret and, over a few variants, from the submission.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from utils.autograder import zygote
+from utils.autograder import jobs
 from utils.autograder.given import (
     find_copy,
     find_parts,
@@ -29,6 +29,7 @@ from utils.autograder.given import (
     list_solved,
     say_not_given,
 )
+from utils.autograder.jobs import Job, Outcome, Reply
 from utils.autograder.modules import (
     MAX_EFFECT_SECONDS,
     MAX_STATEMENT_SECONDS,
@@ -36,7 +37,6 @@ from utils.autograder.modules import (
     SubmittedModules,
 )
 from utils.autograder.reading import SubmittedFiles, get_variant, shorten
-from utils.autograder.zygote import Job, Outcome
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
@@ -95,7 +95,7 @@ def _blame(error: Exception | str) -> GraderError:
 
 
 class Grader:
-    """Grades submissions through one zygote."""
+    """Grades submissions through one job server."""
 
     def __init__(
         self,
@@ -226,11 +226,11 @@ class Grader:
     def is_out_of_time(self) -> bool:
         return self.seconds_used > self.submission_seconds
 
-    def ask(self, job: Job) -> zygote.Reply:
+    def ask(self, job: Job) -> Reply:
         """Ask for a reply, and keep which protections were active: in a report, those of all
         replies."""
         start = time.monotonic()
-        reply = zygote.ask(self.connection, job)
+        reply = jobs.ask(self.connection, job)
         self.seconds_used += time.monotonic() - start
         active = set(reply.protections)
         if reply.protections or reply.outcome is Outcome.DONE:
@@ -291,7 +291,7 @@ class Grader:
             if self.is_out_of_time:
                 problems.append(f"{file[0]} was not read, as others took too long")
                 continue
-            arguments = {"files": [file], "names": self.names, "given": get_given_lines(),
+            arguments = {"file": file, "names": self.names, "given": get_given_lines(),
                          "solved": list_solved(), "patience": self.patience}  # fmt: skip
             reply = self.ask(Job("list_definitions", self.seconds, arguments))
             try:
@@ -487,9 +487,7 @@ class _Exercise:
         }
         return Job("run_probe", seconds, arguments, earlier)
 
-    def _read(
-        self, check: Check, reply: zygote.Reply, seconds: int, is_alone: bool
-    ) -> Verdict | None:
+    def _read(self, check: Check, reply: Reply, seconds: int, is_alone: bool) -> Verdict | None:
         """Judge what came back of a check; None where it has to run once more."""
         if reply.outcome is not Outcome.DONE:
             mismatch = Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds))
@@ -498,10 +496,9 @@ class _Exercise:
             seen = unpack(reply.data)
             if self.grader.note(seen, is_open=check.public and not is_alone):
                 return None
-            names = get_chapter_source(self.chapter).get_names()
-            replaced = names.intersection(_as_list(seen.get("replaced")))
-            if replaced:
-                self.grader.replaced.setdefault(self.chapter, set()).update(replaced)
+            if replaced := _as_list(seen.get("replaced")):
+                known = get_chapter_source(self.chapter).get_names().intersection(replaced)
+                self.grader.replaced.setdefault(self.chapter, set()).update(known)
             observations, printed = (
                 seen["observations"],
                 f"{seen['log']}\n{seen['printed']}".strip(),

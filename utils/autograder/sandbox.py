@@ -37,11 +37,11 @@ class Limits:
     `forbidden` and `outside`, a file and a process that are there: for `protections`.
     """
 
-    folder: str
     readable: tuple[str, ...]
     forbidden: str
-    seconds: int
     outside: int
+    folder: str = ""  # each child has its own
+    seconds: int = 0  # of processor time, as each job says
 
 
 def use_huge_pages() -> None:

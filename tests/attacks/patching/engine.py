@@ -7,7 +7,7 @@ import torch
 MODULES = (
     "utils.grading.comparison", "utils.grading.judging", "utils.grading.observation",
     "utils.grading.packing", "utils.autograder.child", "utils.autograder.grader",
-    "utils.autograder.zygote",
+    "utils.autograder.jobs",
 )  # fmt: skip
 
 

@@ -1,14 +1,13 @@
-"""Processes that run a student's code: one is forked for each check, from one that imported torch.
+"""Jobs, each done in a process of its own, which the job server forks: it has imported torch.
 
-The zygote holds no solution, no check and no student code, nor leftovers of them: what it had read
-would be in the memory of every child to come. So the child itself reads its job from the trusted
-process, which reads the child's reply, up to a length and a time, through a pipe of its own. The
-zygote only forks the child in namespaces of its own, and ends it with all that it started. The
-reply is bytes (`packing`): nothing of it is executed or unpickled.
+The job server holds no solution, no check and no student code, nor leftovers of them: what it had
+read would be in the memory of every child to come. So the child itself reads its job from the
+trusted process, which reads the child's reply, up to a length and a time, through a pipe of its
+own. The job server only forks the child in namespaces of its own, and ends it with all that it
+started. The reply is bytes (`packing`): nothing of it is executed or unpickled.
 """
 
 import contextlib
-import dataclasses
 import enum
 import json
 import os
@@ -19,7 +18,7 @@ import struct
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -30,16 +29,6 @@ from utils.grading.packing import MAX_REPLY_BYTES
 _HEADER = struct.Struct("<Q")
 REPLY_DESCRIPTOR = 3  # the first after standard input, output and errors
 MAX_THREADS, WATCH_SECONDS = 64, 0.2  # of a child, and how often they are counted
-
-
-@dataclass(frozen=True)
-class Place:
-    """What is the same for all jobs: what a child may read, a file that it may not, and a process
-    outside."""
-
-    readable: tuple[str, ...]
-    forbidden: str
-    outside: int
 
 
 class Outcome(enum.Enum):
@@ -75,19 +64,20 @@ class Job:
     earlier: dict = field(default_factory=dict)  # source of the solutions of earlier chapters
 
 
-def start(connection: Connection, place: Place) -> None:
+def start(connection: Connection, limits: sandbox.Limits) -> None:
     """Serve jobs, as root of its own namespaces where processes may be separated."""
     if sandbox.become_root() and (pid := os.fork()) != 0:
         os.waitpid(pid, 0)
         return
     sandbox.end_with_parent()
-    serve(connection, place)
+    serve(connection, limits)
 
 
-def serve(connection: Connection, place: Place) -> None:
+def serve(connection: Connection, limits: sandbox.Limits) -> None:
     """Take jobs until the other side closes.
 
-    Those with earlier solutions go to a zygote of their own, which has these imported.
+    limits: what is the same for all jobs. Those with earlier solutions go to a server of their own,
+    which has these imported.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
     others: dict[tuple[str, ...], Connection] = {}
@@ -95,16 +85,18 @@ def serve(connection: Connection, place: Place) -> None:
         while True:
             names = connection.recv()
             if not names:
-                _run(connection, place)
+                _run(connection, limits)
                 continue
             if names not in others:
-                others[names] = _fork_another(connection, place, list(others.values()))
+                others[names] = _fork_another(connection, limits, list(others.values()))
             others[names].send("your turn")
             others[names].recv()
 
 
-def _fork_another(connection: Connection, place: Place, used: list[Connection]) -> Connection:
-    """Fork a zygote that holds the solutions of earlier chapters, for when it is its turn."""
+def _fork_another(
+    connection: Connection, limits: sandbox.Limits, used: list[Connection]
+) -> Connection:
+    """Fork a server that holds the solutions of earlier chapters, for when it is its turn."""
     ours, theirs = Pipe()
     if os.fork() == 0:
         try:
@@ -116,7 +108,7 @@ def _fork_another(connection: Connection, place: Place, used: list[Connection]) 
                     for name, source in connection.recv().items():
                         if name not in sys.modules:
                             child.install(name, source)
-                    _run(connection, place)
+                    _run(connection, limits)
                     theirs.send("done")
         finally:
             os._exit(0)
@@ -125,15 +117,15 @@ def _fork_another(connection: Connection, place: Place, used: list[Connection]) 
 
 
 def ask(connection: Connection, job: Job) -> Reply:
-    """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError without a
-    zygote."""
+    """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError if that has
+    ended."""
     connection.send(tuple(job.earlier))
     if job.earlier:
         connection.send(job.earlier)
     reader = reduction.recv_handle(connection)
     start = time.monotonic()
     try:
-        connection.send(dataclasses.replace(job, earlier={}))
+        connection.send(replace(job, earlier={}))
         data, outcome = _read(reader, start + job.seconds)
     finally:
         os.close(reader)
@@ -150,7 +142,7 @@ def ask(connection: Connection, job: Job) -> Reply:
     return Reply(outcome, frames[2] if outcome is Outcome.DONE else b"", protections, error)
 
 
-def _run(connection: Connection, place: Place) -> None:
+def _run(connection: Connection, limits: sandbox.Limits) -> None:
     """Hand over where the reply comes from, fork the child, end it with all that it started."""
     folder = tempfile.mkdtemp(prefix="grading-")
     reader, writer = os.pipe()
@@ -161,7 +153,7 @@ def _run(connection: Connection, place: Place) -> None:
         with sandbox.separate_processes():
             pid = os.fork()
             if pid == 0:
-                _be_child(connection, place, folder, writer, holds)
+                _be_child(connection, replace(limits, folder=folder), writer, holds)
         os.close(writer)
         os.close(holds)
         try:
@@ -193,7 +185,7 @@ def _count_threads() -> int:
     return most
 
 
-def _be_child(connection: Connection, place: Place, folder: str, writer: int, holds: int) -> None:
+def _be_child(connection: Connection, limits: sandbox.Limits, writer: int, holds: int) -> None:
     """Be the child: close all but the way back, shut the doors, do the job. Does not return.
 
     It says over `holds` that it has read its job.
@@ -208,10 +200,10 @@ def _be_child(connection: Connection, place: Place, folder: str, writer: int, ho
             os.dup2(null, descriptor)
         writer = os.dup2(writer, REPLY_DESCRIPTOR)
         os.closerange(REPLY_DESCRIPTOR + 1, sandbox.MAX_DESCRIPTOR)
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        os.environ["TMPDIR"] = tempfile.tempdir = limits.folder
         with contextlib.suppress(OSError):  # short of memory, the system should end this one first
             Path("/proc/self/oom_score_adj").write_text("1000")
-        limits = sandbox.Limits(folder, place.readable, place.forbidden, job.seconds, place.outside)
+        limits = replace(limits, seconds=job.seconds)
         sandbox.enter(limits)
         _write_frame(writer, json.dumps(protections.confirm(limits)).encode())
         task, error = child.get_ready(job.action, job.arguments)
@@ -226,11 +218,7 @@ def _be_child(connection: Connection, place: Place, folder: str, writer: int, ho
 
 
 def _write_frame(descriptor: int, data: bytes) -> None:
-    _write(descriptor, _HEADER.pack(len(data)) + data)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
+    view = memoryview(_HEADER.pack(len(data)) + data)
     while view:
         view = view[os.write(descriptor, view) :]
 
