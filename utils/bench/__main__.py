@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,9 @@ import torch
 from utils.bench import comparisons
 from utils.bench.report import format_report, publish
 
-PARTS: dict[str, Callable[[Path, int], dict]] = {  # each takes a folder and a number of rounds
+PARTS: dict[str, Callable[[int], dict]] = {  # each takes a number of rounds
     "steps": comparisons.measure_steps,
-    "scaling": comparisons.measure_scaling,
-    "learning": comparisons.measure_learning,
-    "paths": comparisons.compare_paths,
+    "learning": lambda rounds: comparisons.measure_learning(),
 }
 
 
@@ -39,8 +36,7 @@ def main() -> None:
     for part in args.only:
         print(f"{part} ...", flush=True)
         start = time.perf_counter()
-        with tempfile.TemporaryDirectory() as name:
-            results[part] = PARTS[part](Path(name), args.rounds)
+        results[part] = PARTS[part](args.rounds)
         results["machine"] = describe_machine()
         args.out.parent.mkdir(parents=True, exist_ok=True)
         partial = args.out.with_suffix(".partial")

@@ -14,27 +14,25 @@ the shortest time to the same accuracy on the pairs kept for tuning, with a seed
 import importlib
 import itertools
 import math
-import statistics
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from utils.bench.measuring import get_ratios, measure_peak, run_apart
-from utils.bench.models import MODELS, Work, save_embedded, save_model
+from utils.bench.measuring import measure_peak, run_apart
+from utils.bench.models import Work, save_embedded, save_llama
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
 from utils.models.loading import EMBEDDED_MODEL
 from utils.rewards import reward_fn_addition
 
 CONTESTANTS = {"ours": "utils.bench.ours", "trl": "utils.bench.trl"}
 PEAKS = 3  # processes for a median of memory
-SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for models of all sizes
-LARGE = ("124M", "smollm2_shape")  # whose memory is measured, too
+SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for the larger model
 TARGET, EVERY, MAX_STEPS = 0.90, 4, 80
 RATES = (1e-3, 3e-3, 1e-2)
 SEEDS, TRIAL_SEED = range(5), 100
 ROWS = 256  # completions an evaluation
-PATH_SEEDS, PATH_STEPS = range(3), 32
 
 
 def load(name: str) -> Any:
@@ -42,59 +40,43 @@ def load(name: str) -> Any:
     return importlib.import_module(CONTESTANTS[name])
 
 
-def measure_steps(folder: Path, rounds: int) -> dict:
-    """Measure steps of the embedded model against TRL's best: 128 completions of exactly 40 tokens,
-    and of up to 40 that end by themselves."""
-    endless = save_embedded(folder / "embedded")
-    fixed = compare(endless, Work(), rounds)
-    fixed["memory_mib"] = measure_memory(endless, Work(), fixed["trl_configuration"])
-    return {"fixed": fixed, "natural": compare(EMBEDDED_MODEL, Work(), rounds, is_fixed=False)}
-
-
-def measure_scaling(folder: Path, rounds: int) -> dict:
-    """Measure steps for models of four shapes with random weights, 16 completions of 20 tokens."""
-    results = {}
-    for name in MODELS:
-        path = save_model(MODELS[name], folder / name)
-        row = compare(path, SMALL, rounds, steps_to_choose=1 if name in LARGE else 2)
-        if name in LARGE:
-            row["memory_mib"] = measure_memory(path, SMALL, row["trl_configuration"])
-        results[name] = row
-    return results
+def measure_steps(rounds: int) -> dict:
+    """Measure steps against TRL's best: of the embedded model, 128 completions of exactly 40 tokens
+    and of up to 40 that end by themselves; of SmolLM2's shape, 16 completions of 20 tokens."""
+    with tempfile.TemporaryDirectory() as name:
+        endless, llama = save_embedded(Path(name, "embedded")), save_llama(Path(name, "llama"))
+        return {
+            "fixed": compare(endless, Work(), rounds),
+            "natural": compare(EMBEDDED_MODEL, Work(), rounds, is_fixed=False),
+            "larger": compare(llama, SMALL, rounds, steps_to_choose=1),
+        }
 
 
 def compare(
     folder: Path, work: Work, rounds: int, is_fixed: bool = True, steps_to_choose: int = 2
 ) -> dict:
-    """Measure the seconds per step of both in turns: after each of TRL's steps one of ours.
+    """Measure the seconds per step of both in turns: after each of TRL's steps one of ours. Where
+    completions have a fixed length, measure memory too.
 
     TRL runs in the fastest of its configurations at this work, by so many steps of each.
     """
     trl, ours = load("trl"), load("ours")
     best, tried = trl.choose_configuration(folder, work, steps_to_choose)
+    result: dict[str, Any] = {"trl_configuration": best, "trl_seconds_by_configuration": tried}
     if is_fixed:
         ours.Contestant(folder, work).check_length()
-    sides = {
-        "ours": ours.Contestant(folder, work),
-        "trl": trl.Contestant(folder, work, **trl.CONFIGURATIONS[best]),
-    }
-    seconds: dict[str, list[float]] = {"ours": []}
+        result["memory_mib"] = measure_memory(folder, work, best)
+    contestant = ours.Contestant(folder, work)
+    seconds: list[float] = []
     with tqdm(total=rounds + 1, desc="steps in turns", leave=False) as bar:
 
         def step_ours(step: int) -> None:
-            seconds["ours"] += sides["ours"].train(1)
+            seconds.extend(contestant.train(1))
             bar.update()
 
-        seconds["trl"] = sides["trl"].train(rounds + 1, step_ours)
-    seconds = {name: values[1:] for name, values in seconds.items()}  # without the first
-    return {
-        "trl_configuration": best,
-        "trl_seconds_by_configuration": tried,
-        "seconds": seconds,
-        "rate": {name: 1 / statistics.median(values) for name, values in seconds.items()},
-        "ratios": get_ratios(seconds["trl"], seconds["ours"]),
-        "parts": {name: side.get_parts() for name, side in sides.items()},
-    }
+        of_trl = trl.Contestant(folder, work, **trl.CONFIGURATIONS[best])
+        both = {"trl": of_trl.train(rounds + 1, step_ours), "ours": seconds}
+    return result | {"seconds": {name: values[1:] for name, values in both.items()}}
 
 
 def measure_memory(folder: Path, work: Work, trl_configuration: str) -> dict[str, list[dict]]:
@@ -111,9 +93,8 @@ def _measure_three_steps(name: str, folder: Path, work: Work, options: dict) -> 
     return measure_peak(lambda: contestant.train(3))
 
 
-def measure_learning(folder: Path, rounds: int) -> dict:
+def measure_learning() -> dict:
     """Measure seconds and steps of training until the first evaluation that reaches the target."""
-    del folder, rounds
     bar = tqdm(total=len(CONTESTANTS) * (len(RATES) + len(SEEDS)), desc="time to 0.90")
 
     def run(name: str, lr: float, seed: int, pairs: list[Pair]) -> dict:
@@ -164,22 +145,3 @@ def learn(name: str, lr: float, seed: int, pairs: list[Pair]) -> dict[str, Any]:
         "steps": len(seconds) if is_there else None,
         "accuracy": accuracies,
     }
-
-
-def compare_paths(folder: Path, rounds: int) -> dict:
-    """Measure rewards by step of the same runs on the native forward and on the bridge."""
-    del folder, rounds  # the embedded model; a curve is no time
-    ours = load("ours")
-    rewards: dict[str, list[list[float]]] = {"native": [], "bridge": []}
-    for seed, path in tqdm([*itertools.product(PATH_SEEDS, rewards)], desc="paths", leave=False):
-        contestant = ours.Contestant(EMBEDDED_MODEL, Work(lr=3e-3, beta=0.001), seed)
-        if path == "bridge":
-            ours.use_the_bridge(contestant.trainer)
-        curve: list[float] = []
-
-        def note(step: int, trainer=contestant.trainer, curve=curve) -> None:
-            curve.append(trainer.metrics["reward"][0])
-
-        contestant.train(PATH_STEPS, note)
-        rewards[path].append(curve)
-    return {"rewards": rewards}

@@ -1,7 +1,6 @@
-"""How the benchmarks measure: clocks on methods, peaks of memory in processes of their own."""
+"""How the benchmarks measure memory: its peak, in processes of their own."""
 
 import multiprocessing
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,31 +10,6 @@ import psutil
 
 CLEAR_PEAK = Path("/proc/self/clear_refs")  # Linux: "5" begins a new peak
 MIB = 2**20
-
-
-def get_ratios(slow: list[float], fast: list[float]) -> list[float]:
-    """Return how many times faster one is, round by round."""
-    return [a / b for a, b in zip(slow, fast, strict=True)]
-
-
-def clock_methods(owner: Any, *names: str) -> dict[str, list[float]]:
-    """Make methods of `owner` keep the seconds of each of their calls, and return the lists."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-
-    def clock(name: str) -> Callable:
-        method = getattr(owner, name)
-
-        def clocked(*args, **kwargs):
-            start = time.perf_counter()
-            result = method(*args, **kwargs)
-            seconds[name].append(time.perf_counter() - start)
-            return result
-
-        return clocked
-
-    for name in names:
-        setattr(owner, name, clock(name))
-    return seconds
 
 
 def run_apart(function: Callable, *arguments: Any) -> Any:

@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from utils.models.corpus import addition_prompt, training_pairs
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
@@ -41,37 +34,17 @@ class Work:
         return self.n_prompts * self.group_size
 
 
-def make_gpt2(n_layer: int, n_embd: int, n_head: int, vocab_size: int) -> GPT2Config:
-    """Return the embedded model's architecture in another size."""
-    return GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=128,
-        n_embd=n_embd,
-        n_layer=n_layer,
-        n_head=n_head,
-        activation_function="gelu_pytorch_tanh",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-
-
-MODELS = {
-    "0.9M": make_gpt2(4, 128, 4, 512),
-    "10M": make_gpt2(8, 320, 5, 512),
-    "124M": make_gpt2(12, 768, 12, 50257),
-    "smollm2_shape": LlamaConfig(  # SmolLM2-135M's sizes
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        tie_word_embeddings=True,
-    ),
-}
+LLAMA = LlamaConfig(  # SmolLM2-135M's sizes
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    max_position_embeddings=8192,
+    rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+    tie_word_embeddings=True,
+)
 
 
 def save_embedded(folder: Path) -> Path:
@@ -89,26 +62,22 @@ def save_embedded(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def save_model(config: PretrainedConfig, folder: Path) -> Path:
-    """Save a model with random weights that gives its eos a probability of practically 0.
+def save_llama(folder: Path, config: LlamaConfig = LLAMA) -> Path:
+    """Save a Llama with random weights that gives its eos a probability of practically 0.
 
-    What the eos's logit reads, and nothing else, is an entry that is 1 at every position.
+    What the eos's logit reads, and nothing else, is an entry of the embeddings, which no block
+    changes, that is 1 at every position.
     """
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
-    model = AutoModelForCausalLM.from_config(config)
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = 0.0
+        layer.mlp.down_proj.weight[0] = 0.0
     embeddings = model.get_input_embeddings().weight
-    if config.model_type == "gpt2":  # of the last layer norm
-        model.transformer.ln_f.weight[0] = 0.0
-        model.transformer.ln_f.bias[0] = 1.0
-        embeddings[:, 0] = 0.0
-    else:  # of the embeddings, which no block changes
-        embeddings[:, 0] = 1.0
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0.0
-            layer.mlp.down_proj.weight[0] = 0.0
+    embeddings[:, 0] = 1.0
     embeddings[tokenizer.eos_token_id, 0] = -100.0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,5 @@
 """This course's contestant: `GrpoTrainer`, a phase of which is one GRPO step."""
 
-import statistics
 import time
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import torch
 
 from solutions.ch0_sampling import sample_completions
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.bench.measuring import clock_methods
 from utils.bench.models import Between, Work, get_sites, make_data
 from utils.rewards import reward_fn_addition
 
@@ -39,8 +37,6 @@ class Contestant:
             ent_coef=0.0,
         )
         self.trainer, self.work = GrpoTrainer(args), work
-        methods = ("sample_and_score", "get_ref_logprobs", "rollout_phase", "learning_phase")
-        self.clocks = clock_methods(self.trainer, *methods)
 
     def train(self, steps: int, between: Between = lambda step: None) -> list[float]:
         """Take steps until `between` returns True, and return their seconds."""
@@ -59,17 +55,6 @@ class Contestant:
         generator, gen_len = torch.Generator().manual_seed(seed), self.work.gen_len
         return sample_completions(self.trainer.model, prompts, gen_len, generator=generator).texts
 
-    def get_parts(self) -> dict[str, float]:
-        """Return the median seconds of each part of a step, without the first step's."""
-        seconds = {name: statistics.median(values[1:]) for name, values in self.clocks.items()}
-        sampling, reference = seconds["sample_and_score"], seconds["get_ref_logprobs"]
-        return {
-            "sampling": sampling,
-            "log-probs at sampling": seconds["rollout_phase"] - sampling - reference,
-            "reference": reference,
-            "update": seconds["learning_phase"],
-        }
-
     def check_length(self) -> None:
         """Raise ValueError unless every completion of a rollout has exactly `gen_len` tokens."""
         lengths = self.trainer.rollout_phase().mask.sum(-1)
@@ -77,8 +62,3 @@ class Contestant:
             raise ValueError(
                 f"completions should have {self.work.gen_len} tokens, but have {lengths}"
             )
-
-
-def use_the_bridge(trainer: GrpoTrainer) -> None:
-    """Make a trainer score and sample by its bridge, as one does with a reader's hooks on it."""
-    trainer.model.base.register_forward_hook(lambda *_: None)

@@ -14,12 +14,7 @@ MARKS = "<!-- bench -->\n", "<!-- end of bench -->\n"
 
 def format_report(results: dict) -> str:
     """Return the parts that were measured, each as a table, ratios first."""
-    parts = {
-        "steps": _format_steps,
-        "learning": _format_learning,
-        "paths": _format_paths,
-        "scaling": _format_scaling,
-    }
+    parts = {"steps": _format_steps, "learning": _format_learning}
     machine = results["machine"]
     lines = [
         f"Measured on {machine['cores']} cores ({machine['architecture']}, no GPU), PyTorch "
@@ -53,31 +48,24 @@ def _spread(values: list[float], digits: int = 2) -> str:
 
 def _format_steps(result: dict) -> str:
     rows, notes = [], []
-    for name, label, limit, aim in (
-        ("fixed", "Exactly 40 tokens", "", "1.7"),
-        ("natural", "Until they end", ", at most 40", "3"),
+    for name, label in (
+        ("fixed", "16 × 8 completions of exactly 40 tokens"),
+        ("natural", "16 × 8 of at most 40, until they end"),
+        ("larger", "SmolLM2's shape, 4 × 4 of exactly 20"),
     ):
         row = result[name]
-        ratio, seconds = _spread(row["ratios"]), row["seconds"]
-        task = f"seconds a step, {label[0].lower()}{label[1:]}{limit}"
-        sides = _spread(seconds["ours"]), _spread(seconds["trl"])
-        rows.append((task, f"{ratio} times as fast", *sides, aim))
-        tried = _list_seconds(row["trl_seconds_by_configuration"])
-        ours, trl = (_list_seconds(row["parts"][side]) for side in ("ours", "trl"))
-        notes.append(
-            f"{label}. TRL's configurations that were tried, seconds a step: {tried}. Taken: "
-            f"{row['trl_configuration']}. Parts of a step in seconds, here: {ours}; TRL: {trl}."
-        )
-    memory = result["fixed"]["memory_mib"]
-    rows.append(("peak memory that three steps add, MiB", *_compare_memory(memory, "added"), ""))
-    rows.append(("peak memory of the process, MiB", *_compare_memory(memory, "whole"), "0.8"))
-    headers = "one GRPO step, 16 prompts × 8 completions", "ratio", "here", "TRL", "aim"
-    return "\n\n".join([_table(rows, *headers), *notes])
-
-
-def _list_seconds(seconds: dict[str, float]) -> str:
-    # Parts are differences of medians, and one that takes no time may come out below 0.
-    return ", ".join(f"{name} {max(0, value):.2f}" for name, value in seconds.items())
+        ours, trl = (row["seconds"][side] for side in ("ours", "trl"))
+        ratios = _spread([b / a for a, b in zip(ours, trl, strict=True)])
+        rows.append((label, "seconds", f"{ratios} times as fast", _spread(ours), _spread(trl)))
+        for kind, unit in (("added", "MiB that three steps add"), ("whole", "MiB of the process")):
+            if "memory_mib" in row:
+                rows.append(("", f"peak, {unit}", *_compare_memory(row["memory_mib"], kind)))
+        tried = row["trl_seconds_by_configuration"]
+        listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in tried.items())
+        notes.append(f"- {label}: {listed}. Taken: {row['trl_configuration']}.")
+    table = _table(rows, "one GRPO step", "", "ratio", "here", "TRL")
+    title = "TRL's configurations that were tried, in seconds a step:"
+    return "\n\n".join([table, title, "\n".join(notes)])
 
 
 def _compare_memory(memory: dict, kind: str) -> tuple[str, str, str]:
@@ -102,36 +90,3 @@ def _format_learning(result: dict) -> str:
     pairs = zip(result["runs"]["trl"], result["runs"]["ours"], strict=True)
     both = [a["seconds"] / b["seconds"] for a, b in pairs if a["steps"] and b["steps"]]
     return table + (f"\n\nSooner by a factor of {_spread(both)}." if both else "")
-
-
-def _format_paths(result: dict) -> str:
-    curves = result["rewards"]
-    steps = [step for step in (1, 4, 8, 16, 24, 32) if step <= len(curves["native"][0])]
-    rows = [
-        (f"step {step}", *(_spread([run[step - 1] for run in curves[path]]) for path in curves))
-        for step in steps
-    ]
-    return _table(rows, "reward on additions, three seeds", "native forward", "bridge")
-
-
-def _format_scaling(result: dict) -> str:
-    names = {"smollm2_shape": "SmolLM2's shape, 135M"}
-    rows = []
-    for size, row in result.items():
-        ratio = peaks = ""
-        if "memory_mib" in row:
-            ratio, *both = _compare_memory(row["memory_mib"], "whole")
-            peaks = " / ".join(both)
-        rates = (f"{row['rate'][side]:.3g}" for side in ("ours", "trl"))
-        label = names.get(size, size)
-        rows.append((label, _spread(row["ratios"]), *rates, peaks, ratio, row["trl_configuration"]))
-    return _table(
-        rows,
-        "GRPO, 16 × 20 tokens, parameters",
-        "ratio",
-        "here, steps/s",
-        "TRL",
-        "process's peak, MiB, here / TRL",
-        "ratio",
-        "TRL's configuration",
-    )

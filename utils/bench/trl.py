@@ -15,7 +15,6 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from utils.bench.measuring import clock_methods
 from utils.bench.models import Between, Work, make_data
 from utils.rewards import reward_fn_addition
 
@@ -106,9 +105,6 @@ class Contestant:
             ),
         )
         self.trainer.remove_callback(PrinterCallback)
-        methods = ("_generate", "_generate_and_score_completions")
-        self.clocks = clock_methods(self.trainer, *methods)
-        self.seconds: list[float] = []
 
     def train(self, steps: int, between: Between = lambda step: None) -> list[float]:
         """Take steps until `between` returns True, and return their seconds."""
@@ -116,8 +112,7 @@ class Contestant:
         self.trainer.add_callback(callback)
         self.trainer.args.max_steps = steps
         self.trainer.train()
-        self.seconds = callback.seconds
-        return self.seconds
+        return callback.seconds
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seed: int) -> list[str]:
@@ -131,15 +126,6 @@ class Contestant:
             ids = model.generate(**inputs, max_new_tokens=self.work.gen_len, **sampling)
         completions = ids[:, inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-
-    def get_parts(self) -> dict[str, float]:
-        """Return the median seconds of each part of a step, without the first step's."""
-        sampling, rollout = (statistics.median(values[1:]) for values in self.clocks.values())
-        return {
-            "sampling": sampling,
-            "reference and the rest of the rollout": rollout - sampling,
-            "update": statistics.median(self.seconds[1:]) - rollout,
-        }
 
 
 @functools.cache
