@@ -11,19 +11,16 @@ it is the same function, or open to the student ("open: ..."), or the run fails.
 
 import argparse
 import ast
-import contextlib
 import copy
 import functools
-import inspect
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +56,7 @@ class Mutant:
 
     def build(self) -> StudentNames:
         if self.null:
-            return _build_null(self.chapter, self.within, NULLS[self.null])
+            return build_null(self.chapter, self.within, NULLS[self.null])
         return StudentNames(vars(build_module(self.chapter, self.source)))
 
 
@@ -79,7 +76,7 @@ def generate(chapter: str, nulls: bool = True) -> tuple[Mutant, ...]:
             if source is not None:
                 found.append(Mutant(chapter, within, f"{within}: {name}", source))
     for exercise in get_quick_exercises(chapter) if nulls else ():
-        for null in _choose_nulls(chapter, exercise) if _is_function(definitions[exercise]) else ():
+        for null in choose_nulls(chapter, exercise) if _is_function(definitions[exercise]) else ():
             found.append(Mutant(chapter, exercise, f"{exercise}: {null}", null=null))
     return tuple(found)
 
@@ -180,26 +177,7 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 # --- Null answers -------------------------------------------------------------------------------
 
 
-def list_nulls(chapter: str, exercise: str) -> dict[str, StudentNames]:
-    """Return answers to an exercise without a thought in them, those that no mutant is made of
-    too: a stub, a refusal, a context that does nothing, the parent's method."""
-    name, _, method = exercise.partition(".")
-    right = getattr(get_reference(chapter), name)
-    chosen = [null for null in NULLS if "return" not in null] + ["returns True"]
-    if isinstance(right, type) and not method:
-        chosen += ["returns 0", "returns None"]
-    else:
-        chosen += _choose_nulls(chapter, exercise)
-        chosen += ["returns ones"] * ("returns zeros" in chosen)
-    found = {null: _build_null(chapter, exercise, NULLS[null]) for null in chosen}
-    found.pop("returns it detached", None)  # which may be right, but for its gradient
-    if method and method in vars(right) and hasattr(super(right, right), method):
-        inherited = getattr(super(right, right), method)
-        found["inherits"] = reference.replace_definition(chapter, exercise, inherited)
-    return found
-
-
-def _choose_nulls(chapter: str, exercise: str) -> list[str]:
+def choose_nulls(chapter: str, exercise: str) -> list[str]:
     """Choose those that differ from the reference: no tensor has no zeros of its shape."""
     returned: list[torch.Tensor] = []
 
@@ -207,7 +185,7 @@ def _choose_nulls(chapter: str, exercise: str) -> list[str]:
         returned.append(x)
         return x
 
-    spy = _build_null(chapter, exercise, _change_results(keep))
+    spy = build_null(chapter, exercise, change_results(keep))
     for check in get_quick_checks(chapter, exercise):
         run_check(check, spy, 0, "")
     chosen = ["returns 0", "returns None", "returns its first argument"]
@@ -233,7 +211,8 @@ def _map_tensors(f: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _change_results(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def change_results(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Return what changes every tensor and number that a function returns."""
     return lambda f: lambda *args, **kwargs: _map_tensors(change, f(*args, **kwargs))
 
 
@@ -243,41 +222,18 @@ def _noise(x: torch.Tensor) -> torch.Tensor:
     return x[torch.randperm(len(x))] if x.ndim else x
 
 
-def _refuse(f: Callable) -> Callable:
-    """Return a function that raises an error which names every argument of `f`."""
-    names = " ".join(inspect.signature(f).parameters)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError(names)
-
-    return refuse
-
-
-@contextlib.contextmanager
-def _do_nothing(*args: Any, **kwargs: Any) -> Iterator[Any]:
-    yield args[0]
-
-
-def _be_a_stub(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError
-
-
 NULLS: dict[str, Callable[[Callable], Callable]] = {
-    "is a stub": lambda f: _be_a_stub,
-    "refuses everything": _refuse,
-    "is a context that does nothing": lambda f: lambda *args, **kwargs: _do_nothing(*args),
-    "returns True": lambda f: lambda *args, **kwargs: True,
-    "returns ones": _change_results(torch.ones_like),
     "returns 0": lambda f: lambda *args, **kwargs: 0,
     "returns None": lambda f: lambda *args, **kwargs: None,
     "returns its first argument": lambda f: lambda *args, **kwargs: args[0],
-    "returns zeros": _change_results(torch.zeros_like),
-    "returns noise of the right shape": _change_results(_noise),
-    "returns it detached": _change_results(torch.Tensor.detach),
+    "returns zeros": change_results(torch.zeros_like),
+    "returns noise of the right shape": change_results(_noise),
+    "returns it detached": change_results(torch.Tensor.detach),
 }
 
 
-def _build_null(chapter: str, exercise: str, wrap: Callable[[Callable], Callable]) -> StudentNames:
+def build_null(chapter: str, exercise: str, wrap: Callable[[Callable], Callable]) -> StudentNames:
+    """Build the reference with an exercise replaced by what `wrap` makes of its solution."""
     name, _, method = exercise.partition(".")
     right = getattr(get_reference(chapter), name)
     right = vars(right)[method] if method else right
@@ -323,13 +279,6 @@ def kill(mutant: Mutant) -> str | None:
 def get_accepted(chapter: str) -> dict[str, str]:
     """Return the mutants of a chapter that no check has to reject, each with the reason."""
     return tomllib.loads(ACCEPTED.read_text(encoding="utf-8")).get(chapter, {})
-
-
-def sample(chapter: str, n: int) -> list[Mutant]:
-    """Return some changes of a chapter that the checks should kill; the same ones each time."""
-    known = get_accepted(chapter)
-    mutants = [mutant for mutant in generate(chapter, nulls=False) if mutant.name not in known]
-    return random.Random(0).sample(mutants, min(n, len(mutants)))
 
 
 def run(mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, str | None]]:
