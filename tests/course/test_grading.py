@@ -215,7 +215,7 @@ def test_odd_answers_do_not_harm_the_engine():
 def test_a_pattern_must_occur_exactly_once():
     for pattern in ("no such text", "logits"):
         edit = known_answers.Edit("get_logprobs", pattern, "x")
-        with pytest.raises(ValueError, match="should occur once"):
+        with pytest.raises(ValueError, match="should stand once"):
             edit.apply("ch0_sampling")
 
 

@@ -167,17 +167,25 @@ def _append(mistake: Mistake) -> str:
 
 def _locate(source: str, diff: Diff, place: str) -> re.Match[str]:
     """Return where a diff applies, with the `indent` that its lines have there."""
-    definitions = find_definitions(source)
-    if diff.within not in definitions:
-        raise ValueError(f"{place}: there is no definition {diff.within}")
-    lines = source.splitlines(keepends=True)
-    start, end = (sum(map(len, lines[:n])) for n in get_span(definitions[diff.within]))
     same = "\n".join(line and f"(?P=indent){re.escape(line)}" for line in diff.before)
-    pattern = re.compile(f"^{same.replace('(?P=indent)', '(?P<indent> *)', 1)}$", re.MULTILINE)
-    found = list(pattern.finditer(source, start, end))
+    pattern = f"^{same.replace('(?P=indent)', '(?P<indent> *)', 1)}$"
+    return find_once(source, diff.within, pattern, place)
+
+
+def find_once(source: str, within: str, pattern: str, place: str) -> re.Match[str]:
+    """Return where a pattern stands in a definition.
+
+    Raises ValueError, with the place, unless that is once.
+    """
+    definitions = find_definitions(source)
+    if within not in definitions:
+        raise ValueError(f"{place}: there is no definition {within}")
+    lines = source.splitlines(keepends=True)
+    start, end = (sum(map(len, lines[:n])) for n in get_span(definitions[within]))
+    found = list(re.compile(pattern, re.MULTILINE).finditer(source, start, end))
     if len(found) != 1:
         raise ValueError(
-            f"{place}: its lines should stand once in {diff.within}, but stand {len(found)} times"
+            f"{place}: its lines should stand once in {within}, but stand {len(found)} times"
         )
     return found[0]
 

@@ -11,6 +11,7 @@ differently in `tests/alternatives/<chapter>.py`, as whole functions or as edits
 import dataclasses
 import functools
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 from utils.grading import catalogue
 from utils.grading.catalogue import Mistake
 from utils.grading.observation import StudentNames
-from utils.grading.reference import get_lines, get_source, replace_definition
+from utils.grading.reference import get_source, replace_definition
 from utils.grading.substitution import build_module
 
 AND = "{} And: {}"  # the sentences of two mistakes that are made at once
@@ -39,17 +40,9 @@ class Edit:
 
         Raises ValueError for a pattern that does not occur exactly once.
         """
-        lines = get_source(chapter).splitlines(keepends=True)
-        first, last = get_lines(chapter, self.within)
-        segment = "".join(lines[first:last])
-        if (count := segment.count(self.pattern)) != 1:
-            raise ValueError(
-                f"{chapter}: pattern should occur once in {self.within}, but {self.pattern!r} "
-                f"occurs {count} times"
-            )
-        return "".join(
-            [*lines[:first], segment.replace(self.pattern, self.replacement), *lines[last:]]
-        )
+        source, pattern = get_source(chapter), re.escape(self.pattern)
+        found = catalogue.find_once(source, self.within, pattern, f"{chapter}, {self.pattern!r}")
+        return source[: found.start()] + self.replacement + source[found.end() :]
 
 
 @dataclass(frozen=True)
