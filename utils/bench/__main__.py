@@ -17,34 +17,31 @@ import torch
 from utils.bench import comparisons
 from utils.bench.report import format_report, publish
 
-PARTS: dict[str, Callable[[int], dict]] = {  # each takes a number of rounds
+PARTS: dict[str, Callable[[], dict]] = {
     "steps": comparisons.measure_steps,
-    "learning": lambda rounds: comparisons.measure_learning(),
+    "learning": comparisons.measure_learning,
 }
+OUT = Path("runs/bench.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
-    parser.add_argument("--rounds", type=int, default=7, help="of a median, at least 5 (7)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench.json"))
     parser.add_argument("--publish", action="store_true", help="put the tables into README.md")
     args = parser.parse_args()
-    if args.rounds < 5:
-        parser.error(f"--rounds should be at least 5, but is {args.rounds}")
-    results = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results = json.loads(OUT.read_text()) if OUT.exists() else {}
     for part in args.only:
         print(f"{part} ...", flush=True)
         start = time.perf_counter()
-        results[part] = PARTS[part](args.rounds)
+        results[part] = PARTS[part]()
         results["machine"] = describe_machine()
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = args.out.with_suffix(".partial")
+        OUT.parent.mkdir(exist_ok=True)
+        partial = OUT.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")
-        os.replace(partial, args.out)
+        os.replace(partial, OUT)
         print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
     report = format_report(results)
-    args.out.with_suffix(".md").write_text(report)
+    OUT.with_suffix(".md").write_text(report)
     print(report)
     if args.publish:
         publish(results)

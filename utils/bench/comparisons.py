@@ -28,6 +28,7 @@ from utils.rewards import reward_fn_addition
 
 CONTESTANTS = {"ours": "utils.bench.ours", "trl": "utils.bench.trl"}
 PEAKS = 3  # processes for a median of memory
+ROUNDS = 7  # steps for a median of seconds
 SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for the larger model
 TARGET, EVERY, MAX_STEPS = 0.90, 4, 80
 RATES = (1e-3, 3e-3, 1e-2)
@@ -40,21 +41,19 @@ def load(name: str) -> Any:
     return importlib.import_module(CONTESTANTS[name])
 
 
-def measure_steps(rounds: int) -> dict:
+def measure_steps() -> dict:
     """Measure steps against TRL's best: of the embedded model, 128 completions of exactly 40 tokens
     and of up to 40 that end by themselves; of SmolLM2's shape, 16 completions of 20 tokens."""
     with tempfile.TemporaryDirectory() as name:
         endless, llama = save_embedded(Path(name, "embedded")), save_llama(Path(name, "llama"))
         return {
-            "fixed": compare(endless, Work(), rounds),
-            "natural": compare(EMBEDDED_MODEL, Work(), rounds, is_fixed=False),
-            "larger": compare(llama, SMALL, rounds, steps_to_choose=1),
+            "fixed": compare(endless, Work()),
+            "natural": compare(EMBEDDED_MODEL, Work(), is_fixed=False),
+            "larger": compare(llama, SMALL, steps_to_choose=1),
         }
 
 
-def compare(
-    folder: Path, work: Work, rounds: int, is_fixed: bool = True, steps_to_choose: int = 2
-) -> dict:
+def compare(folder: Path, work: Work, is_fixed: bool = True, steps_to_choose: int = 2) -> dict:
     """Measure the seconds per step of both in turns: after each of TRL's steps one of ours. Where
     completions have a fixed length, measure memory too.
 
@@ -68,14 +67,14 @@ def compare(
         result["memory_mib"] = measure_memory(folder, work, best)
     contestant = ours.Contestant(folder, work)
     seconds: list[float] = []
-    with tqdm(total=rounds + 1, desc="steps in turns", leave=False) as bar:
+    with tqdm(total=ROUNDS + 1, desc="steps in turns", leave=False) as bar:
 
         def step_ours(step: int) -> None:
             seconds.extend(contestant.train(1))
             bar.update()
 
         of_trl = trl.Contestant(folder, work, **trl.CONFIGURATIONS[best])
-        both = {"trl": of_trl.train(rounds + 1, step_ours), "ours": seconds}
+        both = {"trl": of_trl.train(ROUNDS + 1, step_ours), "ours": seconds}
     return result | {"seconds": {name: values[1:] for name, values in both.items()}}
 
 

@@ -232,7 +232,6 @@ def grade_exercise(
     chapter: str,
     exercise: str,
     student: StudentNames,
-    secret: str = "",
     slow: bool = False,
     hardening: bool = True,
     seconds: float | None = SEARCH_SECONDS,
@@ -242,6 +241,6 @@ def grade_exercise(
     hardening: whether a mistake is looked for that fails no core check.
     """
     checks = get_quick_checks(chapter, exercise) if not slow else get_checks(chapter)[exercise]
-    verdicts = [grade(check, student, secret) for check in checks]
+    verdicts = [grade(check, student) for check in checks]
     failed = any(not v.passed and (hardening or v.check.is_core) for v in verdicts)
-    return verdicts, diagnose(verdicts, secret, seconds) if failed else None
+    return verdicts, diagnose(verdicts, seconds=seconds) if failed else None

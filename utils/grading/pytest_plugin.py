@@ -44,7 +44,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("grading")
     group.addoption("--submission", type=Path, metavar="PATH", help="a student's .ipynb or .py")
     group.addoption("--size", choices=SIZES, default="test", help="how much is tested")
-    group.addoption("--secret", default="", help="what the seeds of the checks derive from")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -98,7 +97,7 @@ class Exercise(pytest.Collector):
     def __init__(self, *, chapter: str, checks: tuple[Check, ...], **kwargs):
         super().__init__(**kwargs)
         self.chapter, self.checks = chapter, checks
-        self.size, self.secret = (self.config.getoption(f"--{o}") for o in ("size", "secret"))
+        self.size = self.config.getoption("--size")
         self.submission = self.config.stash.get(_student, None)
         if self.submission is None:
             self.names = vars(get_reference(chapter))
@@ -129,7 +128,7 @@ class Exercise(pytest.Collector):
 
     def try_reference(self, check: Check, _: pytest.Item) -> None:
         """Pass if the check accepts the reference."""
-        verdict = grade(check, self.student, self.secret)
+        verdict = grade(check, self.student)
         if not verdict.passed:
             raise Failed(f"{check.title}:\n{verdict.describe()}".rstrip())
 
@@ -184,13 +183,13 @@ class Exercise(pytest.Collector):
         return dict(zip(self.checks, verdicts, strict=True))
 
     def _grade(self, student: StudentNames) -> list[Verdict]:
-        return [grade(check, student, self.secret) for check in self.checks]
+        return [grade(check, student) for check in self.checks]
 
     @functools.cached_property
     def sentence(self) -> str | None:
         """Return the sentence of the mistake that the student made, over all quick checks."""
         quick = get_quick_checks(self.chapter, self.name)
-        return diagnose([self.verdicts[check] for check in quick], self.secret, SEARCH_SECONDS)
+        return diagnose([self.verdicts[check] for check in quick], seconds=SEARCH_SECONDS)
 
 
 def try_diagnosis(chapter: str) -> None:

@@ -38,6 +38,7 @@ from utils.grading.substitution import build_module
 from utils.mutation.operators import get_names, mutate
 
 ACCEPTED = Path(__file__).parents[2] / "tests" / "accepted_mutants.toml"
+OUT = Path("runs/kill_matrix.md")
 MAX_SECONDS = 20  # of processor time, for all checks: a mutant that loops is killed
 
 # Methods that run without being named.
@@ -281,11 +282,11 @@ def get_accepted(chapter: str) -> dict[str, str]:
     return tomllib.loads(ACCEPTED.read_text(encoding="utf-8")).get(chapter, {})
 
 
-def run(mutants: list[Mutant], jobs: int) -> list[tuple[Mutant, str | None]]:
+def run(mutants: list[Mutant]) -> list[tuple[Mutant, str | None]]:
     # Forked children of a process that has used two threads hang.
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_be_quiet) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=_be_quiet) as pool:
         killers = pool.map(kill, mutants, chunksize=4)
         return list(zip(mutants, tqdm(killers, total=len(mutants), unit="mutant"), strict=True))
 
@@ -352,16 +353,14 @@ def main() -> None:
         "chapters", nargs="*", metavar="CHAPTER", help="chapters, e.g. ch2_ppo; all"
     )
     parser.add_argument("--only", default="", help="definitions whose name contains this")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=Path("runs/kill_matrix.md"))
     args = parser.parse_args()
     if unknown := set(args.chapters) - set(get_chapters()):
         parser.error(f"CHAPTER should be among {get_chapters()}, but {sorted(unknown)} are not")
     mutants = [m for chapter in args.chapters or get_chapters() for m in generate(chapter)]
-    results = run([m for m in mutants if args.only in m.within], args.jobs)
+    results = run([m for m in mutants if args.only in m.within])
     report = format_report(results)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(report)
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(report)
     stale = [] if args.only else find_stale(results)
     print(report, *stale, sep="\n")
     sys.exit(any(judge_fate(*result) == "survived" for result in results) or bool(stale))

@@ -32,7 +32,6 @@ def run_ranks(
     n_ranks: int = 2,
     timeout: int = 60,
     limit: int = 300,
-    show: bool = True,
 ) -> list[Any]:
     """Call `function(*args)` in `n_ranks` processes, and return what each returned.
 
@@ -54,12 +53,11 @@ def run_ranks(
                 process.wait()
         results = []
         for rank in range(n_ranks):
-            if show:
-                for line in (folder / f"output-{rank}").read_text().splitlines():
-                    print(f"[rank {rank}] {line}")
-                if processes[rank].returncode < 0:
-                    name = signal.Signals(-processes[rank].returncode).name
-                    print(f"[rank {rank}] was ended by {name}")
+            for line in (folder / f"output-{rank}").read_text().splitlines():
+                print(f"[rank {rank}] {line}")
+            if processes[rank].returncode < 0:
+                name = signal.Signals(-processes[rank].returncode).name
+                print(f"[rank {rank}] was ended by {name}")
             path = folder / f"result-{rank}"
             results.append(cloudpickle.loads(path.read_bytes()) if path.exists() else None)
     return results
