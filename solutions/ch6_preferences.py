@@ -360,10 +360,10 @@ def calc_dpo_loss(
 
 def sum_logprobs(model: TransformerWithLora, samples: Samples) -> Float[Tensor, "batch"]:
     """Return the log-probability of each whole completion, its eos included."""
-    logprobs, _ = get_scorer(model).score(
+    scores = get_scorer(model).measure(
         samples.input_ids, samples.attention_mask, samples.prompt_len
     )
-    return logprobs.masked_fill(~samples.completion_mask, 0.0).sum(-1)
+    return scores.logprobs.masked_fill(~samples.completion_mask, 0.0).sum(-1)
 
 
 def train_dpo(

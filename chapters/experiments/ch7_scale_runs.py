@@ -120,7 +120,8 @@ def run_refreshed(seed: int, beta: float, every: int) -> dict:
 def measure_kl_between(model: TransformerWithLora, first: TransformerWithLora, samples) -> float:
     """Sum the log-ratios of a model to another one over all sampled tokens, in nats."""
     given = (samples.input_ids, samples.attention_mask, samples.prompt_len)
-    logratio = get_scorer(model).score(*given)[0] - get_scorer(first).score(*given)[0]
+    now, then = (get_scorer(policy).measure(*given).logprobs for policy in (model, first))
+    logratio = now - then
     return logratio.masked_fill(~samples.completion_mask, 0.0).sum().item()
 
 

@@ -37,7 +37,9 @@ def score(model, prompts, draws, temperature=1.0):
     ids = torch.cat([ids, draws.completion_ids], dim=1)
     attention = torch.cat([attention, mask.long()], dim=1)
     with torch.no_grad():
-        return get_scorer(model).score(ids, attention, ids.shape[1] - width, temperature)[0], mask
+        return get_scorer(model).measure(
+            ids, attention, ids.shape[1] - width, temperature
+        ).logprobs, mask
 
 
 # --- One token ------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def test_in_float64_hardly_a_difference_is_left(folders):
     """Of GPT-2: Hugging Face's rotations and RMS norms are in float32."""
     model = load(folders, "gpt2", TransformerWithLora, torch.float64)
     ids, attention, mask = make_rows()
-    logprobs, entropies = get_scorer(model).score(ids, attention, 7, 0.7)
+    scores = get_scorer(model).measure(ids, attention, 7, 0.7)
+    logprobs, entropies = scores.logprobs, scores.entropies
     logits = model(ids, attention)
     expected = get_logprobs(logits, ids, 7, 0.7), calc_entropy(select_completion(logits, 7) / 0.7)
     torch.testing.assert_close(logprobs[mask], expected[0][mask], rtol=0, atol=1e-11)
@@ -107,7 +108,7 @@ def test_modes_decide_what_is_scored(folders):
     model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
     for mode in (contextlib.nullcontext, model.reference, model.merged):
         with mode(), torch.no_grad():
-            logprobs, _ = get_scorer(model).score(ids, attention, 7)
+            logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
             expected = get_logprobs(model(ids, attention), ids, 7)
         torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
     with model.merged():
@@ -122,7 +123,7 @@ def test_a_moved_bridge_whose_weights_are_no_longer_joint(folders):
     weight = model.base.blocks[0].attn.q.original_component.weight
     weight.data = 2 * weight.data
     with torch.no_grad():
-        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
         expected = get_logprobs(model(ids, attention), ids, 7)
     torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
 
@@ -159,7 +160,7 @@ def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
     model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
     zeroed = [("blocks.0.mlp.hook_out", lambda x, hook: torch.zeros_like(x))]
     with model.base.hooks(fwd_hooks=zeroed), torch.no_grad():
-        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
         expected = get_logprobs(model(ids, attention), ids, 7)
     torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
     assert type(get_scorer(model)) is NativeScorer
@@ -262,10 +263,10 @@ def test_a_method_of_a_notebook_is_tried(hook_name, factor, expected, folders):
 def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):
     model, (ids, *_) = load(folders, "llama"), make_rows()
     with torch.no_grad():
-        found = get_scorer(model).score(ids, None, 7)
-        expected = get_scorer(model).score(ids, torch.ones_like(ids), 7)
-        assert get_scorer(model).score(ids, None, ids.shape[1])[0].shape == (len(ids), 0)
-    assert torch.equal(found[0], expected[0])
+        found = get_scorer(model).measure(ids, None, 7)
+        expected = get_scorer(model).measure(ids, torch.ones_like(ids), 7)
+        assert get_scorer(model).measure(ids, None, ids.shape[1]).logprobs.shape == (len(ids), 0)
+    assert torch.equal(found.logprobs, expected.logprobs)
 
 
 def test_adapters_count_as_their_attributes_say(folders):
@@ -274,14 +275,14 @@ def test_adapters_count_as_their_attributes_say(folders):
         layer.scaling = 0.5
     model.base.blocks[0].attn.q.original_component.bias.data = torch.ones(32)
     with torch.no_grad():
-        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
         expected = get_logprobs(model(ids, attention), ids, 7)
     torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
 
 
 def test_a_bridge_that_learns_itself_gets_its_gradients(folders):
     base, (ids, attention, _) = load_base_model(folders["gpt2"], device="cpu"), make_rows()
-    get_scorer(base).score(ids, attention, 7)[0].sum().backward()
+    get_scorer(base).measure(ids, attention, 7).logprobs.sum().backward()
     found = {name: p.grad.clone() for name, p in base.named_parameters() if p.grad is not None}
     base.zero_grad()
     get_logprobs(base(ids, attention_mask=attention), ids, 7).sum().backward()
@@ -294,14 +295,14 @@ def test_a_bridge_that_learns_itself_gets_its_gradients(folders):
 def test_settings_that_mean_nothing_are_refused(wrong, folders):
     model, (ids, attention, _) = load(folders, "gpt2"), make_rows()
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        get_scorer(model).score(ids, attention, **{"prompt_len": 7} | wrong)
+        get_scorer(model).measure(ids, attention, **{"prompt_len": 7} | wrong)
 
 
 def test_rows_with_gaps_are_left_to_the_bridge(folders):
     model, (ids, attention, mask) = load(folders, "llama"), make_rows()
     attention[0, 9], attention[3, 6] = 0, 0  # amid a completion, and the end of a prompt
     with torch.no_grad():
-        logprobs, _ = get_scorer(model).score(ids, attention, 7)
+        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
         expected = get_logprobs(model(ids, attention), ids, 7)
     torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
 
@@ -317,7 +318,7 @@ def test_a_prompt_is_computed_once_and_padding_never(folders, monkeypatch):
         return project(self, x, *args)
 
     monkeypatch.setattr(blocks.Block, "project", count)
-    get_scorer(model).score(ids, attention, 7)
+    get_scorer(model).measure(ids, attention, 7)
     last_ones = int(mask.any(-1).sum())
     assert counts == [7 + 3 + 1 + 5 + int(mask.sum()) - last_ones] * 2
 

@@ -261,7 +261,7 @@ def describe_first_ratio(sampled: dict[str, Any], model: nn.Module, gen_len: int
     n_prompt = ids.shape[1] - memory.mask.shape[1]
     with torch.no_grad():
         logits = model(ids, attention)
-        scored, _ = get_scorer(model).score(ids, attention, n_prompt)
+        scored = get_scorer(model).measure(ids, attention, n_prompt).logprobs
     pairs = {
         "logprobs": memory.logprobs,
         "hooked": score_rows(logits.float(), ids, n_prompt),

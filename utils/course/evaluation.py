@@ -59,10 +59,10 @@ def measure_nll(model, batches: list) -> float:
 
     def measure(samples):
         with model.reference():
-            logprobs, _ = get_scorer(model).score(
+            scores = get_scorer(model).measure(
                 samples.input_ids, samples.attention_mask, samples.prompt_len
             )
-        return -sampling.masked_mean(logprobs, samples.completion_mask)
+        return -sampling.masked_mean(scores.logprobs, samples.completion_mask)
 
     return _mean_over_tokens(measure, batches)
 

@@ -334,17 +334,6 @@ class BridgeScorer:
     def __init__(self, model: Any, formulas: Formulas | None = None):
         self.model, self.formulas = model, formulas
 
-    def score(
-        self,
-        input_ids: Int[Tensor, "row seq"],
-        attention_mask: Int[Tensor, "row seq"],
-        prompt_len: int,
-        temperature: float = 1.0,
-    ) -> tuple[Float[Tensor, "row completion"], Float[Tensor, "row completion"]]:
-        """Return the log-probability of each token of the completions, and the entropy there."""
-        scores = self.measure(input_ids, attention_mask, prompt_len, temperature)
-        return scores.logprobs, scores.entropies
-
     def measure(
         self,
         input_ids: Int[Tensor, "row seq"],
@@ -353,9 +342,11 @@ class BridgeScorer:
         temperature: float = 1.0,
         has_entropy_grad: bool = True,
     ) -> Scores:
-        """Return the same, the exact KL, and values where the model has a value head.
+        """Return the log-probability of each token of the completions, the entropy there, the exact
+        KL, and values where the model has a value head.
 
-        has_entropy_grad: the entropies carry a gradient.
+        attention_mask: None if no token is padding. has_entropy_grad: the entropies carry a
+        gradient.
 
         Raises ValueError unless `temperature` is positive and `prompt_len` in [1, seq].
         """
@@ -363,15 +354,10 @@ class BridgeScorer:
         require(temperature > 0, f"temperature should be positive, but is {temperature}")
         require(1 <= prompt_len <= seq, f"prompt_len should be in [1, {seq}], but is {prompt_len}")
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        return self.compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
+        return self._compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
 
-    def compute(
-        self,
-        input_ids: Int[Tensor, "row seq"],
-        attention_mask: Int[Tensor, "row seq"],
-        prompt_len: int,
-        temperature: float,
-        has_entropy_grad: bool,
+    def _compute(
+        self, input_ids, attention_mask, prompt_len, temperature, has_entropy_grad
     ) -> Scores:
         """Compute the scores by the model's own forward pass."""
         model, values = self.model, None
@@ -404,13 +390,8 @@ class NativeScorer(BridgeScorer):
         functions = tuple(vars(self.formulas).values()) if self.formulas else ()
         return agrees(self.model, functions, way, *runs)
 
-    def compute(
-        self,
-        input_ids: Int[Tensor, "row seq"],
-        attention_mask: Int[Tensor, "row seq"],
-        prompt_len: int,
-        temperature: float,
-        has_entropy_grad: bool,
+    def _compute(
+        self, input_ids, attention_mask, prompt_len, temperature, has_entropy_grad
     ) -> Scores:
         """Compute the scores, 0 where there is no token.
 
@@ -419,14 +400,14 @@ class NativeScorer(BridgeScorer):
         given = (input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
         rows = flatten(input_ids, attention_mask, prompt_len)
         if rows is None:
-            return super().compute(*given)
+            return super()._compute(*given)
         native = self.native
         h = read(native, rows)
 
         def find_own() -> Scores | None:
             """Return the scores of the model's own code, if its KL from the reference differs."""
             is_same = self.is_trusted or self.gives_the_same("the KL")
-            return None if is_same else BridgeScorer.compute(self, *given)
+            return None if is_same else BridgeScorer._compute(self, *given)
 
         def measure_native_kl() -> Float[Tensor, "row completion"]:
             with torch.no_grad(), self.model.reference():
