@@ -25,6 +25,7 @@ from tests.attacks.containers import make_containers, make_notebook
 from utils.authoring.__main__ import sum_points
 from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
+from utils.autograder.batch import Options
 from utils.autograder.reading import (
     MAX_DATA_FILES,
     MAX_FILES,
@@ -518,6 +519,12 @@ def test_what_a_submission_puts_into_reports_is_bounded(tmp_path, monkeypatch):
     assert (tmp_path / "class.csv").stat().st_size < 10_000
 
 
+def make_grader(submitted: SubmittedFiles, **options) -> grader_module.Grader:
+    """Without processes: what it asks for has to be answered here."""
+    options = Options("secret", FILE, 30, **options)
+    return grader_module.Grader(None, options, load_points(FILE), submitted)
+
+
 def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     """Of all checks of an exercise together that filled the memory."""
     data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": "", "is_stub": False})
@@ -535,8 +542,7 @@ def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
     )
     kept = []
     monkeypatch.setattr(grader_module, "diagnose", lambda verdicts, _: kept.extend(verdicts))
-    grader = grader_module.Grader(None, "secret", load_points(FILE))
-    report = grader.grade(SubmittedFiles("x", (("work.py", b""),)), only=["masked_mean"])
+    report = make_grader(SubmittedFiles("x", (("work.py", b""),))).grade(only=["masked_mean"])
     assert kept
     assert not any(verdict.observations for verdict in kept)
     assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
@@ -596,11 +602,10 @@ def grade_without_processes(
         return grader_module.Reply(grader_module.Outcome.DONE, data, (), error)
 
     monkeypatch.setattr(grader_module.Grader, "ask", ask)
-    grader = grader_module.Grader(None, "secret", load_points(FILE), chapters=chapters)
     submitted = submitted or SubmittedFiles("x", (("work.py", MEAN.encode()),))
     grader_module._find_fault.cache_clear()
     try:
-        return grader.grade(submitted, only=only)
+        return make_grader(submitted, chapters=chapters).grade(only=only)
     finally:
         grader_module._find_fault.cache_clear()
         grader_module._try_stand_in.cache_clear()
@@ -661,8 +666,8 @@ def test_a_cell_of_the_class_is_no_formula(text):
 
 
 def test_reading_the_files_counts_as_time_of_the_submission(monkeypatch):
-    grader = grader_module.Grader(None, "secret", load_points(FILE), submission_seconds=-1)
-    report = grader.grade(SubmittedFiles("x", (("work.py", MEAN.encode()),)))
+    submitted = SubmittedFiles("x", (("work.py", MEAN.encode()),))
+    report = make_grader(submitted, submission_seconds=-1).grade()
     assert report["problems"] == ["work.py was not read, as others took too long"]
 
 

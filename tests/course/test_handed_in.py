@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 from tests.attacks.containers import make_notebook
-from tests.course.test_grade import linux
+from tests.course.test_grade import linux, make_grader
 from tests.course.test_grade import needs_time as takes_long
 from utils.authoring.notebooks import CHAPTERS, SETUP, SOLUTIONS
 from utils.autograder import batch, child, given, reading
@@ -29,7 +29,7 @@ from utils.grading.extraction import (
 )
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
 from utils.grading.observation import StudentNames, run_check
-from utils.grading.points import FILE, load_points
+from utils.grading.points import FILE
 from utils.grading.reference import get_chapter_source, get_lines, get_source
 
 
@@ -661,11 +661,11 @@ def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], 
         return Reply(Outcome.DONE, task(), (), error)
 
     monkeypatch.setattr(grader_module.Grader, "ask", ask)
-    grader = grader_module.Grader(None, "secret", load_points(FILE))
-    grader.seconds_used, grader.left_out, problems = 0.0, [], list(submitted.problems)
-    found = grader._sort_files(submitted, problems)
+    grader = make_grader(submitted)
+    grader.problems += submitted.problems
+    found = grader._sort_files()
     names = dict.fromkeys(name for files, _ in found.values() for name, _ in files)
-    return [*names], problems, found
+    return [*names], grader.problems, found
 
 
 @pytest.mark.parametrize("chapter", get_chapters())

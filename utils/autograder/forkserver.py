@@ -159,14 +159,6 @@ def _work(connection: Connection, to_server: Connection) -> None:
             connection.recv()
             connection.send(str(error))
             return
-        grader = Grader(
-            to_server,
-            options.secret,
-            points,
-            options.seconds,
-            options.chapters,
-            options.submission_seconds,
-        )
         while True:
             task = connection.recv()
             if task is None:
@@ -176,7 +168,8 @@ def _work(connection: Connection, to_server: Connection) -> None:
                 continue
             name, path, lost = task
             submitted = SubmittedFiles(name, (), (lost,)) if lost else read_submission(name, path)
-            report = grader.grade(submitted, options.only.get(name, ()))
+            grader = Grader(to_server, options, points, submitted)
+            report = grader.grade(options.only.get(name, ()))
             connection.send(report | {"digest": None if lost else submitted.digest})
 
 

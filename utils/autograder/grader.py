@@ -5,7 +5,6 @@ from a secret and, over a few variants, from the submission.
 """
 
 import builtins
-import dataclasses
 import functools
 import hashlib
 import re
@@ -13,7 +12,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from utils.autograder import jobs
+from utils.autograder.batch import Options
 from utils.autograder.given import (
     find_copy,
     find_parts,
@@ -49,9 +50,7 @@ from utils.grading.reference import get_chapter_source, get_given_lines, get_sou
 from utils.grading.substitution import ChapterSource
 from utils.version import find_other_versions, get_version
 
-CHECK_SECONDS = 30  # wall clock of one check
 SLOW_FACTOR = 6  # a slow check gets this many times as long
-MAX_SUBMISSION_SECONDS = 900  # of all checks of a submission together, unless given
 MAX_FAILED = 10  # imports that failed and are named
 MAX_SLOW = 5  # statements of a submission that take too long and are left out
 PATIENCE_SHARE = 3  # into which the time of a check is divided, for one statement
@@ -70,6 +69,8 @@ _PLACES = re.compile(
     r"(?:/[\w.@+-]+)*/grading-\w+(?:/|\b)|"
     + "|".join(f"{re.escape(root)}/" for root in sorted(_ROOTS, key=len, reverse=True))
 )
+File = tuple[str, bytes]
+Inspected = tuple[File, dict[str, Any]]  # and what it defines
 NOT_RUN = "was not run, as others took too long"
 OUTCOMES = {
     Outcome.TOO_LONG: "was stopped after {seconds} s",
@@ -94,86 +95,76 @@ def _blame(error: Exception | str) -> GraderError:
     return GraderError(f"not graded: an error of the grader ({kind})", said[:MAX_ERROR_CHARACTERS])
 
 
+@dataclass
 class Grader:
-    """Grades submissions through one job server."""
+    """Grades one submission, through a job server."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        secret: str,
-        points: Points,
-        seconds: int = CHECK_SECONDS,
-        chapters: tuple[str, ...] = (),
-        submission_seconds: int = MAX_SUBMISSION_SECONDS,
-    ):
-        self.connection, self.secret, self.points = connection, secret, points
-        self.seconds, self.chapters = seconds, chapters
-        self.submission_seconds = submission_seconds
-        self.names = get_top_names()
-        self._start_anew()
+    connection: Connection
+    options: Options
+    points: Points
+    submitted: SubmittedFiles
+    problems: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    protections: set[str] | None = None
+    seconds_used: float = 0.0
+    helpers: list[tuple[str, bytes]] = field(default_factory=list)
+    answers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # files, by exercise
+    # Of statements: what a child says of other places is not passed on.
+    places: set[str] = field(default_factory=set)
+    slow: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    replaced: dict[str, set[str]] = field(default_factory=dict)  # by chapter: the course's own
 
-    def _start_anew(self, data: Iterable[tuple[str, bytes]] = ()) -> None:
-        self.protections: set[str] | None = None
-        self.seconds_used = 0.0
-        self.left_out: list[str] = []
-        self.helpers: list[tuple[str, bytes]] = []
-        self.data = list(data)
-        self.places: set[str] = set()  # of statements: what a child says of others is not passed on
-        self.slow: list[str] = []
-        self.stopped: list[str] = []
-        self.failed: list[str] = []
-        self.replaced: dict[str, set[str]] = {}  # by chapter, what was the course's own
-        self.answers: dict[tuple[str, str], list[str]] = {}  # by chapter and name, the files
-
-    def grade(self, submitted: SubmittedFiles, only: Collection[str] = ()) -> dict[str, Any]:
-        """Return the report of a submission; of some exercises if `only` names them."""
-        secret = f"{self.secret}|{get_variant(submitted.name)}"
+    def grade(self, only: Collection[str] = ()) -> dict[str, Any]:
+        """Return the report of the submission; of some exercises if `only` names them."""
+        secret = f"{self.options.secret}|{get_variant(self.submitted.name)}"
         secret = hashlib.sha256(secret.encode()).hexdigest()
-        problems, chapters, exercises = list(submitted.problems), [], []
-        self._start_anew(submitted.data)
-        by_chapter = self._sort_files(submitted, problems) if submitted.files else {}
-        for chapter in self.chapters or by_chapter:  # of what cannot be read, all is missing
+        self.problems += self.submitted.problems
+        exercises = []
+        by_chapter = self._sort_files() if self.submitted.files else {}
+        chapters = [
+            *(self.options.chapters or by_chapter)
+        ]  # of what cannot be read, all is missing
+        for chapter in chapters:
             files, defined = by_chapter.get(chapter, ([], set()))
-            chapters.append(chapter)
             for exercise in get_checks(chapter):
                 if only and exercise not in only:
                     continue
                 one = _Exercise(self, chapter, exercise, files, secret)
                 name, before = exercise.partition(".")[0], self.seconds_used
                 if name in defined:
-                    verdicts, sentence = self._grade_best(one, name, problems)
+                    verdicts, sentence = self._grade_best(one, name)
                 else:
                     verdicts, sentence = one.miss(name), None
                 seconds = self.seconds_used - before
-                exercises.append(self._describe(chapter, exercise, verdicts, sentence, seconds))
+                exercises.append(_describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
-        problems += self._describe_running()
+        self._describe_running()
         if by_chapter and not by_chapter.keys() & {*chapters}:
             found, wanted = ", ".join(by_chapter), ", ".join(chapters)
-            problems.append(f"it defines exercises of {found}, but what was set is {wanted}")
-        if not by_chapter and not problems:
-            problems.append("it defines no exercise of any chapter")
+            self.problems.append(f"it defines exercises of {found}, but what was set is {wanted}")
+        if not by_chapter and not self.problems:
+            self.problems.append("it defines no exercise of any chapter")
         version = get_version()
-        problems += [
+        self.problems += [
             f"{shorten(file)} is of version {made_by} of the course, and was graded by {version}"
-            for file, made_by in find_other_versions(submitted.files).items()
+            for file, made_by in find_other_versions(self.submitted.files).items()
         ]
         report = {
-            "submission": submitted.name,
+            "submission": self.submitted.name,
             "version": version,
             "readable": bool(by_chapter),
             "chapters": chapters,
             "seconds": round(self.seconds_used, 1),
             "protections": sorted(self.protections or ()),
-            "problems": _bound([*map(_hide_paths, problems)], MAX_PROBLEMS),
+            "problems": _bound([*map(_hide_paths, self.problems)], MAX_PROBLEMS),
             "left_out": _bound(self.left_out, MAX_LEFT_OUT),
             "exercises": exercises,
         }
         return self.points.score(report)
 
-    def _grade_best(
-        self, one: "_Exercise", name: str, problems: list[str]
-    ) -> tuple[list[Verdict], str | None]:
+    def _grade_best(self, one: "_Exercise", name: str) -> tuple[list[Verdict], str | None]:
         """Grade an exercise; where several files answer it, the one that earns most."""
         best = one.grade()
         tries = [n for n in self.answers.get((one.chapter, name), []) if n != one.files[-1][0]]
@@ -181,13 +172,13 @@ class Grader:
             if all(verdict.passed for verdict in best[0]):
                 break
             files = sorted(one.files, key=lambda entry: entry[0] == file)
-            other = dataclasses.replace(one, files=files).grade()
+            other = replace(one, files=files).grade()
             if _rank(other[0]) > _rank(best[0]):
                 best = other
-                problems.append(f"{one.chapter}: {one.exercise} of {shorten(file)} counts")
+                self.problems.append(f"{one.chapter}: {one.exercise} of {shorten(file)} counts")
         return best
 
-    def note(self, seen: dict[str, Any], is_open: bool) -> bool:
+    def note(self, seen: dict[str, Any], chapter: str, is_open: bool) -> bool:
         """Keep what a child says of the statements that it ran; return whether it is to run once
         more without one of them. is_open: whether it knew of no more than students may see."""
         slow = [p for p in _as_list(seen.get("slow")) if p in {*self.places} - {*self.slow}]
@@ -196,35 +187,38 @@ class Grader:
         if not is_new:  # what runs once more may import what was not there yet
             self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
             self.failed += _as_list(seen.get("failed")) * is_open
+            if names := _as_list(seen.get("replaced")):
+                known = get_chapter_source(chapter).get_names().intersection(names)
+                self.replaced.setdefault(chapter, set()).update(known)
         return is_new
 
     @property
     def patience(self) -> float:
         """Return the seconds that one statement of a submission may take."""
-        return min(MAX_STATEMENT_SECONDS, self.seconds / PATIENCE_SHARE)
+        return min(MAX_STATEMENT_SECONDS, self.options.seconds / PATIENCE_SHARE)
 
-    def _describe_running(self) -> list[str]:
-        """Describe which statements were stopped or replaced, and imports that failed, but not of
-        the course's own modules, which is said elsewhere."""
-        said = [
+    def _describe_running(self) -> None:
+        """Say which statements were stopped or replaced, and which imports failed, but not of the
+        course's own modules, which is said elsewhere."""
+        self.problems += [
             f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left out"
             for place in self.slow
         ]
-        said += [
+        self.problems += [
             f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
             for place in dict.fromkeys(self.stopped)
         ]
-        said += [
+        self.problems += [
             f"{chapter}: what the notebook gives of {', '.join(sorted(names))} does not run with"
             " this version of the course as it was handed in: the course's own took its place,"
             " beside what you wrote"
             for chapter, names in self.replaced.items()
         ]
-        return said + [*dict.fromkeys(self.failed)][:MAX_FAILED]
+        self.problems += [*dict.fromkeys(self.failed)][:MAX_FAILED]
 
     @property
     def is_out_of_time(self) -> bool:
-        return self.seconds_used > self.submission_seconds
+        return self.seconds_used > self.options.submission_seconds
 
     def ask(self, job: Job) -> Reply:
         """Ask for a reply, and keep which protections were active: in a report, those of all
@@ -237,77 +231,65 @@ class Grader:
             self.protections = active if self.protections is None else self.protections & active
         return reply
 
-    def _sort_files(
-        self, submitted: SubmittedFiles, problems: list[str]
-    ) -> dict[str, tuple[list, set[str]]]:
+    # Files
+
+    def _sort_files(self) -> dict[str, tuple[list[File], set[str]]]:
         """Find for each chapter that is there the files that define something of it, and what.
 
         Where two define the same, the one with fewer stubs comes last, and counts.
         """
-        inspected = self._leave_out_copies(submitted, self._inspect(submitted, problems), problems)
+        inspected = self._leave_out_copies(self._inspect())
         small = [file for file, _ in inspected if len(file[1]) <= MAX_MODULE_BYTES]
         written = [entry for file, seen in inspected for entry in _list_written(file[0], seen)]
         self.helpers = small + written if len(inspected) > 1 or written else []
-        own = SubmittedModules(self.helpers, [], Runner()).files
-        found: dict[str, list[tuple[int, tuple, set[str]]]] = {}
-        for file, seen in inspected:
-            problems += seen["problems"]
-            self.left_out += seen["left_out"]
-            self.places |= {f"{file[0]}{place}" for place in seen["places"]}
-            for name, _, places in seen["written"]:
-                self.places |= {f"{PurePosixPath(file[0]).parent / name}{p}" for p in places}
-            code = (file[0], seen["code"].numpy().tobytes())  # nobody but a child looks into it
+        found: dict[str, list[tuple[int, File, set[str]]]] = {}
+        for (name, _), seen in inspected:
+            self._note_file(name, seen)
+            code = (name, seen["code"].numpy().tobytes())  # nobody but a child looks into it
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
-                for name in {*names} - {*seen["unfinished"]}:
-                    self.answers.setdefault((chapter, name), []).append(file[0])
-        chapters = [c for c in get_chapters() if c in (self.chapters or found)]
+        found = {chapter: found[chapter] for chapter in get_chapters() if chapter in found}
+        own = SubmittedModules(self.helpers, [], Runner()).files
         imports = [tuple(entry) for _, seen in inspected for entry in seen["imports"]]
-        problems += say_not_given(imports, chapters, own) if chapters else []
+        if chapters := [c for c in get_chapters() if c in (self.options.chapters or found)]:
+            self.problems += say_not_given(imports, chapters, own)
         for chapter, entries in found.items():
             defined = Counter(name for _, _, names in entries for name in names)
             if twice := sorted(name for name, count in defined.items() if count > 1):
                 entries.sort(key=lambda entry: -entry[0])
                 files = [shorten(file[0]) for _, file, mine in entries if mine & {*twice}][-5:]
-                problems.append(
+                self.problems.append(
                     f"{chapter}: {', '.join(files)} define the same, such as {twice[0]}: of each"
                     " exercise the better counts, and where they are alike, the last"
                 )
         return {
-            chapter: (
-                [file for _, file, _ in found[chapter]],
-                set().union(*(n for *_, n in found[chapter])),
-            )
-            for chapter in get_chapters()
-            if chapter in found
+            chapter: ([file for _, file, _ in entries], set().union(*(n for *_, n in entries)))
+            for chapter, entries in found.items()
         }
 
-    def _inspect(
-        self, submitted: SubmittedFiles, problems: list[str]
-    ) -> list[tuple[tuple[str, bytes], dict[str, Any]]]:
+    def _inspect(self) -> list[Inspected]:
         """List what each file defines and imports, in a process apart."""
         inspected = []
-        for file in submitted.files:
+        known = {"names": get_top_names(), "given": get_given_lines(), "solved": list_solved()}
+        for file in self.submitted.files:
             if self.is_out_of_time:
-                problems.append(f"{file[0]} was not read, as others took too long")
+                self.problems.append(f"{file[0]} was not read, as others took too long")
                 continue
-            arguments = {"file": file, "names": self.names, "given": get_given_lines(),
-                         "solved": list_solved(), "patience": self.patience}  # fmt: skip
-            reply = self.ask(Job("list_definitions", self.seconds, arguments))
+            arguments = {"file": file, "patience": self.patience} | known
+            reply = self.ask(Job("list_definitions", self.options.seconds, arguments))
             try:
                 seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None
             except ValueError:
                 seen = None
             if seen is None:
-                said = OUTCOMES.get(reply.outcome, "cannot be read").format(seconds=self.seconds)
-                problems.append(f"{file[0]}: reading it {said}")
+                said = OUTCOMES.get(reply.outcome, "cannot be read")
+                said = said.format(seconds=self.options.seconds)
+                self.problems.append(f"{file[0]}: reading it {said}")
                 continue
             inspected.append((file, seen))
         return inspected
 
-    def _leave_out_copies(
-        self, submitted: SubmittedFiles, inspected: list, problems: list[str]
-    ) -> list[tuple[tuple[str, bytes], dict[str, Any]]]:
+    def _leave_out_copies(self, inspected: list[Inspected]) -> list[Inspected]:
         """Leave out the course's solutions, by what they define, where they lie beside other work.
 
         What is handed in alone is graded, but said, unless it lies in a folder "solutions".
@@ -317,44 +299,55 @@ class Grader:
         }
         copies = {name: chapter for name, chapter in found.items() if chapter}
         copies = copies or find_parts({file[0]: seen["digests"] for file, seen in inspected})
-        if len(submitted.files) == 1 and not any(map(is_in_solutions, copies)):
-            problems += [f"{name} is the course's solution of {c}" for name, c in copies.items()]
+        if len(self.submitted.files) == 1 and not any(map(is_in_solutions, copies)):
+            self.problems += [f"{n} is the course's solution of {c}" for n, c in copies.items()]
             return inspected
         if copies:
             names = ", ".join(f"{name} ({chapter})" for name, chapter in copies.items())
-            problems.append(f"{len(copies)} of the course's own files left out: {names[:300]}")
+            self.problems.append(f"{len(copies)} of the course's own files left out: {names[:300]}")
         return [(file, seen) for file, seen in inspected if file[0] not in copies]
 
-    def _describe(
-        self,
-        chapter: str,
-        exercise: str,
-        verdicts: list[Verdict],
-        sentence: str | None,
-        seconds: float,
-    ) -> dict[str, Any]:
-        checks = [
-            {
-                "name": verdict.check.name,
-                "title": verdict.check.title,
-                "tier": verdict.check.tier,
-                "passed": verdict.passed,
-                "public": verdict.check.public,
-                "weight": verdict.check.points,
-                "earns_alone": verdict.check.earns_alone,
-                "message": _hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
-                "error": _get_error(verdict),
-                "took_too_long": verdict.is_timeout or verdict.mismatch == Mismatch(NOT_RUN),
-            }
-            for verdict in verdicts
-        ]
-        return {
-            "chapter": chapter,
-            "name": exercise,
-            "sentence": sentence,
-            "seconds": round(seconds, 1),
-            "checks": checks,
+    def _note_file(self, file: str, seen: dict[str, Any]) -> None:
+        """Keep what is said of a file, its places, and which exercises it answers."""
+        self.problems += seen["problems"]
+        self.left_out += seen["left_out"]
+        self.places |= {f"{file}{place}" for place in seen["places"]}
+        for name, _, places in seen["written"]:
+            self.places |= {f"{PurePosixPath(file).parent / name}{p}" for p in places}
+        for chapter, names in seen["defined"].items():
+            for name in {*names} - {*seen["unfinished"]}:
+                self.answers.setdefault((chapter, name), []).append(file)
+
+
+def _describe(
+    chapter: str,
+    exercise: str,
+    verdicts: list[Verdict],
+    sentence: str | None,
+    seconds: float,
+) -> dict[str, Any]:
+    checks = [
+        {
+            "name": verdict.check.name,
+            "title": verdict.check.title,
+            "tier": verdict.check.tier,
+            "passed": verdict.passed,
+            "public": verdict.check.public,
+            "weight": verdict.check.points,
+            "earns_alone": verdict.check.earns_alone,
+            "message": _hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
+            "error": _get_error(verdict),
+            "took_too_long": verdict.is_timeout or verdict.mismatch == Mismatch(NOT_RUN),
         }
+        for verdict in verdicts
+    ]
+    return {
+        "chapter": chapter,
+        "name": exercise,
+        "sentence": sentence,
+        "seconds": round(seconds, 1),
+        "checks": checks,
+    }
 
 
 def _hide_paths(text: str) -> str:
@@ -400,14 +393,14 @@ def _require_own_work(exercises: list[dict[str, Any]]) -> None:
                 check["message"] = "counts once a method that you write for the class is solved"
 
 
-@dataclasses.dataclass
+@dataclass
 class _Exercise:
     """One exercise of one submission."""
 
     grader: Grader
     chapter: str
     exercise: str
-    files: list[tuple[str, bytes]]  # of each its name and its code
+    files: list[File]  # of each its name and its code
     secret: str
 
     def grade(self) -> tuple[list[Verdict], str | None]:
@@ -439,7 +432,7 @@ class _Exercise:
         verdicts: list[Verdict] = []
         for check in get_checks(self.chapter)[self.exercise]:
             if verdicts and verdicts[0].is_unwritten:
-                verdicts.append(dataclasses.replace(verdicts[0], check=check))
+                verdicts.append(replace(verdicts[0], check=check))
             elif self._took_too_long(verdicts, max_timeouts) or self.grader.is_out_of_time:
                 mismatch = Mismatch(NOT_RUN)
                 verdicts.append(Verdict(check, (), mismatch))
@@ -448,7 +441,7 @@ class _Exercise:
         return verdicts
 
     def _run_check(self, check: Check, is_alone: bool) -> Verdict:
-        seconds = self.grader.seconds * (SLOW_FACTOR if check.slow else 1)
+        seconds = self.grader.options.seconds * (SLOW_FACTOR if check.slow else 1)
         try:
             _try_stand_in(self.chapter, self.exercise, is_alone)
             job = self._make_job(check, seconds, is_alone)
@@ -478,7 +471,7 @@ class _Exercise:
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
             "given": get_given(self.chapter),
-            "data": self.grader.data,
+            "data": [*self.grader.submitted.data],
             "patience": self.grader.patience,
             "skipped": frozenset(self.grader.slow),
         }
@@ -494,11 +487,8 @@ class _Exercise:
             return Verdict(check, (), mismatch, is_timeout=reply.outcome is Outcome.TOO_LONG)
         try:
             seen = unpack(reply.data)
-            if self.grader.note(seen, is_open=check.public and not is_alone):
+            if self.grader.note(seen, self.chapter, is_open=check.public and not is_alone):
                 return None
-            if replaced := _as_list(seen.get("replaced")):
-                known = get_chapter_source(self.chapter).get_names().intersection(replaced)
-                self.grader.replaced.setdefault(self.chapter, set()).update(known)
             observations, printed = (
                 seen["observations"],
                 f"{seen['log']}\n{seen['printed']}".strip(),
@@ -513,8 +503,8 @@ class _Exercise:
             return Verdict(check, (), Mismatch("what it gave cannot be read"))
         verdict = self._judge_all(check, observations, printed)
         if len(reply.data) > MAX_KEPT_BYTES:
-            verdict = dataclasses.replace(verdict, observations=())
-        verdict = dataclasses.replace(verdict, is_unwritten=verdict.is_stub and bool(is_stub))
+            verdict = replace(verdict, observations=())
+        verdict = replace(verdict, is_unwritten=verdict.is_stub and bool(is_stub))
         return _without_values(verdict) if is_alone else verdict
 
     def _judge_all(self, check: Check, observations: list[Any], printed: str) -> Verdict:
@@ -603,14 +593,14 @@ def _get_error(verdict: Verdict) -> str:
 
 def _rank(verdicts: list[Verdict]) -> tuple[float, int]:
     """Rank what came of an exercise: by its points, those that are not graded among them."""
-    hoped = [dataclasses.replace(v, mismatch=None) if _get_error(v) else v for v in verdicts]
+    hoped = [replace(v, mismatch=None) if _get_error(v) else v for v in verdicts]
     return count_points(hoped), -len([v for v in verdicts if _get_error(v)])
 
 
 def _without_values(verdict: Verdict) -> Verdict:
     if verdict.mismatch is None or _get_error(verdict):
         return verdict
-    return dataclasses.replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
+    return replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
 
 
 def _is_builtin(name: str, base: type) -> bool:

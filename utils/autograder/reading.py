@@ -118,7 +118,8 @@ def is_taken(name: str) -> bool:
 def read_submission(name: str, path: Path) -> SubmittedFiles:
     """Return the notebooks and scripts of a path. What cannot be read is a problem, never an
     error."""
-    try:
+    problems: list[str] = []
+    with _note_errors(path.name, problems):
         if path.is_dir() and not path.is_symlink():
             return _gather(name, list(_iterate_folder(path)), Budget())
         data = _read_regular(path, MAX_NOTEBOOK_BYTES)
@@ -126,14 +127,12 @@ def read_submission(name: str, path: Path) -> SubmittedFiles:
             budget = Budget()
             return _gather(name, list(_iterate_zip(data, budget)), budget)
         if path.suffix.lower() not in SUFFIXES:
-            return SubmittedFiles(
-                name, (), (f"{path.name} should be .ipynb, .py, .zip or a folder",)
-            )
+            problems.append(f"{path.name} should be .ipynb, .py, .zip or a folder")
+            return SubmittedFiles(name, (), tuple(problems))
         if path.suffix.lower() == ".py":
             _limit(data, MAX_SUBMISSION_BYTES)
         return SubmittedFiles(name, ((path.name, data),))
-    except Exception as error:  # zipfile's are of many kinds
-        return SubmittedFiles(name, (), (f"{path.name} cannot be read: {_say(error)}",))
+    return SubmittedFiles(name, (), tuple(problems))
 
 
 def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
@@ -161,10 +160,8 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
         if len(entry) > MAX_NAME_CHARACTERS:
             problems.append(f"...{entry[-50:]} cannot be read: its name is too long")
             continue
-        try:
+        with _note_errors(entry, problems):
             files.append((entry, budget.read(entry, read)))
-        except Exception as error:
-            problems.append(f"{shorten(entry)} cannot be read: {_say(error)}")
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
         problems.append(f"{len(left_out)} of the course's own files left out: {places}")
@@ -218,13 +215,20 @@ def _expand(entries: Iterable[Entry], budget: Budget, problems: list[str], depth
         if depth >= MAX_DEPTH:
             _add(problems, f"{shorten(entry)} is not read: zips are nested too deeply")
             continue
-        try:
+        inner: list[Entry] = []
+        with _note_errors(entry, problems):
             inner = list(_iterate_zip(budget.read(entry, read), budget))
-        except Exception as error:
-            _add(problems, f"{shorten(entry)} cannot be read: {_say(error)}")
-            continue
         inside = [(f"{entry}/{name}", read) for name, read in inner]
         yield from _expand(inside, budget, problems, depth + 1)
+
+
+@contextlib.contextmanager
+def _note_errors(entry: str, problems: list[str]) -> Iterator[None]:
+    """Add to the problems, if they are not too many, why a file cannot be read."""
+    try:
+        yield
+    except Exception as error:  # zipfile's are of many kinds
+        _add(problems, f"{shorten(entry)} cannot be read: {_say(error)}")
 
 
 def _add(problems: list[str], problem: str) -> None:

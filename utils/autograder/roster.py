@@ -90,7 +90,11 @@ def find_owners(name: str, people: list[Person]) -> list[Person]:
     words = _split(re.sub(r"\(\d+\)", " ", name))  # of a copy: "hw (2)"
     owners: dict[str, Person] = {p.id: p for p in people if words == _split(p.id)}
     several: dict[str, Person] = {}
-    for get_keys in (_get_id, _get_address, _get_names):
+    for get_keys in (
+        lambda p: [_get_key(p.id)],
+        lambda p: [_get_key(p.email.partition("@")[0])],
+        lambda p: _get_names(p.name),
+    ):
         fitting = {p.id: p for p in people if any(_is_in(key, words) for key in get_keys(p))}
         (owners if len(fitting) == 1 else several).update(fitting)
     return [*(owners or several).values()]
@@ -111,29 +115,35 @@ def _is_in(key: list[str], words: list[str]) -> bool:
     )
 
 
-def _get_id(person: Person) -> list[list[str]]:
-    return _get_key(person.id)
-
-
-def _get_address(person: Person) -> list[list[str]]:
-    return _get_key(person.email.partition("@")[0])
-
-
-def _get_key(text: str) -> list[list[str]]:
+def _get_key(text: str) -> list[str]:
     """Return the words of it, but no number that a file name has for other reasons, as "week 2"
     has."""
-    return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", text) else [_split(text)]
+    return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", text) else _split(text)
 
 
-def _get_names(person: Person) -> list[list[str]]:
+def _get_names(name: str) -> list[list[str]]:
     """Return the name as it stands, and with the last name first: "Doe, Jane" is Jane Doe."""
-    last, comma, first = person.name.partition(",")
-    words = _split(f"{first} {last}") if comma else _split(person.name)
+    last, comma, first = name.partition(",")
+    words = _split(f"{first} {last}") if comma else _split(name)
     turned = _split(f"{last} {first}") if comma else [words[-1], *words[:-1]] if words else []
     return [words, turned]
 
 
 # --- Exports --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grade:
+    """What a person gets: for which files, before and after what the roster says, out of how much.
+
+    Without any file, the points to reach are those of the chapters that were set.
+    """
+
+    person: Person
+    files: str
+    score: float
+    total: float
+    most: float
 
 
 def write_grades(
@@ -152,59 +162,64 @@ def write_grades(
     reports = sorted(reports, key=lambda report: report["submission"])
     found = {r["submission"]: find_owners(r["submission"], people) for r in reports}
     owners = {name: fitting[0] for name, fitting in found.items() if len(fitting) == 1}
-    worth = {c: max(_count(r, c)[1] for r in reports) for c in chapters if reports}
+    set_in_all = sum(max(_count(r, c)[1] for r in reports) for c in chapters if reports)
     said: list[str] = []
-    rows = []
+    grades = []
     for person in people:
         mine = [r for r in reports if owners.get(r["submission"]) is person]
-        best = _choose(mine, person.name, said)
-        score = sum(_count(report, chapter)[0] for chapter, report in best.items())
-        most = sum(_count(report, chapter)[1] for chapter, report in best.items())
-        most = most if best else sum(worth.values())
-        files = "; ".join(dict.fromkeys(r["submission"] for r in [*best.values()] or mine))
-        rows.append((person, files, round(score, 2), person.count(score), round(most, 4)))
-    possible = sum(worth.values()) if chapters else max((row[-1] for row in rows), default=0)
-    _write(
-        out / "grades.csv",
-        ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
-        [(p.id, p.name, file, score, p.late, p.adjustment, total, most, p.comment)
-         for p, file, score, total, most in rows],
-    )  # fmt: skip
-    _write(
-        out / "canvas.csv",
-        ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
-        [("    Points Possible", "", "", "", "", round(possible, 4)),
-         *((p.name, p.id, "", p.email, "", total) for p, _, _, total, _ in rows)],
-    )  # fmt: skip
-    _write(
-        out / "moodle.csv",
-        ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
-        [(p.id, p.name, p.email, total, p.comment) for p, _, _, total, _ in rows],
-    )
-    if len({row[-1] for row in rows if row[1]}) > 1 and not chapters:
+        grades.append(_grade(person, mine, set_in_all, said))
+    possible = set_in_all if chapters else max((grade.most for grade in grades), default=0)
+    for name, (head, rows) in _make_exports(grades, assignment, possible).items():
+        with (out / name).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([shield(cell) for cell in row] for row in (head, *rows))
+    if len({grade.most for grade in grades if grade.files}) > 1 and not chapters:
         said.append(
             "people handed in different chapters, so the points to reach differ (`of` in"
             " grades.csv; canvas.csv has the most): give --chapters to set the same for all"
         )
-    missing = [
-        f"{name}: an error of the grader left {len(report['not_graded'])} checks without points"
-        for name, report in ((r["submission"], r) for r in reports)
-        if report["not_graded"]
+    said += [
+        f"{r['submission']}: an error of the grader left {len(r['not_graded'])} checks without"
+        " points"
+        for r in reports
+        if r["not_graded"]
     ]
-    return (
-        said
-        + missing
-        + [
-            f"{name}: {_say_owners(fitting)}"
-            for name, fitting in found.items()
-            if name not in owners
-        ]
-        + [
-            f"{person.name} ({person.id}) handed in nothing"
-            for person, file, *_ in rows
-            if not file
-        ]
-    )
+    said += [f"{name}: {_say_owners(found[name])}" for name in found if name not in owners]
+    missing = [grade.person for grade in grades if not grade.files]
+    return said + [f"{person.name} ({person.id}) handed in nothing" for person in missing]
+
+
+def _grade(
+    person: Person, reports: list[dict[str, Any]], set_in_all: float, said: list[str]
+) -> Grade:
+    best = _choose(reports, person.name, said)
+    counts = [_count(report, chapter) for chapter, report in best.items()]
+    score = sum(points for points, _ in counts)
+    most = sum(points for _, points in counts) if best else set_in_all
+    files = "; ".join(dict.fromkeys(r["submission"] for r in [*best.values()] or reports))
+    return Grade(person, files, round(score, 2), person.count(score), round(most, 4))
+
+
+def _make_exports(
+    grades: list[Grade], assignment: str, possible: float
+) -> dict[str, tuple[tuple[str, ...], list[tuple]]]:
+    """Return the head and the rows of each file."""
+    pairs = [(grade, grade.person) for grade in grades]
+    return {
+        "grades.csv": (
+            ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
+            [(p.id, p.name, g.files, g.score, p.late, p.adjustment, g.total, g.most, p.comment)
+             for g, p in pairs],
+        ),
+        "canvas.csv": (
+            ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
+            [("    Points Possible", "", "", "", "", round(possible, 4)),
+             *((p.name, p.id, "", p.email, "", g.total) for g, p in pairs)],
+        ),
+        "moodle.csv": (
+            ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
+            [(p.id, p.name, p.email, g.total, p.comment) for g, p in pairs],
+        ),
+    }  # fmt: skip
 
 
 def _say_owners(people: list[Person]) -> str:
@@ -243,10 +258,3 @@ def shield(text: Any) -> Any:
     """Shield a cell that a spreadsheet would take for a formula."""
     is_formula = isinstance(text, str) and text.strip().startswith(("=", "+", "-", "@"))
     return f"'{text}" if is_formula else text
-
-
-def _write(path: Path, head: tuple[str, ...], rows: list[tuple]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(head)
-        writer.writerows([shield(cell) for cell in row] for row in rows)
