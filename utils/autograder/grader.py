@@ -4,21 +4,15 @@ What the student's code did comes from `jobs` as bytes; it is judged here, with 
 from a secret and, over a few variants, from the submission.
 """
 
-import builtins
 import functools
 import hashlib
-import re
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
-
-from torch import Tensor
 
 from utils.autograder import jobs
 from utils.autograder.batch import Options
@@ -30,6 +24,7 @@ from utils.autograder.given import (
     list_solved,
     say_not_given,
 )
+from utils.autograder.hiding import hide_paths, hide_words
 from utils.autograder.jobs import Job, Outcome, Reply
 from utils.autograder.modules import (
     MAX_EFFECT_SECONDS,
@@ -42,7 +37,6 @@ from utils.grading.checks import Check, get_chapters, get_checks, get_reference,
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
 from utils.grading.judging import Verdict, count_points, judge, observe_reference
-from utils.grading.observation import Raised, Unsupported
 from utils.grading.packing import unpack
 from utils.grading.points import Points
 from utils.grading.probes import collect_sources
@@ -62,13 +56,6 @@ MAX_PROBLEMS, MAX_LEFT_OUT = 50, 100  # of a submission, in its report
 MAX_LINE_CHARACTERS = 400  # of each of these
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
-MAX_EMPTY_SIZE, MAX_DIMENSIONS = 1000, 8  # a tensor without numbers can have any shape
-_ROOTS = {str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix, tempfile.gettempdir()}
-_PLACES = re.compile(
-    r"(?:/[\w.@+-]+)+/(?:site|dist)-packages/|(?:/[\w.@+-]+)*/lib/python3[.\d]*/|"
-    r"(?:/[\w.@+-]+)*/grading-\w+(?:/|\b)|"
-    + "|".join(f"{re.escape(root)}/" for root in sorted(_ROOTS, key=len, reverse=True))
-)
 File = tuple[str, bytes]
 Inspected = tuple[File, dict[str, Any]]  # and what it defines
 NOT_RUN = "was not run, as others took too long"
@@ -158,7 +145,7 @@ class Grader:
             "chapters": chapters,
             "seconds": round(self.seconds_used, 1),
             "protections": sorted(self.protections or ()),
-            "problems": _bound([*map(_hide_paths, self.problems)], MAX_PROBLEMS),
+            "problems": _bound([*map(hide_paths, self.problems)], MAX_PROBLEMS),
             "left_out": _bound(self.left_out, MAX_LEFT_OUT),
             "exercises": exercises,
         }
@@ -335,7 +322,7 @@ def _describe(
             "public": verdict.check.public,
             "weight": verdict.check.points,
             "earns_alone": verdict.check.earns_alone,
-            "message": _hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
+            "message": hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
             "error": _get_error(verdict),
             "took_too_long": verdict.is_timeout or verdict.mismatch == Mismatch(NOT_RUN),
         }
@@ -348,11 +335,6 @@ def _describe(
         "seconds": round(seconds, 1),
         "checks": checks,
     }
-
-
-def _hide_paths(text: str) -> str:
-    """Leave out of a text where Python, its packages, the course and a child's folder lie."""
-    return _PLACES.sub("", text)
 
 
 def _as_list(value: Any) -> list[str]:
@@ -489,15 +471,12 @@ class _Exercise:
             seen = unpack(reply.data)
             if self.grader.note(seen, self.chapter, is_open=check.public and not is_alone):
                 return None
-            observations, printed = (
-                seen["observations"],
-                f"{seen['log']}\n{seen['printed']}".strip(),
-            )
-            is_stub = seen["is_stub"]
+            observations, is_stub = seen["observations"], seen["is_stub"]
+            printed = f"{seen['log']}\n{seen['printed']}".strip()
             if not isinstance(observations, list):
                 raise TypeError("observations should be a list")
             if is_alone or not check.public:
-                observations = [self._clean(o) for o in observations]
+                observations = hide_words(observations, self.chapter, self.exercise)
             observations = observations[: check.seeds]
         except Exception:  # of many kinds, as LookupError: of a tensor a name is no index
             return Verdict(check, (), Mismatch("what it gave cannot be read"))
@@ -521,36 +500,6 @@ class _Exercise:
             said = f"it ran on {len(observations)} of {check.seeds} inputs"
             return Verdict(check, tuple(observations), Mismatch(said), printed)
         return Verdict(check, tuple(observations), None, printed)
-
-    def _clean(self, observed: Any) -> Any:
-        """Return what a message would pass on of a hidden check, or of solutions: not the student's
-        words.
-
-        The shape of an empty tensor is as good as words.
-        """
-        if isinstance(observed, Tensor):
-            said = observed.numel() == 0 and max(observed.shape) > MAX_EMPTY_SIZE
-            return Unsupported("object") if said or observed.ndim > MAX_DIMENSIONS else observed
-        if isinstance(observed, Raised):
-            return self._clean_raised(observed)
-        if isinstance(observed, Unsupported):
-            return observed if _is_builtin(observed.kind, type) else Unsupported("object")
-        if isinstance(observed, dict):
-            return {key: self._clean(value) for key, value in observed.items()}
-        if isinstance(observed, list):
-            return [self._clean(value) for value in observed]
-        return observed
-
-    def _clean_raised(self, raised: Raised) -> Raised:
-        name = self.exercise.rpartition(".")[2]
-        known = {part for name in get_checks(self.chapter) for part in name.split(".")}
-        place = raised.place if raised.place in known else name
-        kind, message = raised.kind, raised.message
-        if kind == "NotDefined" and message.removesuffix(" is not defined") not in known:
-            message = "something that the check needs is not defined"
-        elif kind != "NotDefined" and not _is_builtin(kind, BaseException):
-            kind = "an exception"
-        return Raised(kind, message, "", place, "check" if raised.origin == "check" else "answer")
 
 
 # --- Errors of the grader -------------------------------------------------------------------------
@@ -601,8 +550,3 @@ def _without_values(verdict: Verdict) -> Verdict:
     if verdict.mismatch is None or _get_error(verdict):
         return verdict
     return replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")
-
-
-def _is_builtin(name: str, base: type) -> bool:
-    found = getattr(builtins, name, None)
-    return isinstance(found, type) and (base is type or issubclass(found, base))
