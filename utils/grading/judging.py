@@ -13,7 +13,7 @@ import torch
 
 from utils.grading import recorded
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.comparison import Mismatch, find_mismatch, is_finite_as, measure_gap
+from utils.grading.comparison import Mismatch, compute_gap, find_mismatch, is_finite_as
 from utils.grading.observation import Raised, StudentNames, is_sound, run_check
 from utils.grading.points import earn, weigh
 from utils.grading.reference import replace_definition
@@ -94,23 +94,19 @@ def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch
         target = observe_expected(check, index, secret)
         return find_mismatch(observed, target, None, check.rtol, check.atol)
     reference = observe_reference(check, index, secret)
-    if check.holds is not None:
-        mismatch = find_mismatch(observed, reference, structure_only=True)
-        if mismatch is None:
-            try:
-                message = check.holds(observed, reference)
-            except Exception as error:  # a predicate on what cannot be
-                message = f"the check could not read what was observed ({type(error).__name__})"
-            if message is None and not is_finite_as(observed, reference):
-                message = "the result is not finite"  # nan exceeds no predicate's limit
-            mismatch = None if message is None else Mismatch(message)
+    if mismatch := find_mismatch(observed, reference, structure_only=True):
         return mismatch
-    gap = measure_reference_gap(check, index, secret)
-    mismatch = find_mismatch(observed, reference, structure_only=True)
-    if mismatch is None:
+    if check.holds is None:
         target = observe_expected(check, index, secret)
-        mismatch = find_mismatch(observed, target, gap, check.rtol, check.atol)
-    return mismatch
+        gap = measure_reference_gap(check, index, secret)
+        return find_mismatch(observed, target, gap, check.rtol, check.atol)
+    try:
+        message = check.holds(observed, reference)
+    except Exception as error:  # a predicate on what cannot be
+        message = f"the check could not read what was observed ({type(error).__name__})"
+    if message is None and not is_finite_as(observed, reference):
+        message = "the result is not finite"  # nan exceeds no predicate's limit
+    return None if message is None else Mismatch(message)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -135,7 +131,7 @@ def measure_reference_gap(check: Check, index: int, secret: str = "") -> Any:
     if (known := recorded.load(check.chapter)) is not None:
         return known.gap[check.path][index]
     exact = observe_reference(check, index, secret, torch.float64)
-    return measure_gap(observe_reference(check, index, secret), exact)
+    return compute_gap(observe_reference(check, index, secret), exact)
 
 
 @functools.lru_cache(maxsize=4096)
