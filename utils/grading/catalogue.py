@@ -216,14 +216,10 @@ def find_stale(chapter: str) -> list[str]:
     return problems
 
 
-def get_catalogued() -> list[str]:
-    """Return the chapters that have a folder of mistakes."""
-    return sorted(path.name for path in FOLDER.glob("ch*"))
-
-
 def main() -> int:
-    problems = [problem for chapter in get_catalogued() for problem in find_stale(chapter)]
-    total = 0 if problems else sum(len(read_chapter(chapter)) for chapter in get_catalogued())
+    chapters = sorted(path.name for path in FOLDER.glob("ch*"))
+    problems = [problem for chapter in chapters for problem in find_stale(chapter)]
+    total = 0 if problems else sum(len(read_chapter(chapter)) for chapter in chapters)
     print(*problems, f"{len(problems)} problems, {total} mistakes that fit", sep="\n")
     return bool(problems)
 

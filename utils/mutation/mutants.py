@@ -308,8 +308,7 @@ def judge_fate(mutant: Mutant, killer: str | None) -> str:
 
 
 def format_report(results: list[tuple[Mutant, str | None]]) -> str:
-    """Return the kill matrix: by definition, and by check; then every mutant that was not
-    killed."""
+    """Return the kill matrix by definition, then every mutant that was not killed."""
     judged = [(mutant, judge_fate(mutant, killer)) for mutant, killer in results]
     by_definition: dict[str, Counter[str]] = {}
     for mutant, fate in judged:
@@ -318,13 +317,10 @@ def format_report(results: list[tuple[Mutant, str | None]]) -> str:
     rows = [(name, *(row[fate] for fate in FATES)) for name, row in by_definition.items()]
     n_broken = n["killed"] + n["survived"]
     share = 100 * n["killed"] / max(n_broken, 1)
-    killers = Counter(killer for _, killer in results if killer)
     parts = [
         "# Mutants",
         f"{n['killed']} of {n_broken} that break the contract are killed ({share:.1f}%).",
         tabulate(rows, ("definition", *FATES), tablefmt="github"),
-        "## By the first check that rejects them",
-        tabulate(killers.most_common(), ("check", "mutants"), tablefmt="github"),
     ]
     for fate in FATES[1:]:
         listed = [
