@@ -356,7 +356,6 @@ def own_weights(model: TransformerWithLora) -> None:
             linear.bias = copy_parameter(linear.bias)
         del attention._modules["qkv"]
         attention.original_component._modules.pop("c_attn", None)
-    vars(model.base)["plain"] = [None]  # Hugging Face's own model, which shares the fused weight
 
 
 def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWithLora:

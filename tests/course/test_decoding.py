@@ -1,6 +1,5 @@
 """The faster sampler draws from the same distribution as chapter 0's, and says what it drew."""
 
-import copy
 import math
 
 import pytest
@@ -15,7 +14,7 @@ from solutions.ch0_sampling import (
 )
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import NATIVE, load, randomize
-from utils.models.decoding import Decoder, NativeDecoder, PlainDecoder, draw, get_decoder
+from utils.models.decoding import Decoder, NativeDecoder, draw, get_decoder
 from utils.models.forward import get_scorer
 
 PROMPTS = ["Q: 12+34\n"] * 4 + ["This movie is", "Q: 7+15\n", "", "This movie is"]
@@ -200,38 +199,17 @@ def test_tokens_in_bfloat16_have_the_probabilities_of_scoring(folders):
 # --- What is not covered --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("phi", PlainDecoder), ("windowed", PlainDecoder), ("gpt_neox", Decoder)]
-)
-def test_other_architectures_decode_with_the_bridges_weights(name, kind, folders):
-    """By plain Hugging Face where it has the very weights; GPT-NeoX's bridge makes its own."""
+@pytest.mark.parametrize("name", ["phi", "windowed", "gpt_neox"])
+def test_other_architectures_decode_by_the_bridge(name, folders):
     model = load(folders, name, TransformerWithLora)
     decoder = get_decoder(model)
-    assert type(decoder) is kind
-    found, expected = (generate(d, model) for d in (decoder, Decoder(model)))
-    assert torch.equal(found.completion_ids, expected.completion_ids)
-    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
+    assert type(decoder) is Decoder
+    draws = generate(decoder, model)
+    expected, mask = score(model, LONG, draws)
+    torch.testing.assert_close(draws.logprobs[mask], expected[mask], rtol=1e-4, atol=1e-4)
     with model.reference():
         reference = generate(get_decoder(model), model)
-    assert not torch.equal(reference.completion_ids, found.completion_ids)
-
-
-def test_a_plain_model_is_used_while_it_computes_the_same(folders):
-    model = load(folders, "phi", TransformerWithLora)
-    assert type(get_decoder(model)) is PlainDecoder
-    other = copy.deepcopy(model)
-    assert type(get_decoder(other)) is PlainDecoder
-    unembed = other.base.unembed.original_component
-    unembed.weight = torch.nn.Parameter(unembed.weight.detach().clone())
-    assert type(get_decoder(other)) is Decoder  # not the plain model's weight any more
-    for module in model.base.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-    model.base.train()
-    assert type(get_decoder(model)) is Decoder  # with dropout
-    model.base.train(False)
-    model.base.blocks[0].mlp.original_component.activation_fn = torch.nn.Tanh()
-    assert type(get_decoder(model)) is Decoder
+    assert not torch.equal(reference.completion_ids, draws.completion_ids)
 
 
 def test_hooks_of_a_reader_see_what_is_sampled(embedded):

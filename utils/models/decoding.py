@@ -8,13 +8,10 @@ forward pass is made of `utils.models.blocks`, adapters unmerged, with
 - one uniform number a token, all drawn ahead: what a row draws does not depend on which other rows
   it is computed with, up to rounding, and `multinomial`, which takes longer, is not called.
 
-Other architectures decode by the Hugging Face model that shares the bridge's weights, and models
-with a reader's hooks by the bridge, with the same draws.
+Other architectures, and models with a reader's hooks, decode by the bridge, with the same draws.
 """
 
 import contextlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +21,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from utils.models.blocks import NativeModel, multiply
-from utils.models.fast_path import agrees, find_parts, get_parts, has_hooks
+from utils.models.fast_path import agrees
 from utils.models.forward import NativeScorer, get_scorer
-from utils.models.loading import find_plain
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
@@ -51,41 +47,28 @@ def get_decoder(model: Any) -> "Decoder":
     """
     with torch.no_grad():
         scorer = get_scorer(model)
-    if isinstance(scorer, NativeScorer):
-        parts, way = scorer.native.parts, "sampling with merged weights"
-        if not parts.adapters or not hasattr(model, "merged") or merges(model, model, way):
-            return NativeDecoder(model, scorer.native)
-        return Decoder(model, is_merged=True)
-    base = getattr(model, "base", model)
-    plain = find_plain(base)
-    if plain is None or has_hooks(model) or find_parts(model) is None:
+    if not isinstance(scorer, NativeScorer):
         return Decoder(model)
-    decoder = PlainDecoder(model, plain)
-    return decoder if merges(model, decoder.run, "sampling") else Decoder(model)
+    if not scorer.native.parts.adapters or not hasattr(model, "merged") or merges(model):
+        return NativeDecoder(model, scorer.native)
+    return Decoder(model, is_merged=True)
 
 
-def merges(model: Any, run: Callable[..., Tensor], way: str) -> bool:
-    """Return whether `run`, inside `model.merged()`, gives the logits that the model gives."""
+def merges(model: Any) -> bool:
+    """Return whether a model inside its `merged()` gives the logits that it gives outside."""
     device = next(model.parameters()).device
     ids = torch.arange(8, device=device).view(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=device)
 
     @torch.no_grad()
-    def try_merged(_: Any) -> dict[str, Tensor]:
-        with hold_merged(model):
-            return {"logits": run(ids, attention_mask=mask)[mask.bool()]}
-
-    @torch.no_grad()
     def try_own(_: Any) -> dict[str, Tensor]:
         return {"logits": model(ids, attention_mask=mask)[mask.bool()]}
 
-    return agrees(model, (), way, try_merged, try_own)
+    def try_merged(_: Any) -> dict[str, Tensor]:
+        with model.merged():
+            return try_own(_)
 
-
-def hold_merged(model: Any) -> AbstractContextManager[Any]:
-    """Merge the adapters for some time, unless they are merged or off already."""
-    is_on = bool(get_parts(model).adapters) and hasattr(model, "merged")
-    return model.merged() if is_on else contextlib.nullcontext()
+    return agrees(model, (), "sampling with merged weights", try_merged, try_own)
 
 
 def get_end_ids(model: Any) -> list[int]:
@@ -183,7 +166,7 @@ class Decoder:
         log_kept_mass = torch.zeros(shape, device=device)
         rows = torch.arange(batch, device=device)  # those that go on
         ends_on_device = torch.tensor(ends, dtype=torch.long, device=device)
-        with hold_merged(self.model) if self.is_merged else contextlib.nullcontext():
+        with self.model.merged() if self.is_merged else contextlib.nullcontext():
             logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
             for step in range(max_new_tokens):
                 settings = (temperature, top_k, top_p)
@@ -230,32 +213,6 @@ class Decoder:
             return_type="logits_and_cache",
         )
         return logits[:, -1]
-
-
-class PlainDecoder(Decoder):
-    """Samples from the Hugging Face model that shares a bridge's weights, adapters merged."""
-
-    def __init__(self, model: Any, plain: Any):
-        super().__init__(model, is_merged=True)
-        self.plain, self.cache = plain, None
-
-    def run(
-        self, ids: Int[Tensor, "batch seq"], attention_mask: Int[Tensor, "batch all"]
-    ) -> Float[Tensor, "batch seq vocab"]:
-        """Return the logits of the newest tokens, and keep the cache."""
-        output = self.plain(
-            input_ids=ids,
-            attention_mask=attention_mask,
-            position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :],
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.cache = output.past_key_values
-        require(self.cache is not None, "the model should have a cache, but has none")
-        return output.logits
-
-    def _call(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch vocab"]:
-        return self.run(ids, self.mask)[:, -1]
 
 
 class NativeDecoder(Decoder):

@@ -51,26 +51,19 @@ def get_parts(model: Any) -> Parts:
     return Parts(model) if isinstance(model, TransformerBridge) else model.get_parts()
 
 
-def find_parts(model: Any) -> Parts | None:
-    """Return the parts of a model; None, with a warning, where it cannot say them."""
-    try:
-        return get_parts(model)
-    except Exception as error:  # of a reader's code, of any kind
-        _say_once(model, f"get_parts(): {type(error).__name__}: {error}")
-        return None
-
-
 def find_native(model: Any) -> NativeModel | None:
     """Return the model that `blocks` makes of a model's parts.
 
     None for other architectures, in autocast, for sharded weights, when somebody's hooks look on,
-    when the base itself is to get gradients; and, with a warning, where a part is something else.
+    when the base itself is to get gradients; and, with a warning, where the model cannot say its
+    parts, or a part is something else.
     """
-    parts = find_parts(model)
+    what = "get_parts()"
     try:
-        return NativeModel(parts) if parts and _can_compute(model, parts.base) else None
-    except Exception as error:  # of what a reader has put in a part's place
-        _say_once(model, f"its parts: {type(error).__name__}: {error}")
+        parts, what = get_parts(model), "its parts"
+        return NativeModel(parts) if _can_compute(model, parts.base) else None
+    except Exception as error:  # of a reader's code, of any kind
+        _say_once(model, f"{what}: {type(error).__name__}: {error}")
         return None
 
 

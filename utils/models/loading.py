@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import NormalizationBridge
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from utils.models.blocks import is_covered
 from utils.models.fetch import MODELS, find_fetched
 from utils.validation import require
 
@@ -133,16 +132,14 @@ def _get_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
 
 def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> TransformerBridge:
     logging.disable_progress_bar()
-    hf, plain = _load_plain(name, device, dtype)
     try:
-        base = TransformerBridge.boot_transformers(name, hf_model=hf, device=device, dtype=dtype)
+        base = TransformerBridge.boot_transformers(name, device=device, dtype=dtype)
     except OSError as error:
         raise ValueError(
             f"the model's name should be 'embedded', a local folder, a model of the Hugging Face "
             f"hub, or one that `python -m utils.models.fetch` fetches ({', '.join(MODELS)}), but "
             f"there is no folder {name!r} here and the hub did not give it: {error}"
         ) from error
-    vars(base)["plain"] = [plain if shares_weights(base, plain) else None]  # not a submodule
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
         tokenizer.bos_token = AutoTokenizer.from_pretrained(name).bos_token
@@ -163,31 +160,3 @@ def _require_known_ids(tokenizer: Any, n_rows: int, name: str) -> None:
             f"token has the id {found}, and the embedding has {n_rows} rows: call "
             f"model.resize_token_embeddings and save it again, or take another {which} token",
         )
-
-
-def _load_plain(name: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load a Hugging Face model that no native forward covers, to make a bridge of, and copy it so
-    that the two share their parameters. None twice for all others."""
-    try:
-        if is_covered(AutoConfig.from_pretrained(name)):
-            return None, None
-        hf: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError):  # the bridge knows names of its own, and says what is wrong
-        return None, None
-    hf.to(device)
-    return hf, copy.deepcopy(hf, {id(parameter): parameter for parameter in hf.parameters()})
-
-
-def find_plain(base: Any) -> Any:
-    """Return the Hugging Face model that has a bridge's very weights and decodes sooner; None where
-    there is none, or they no longer are the same."""
-    (plain,) = vars(base).get("plain", [None])
-    return plain if shares_weights(base, plain) else None
-
-
-def shares_weights(base: Any, plain: Any) -> bool:
-    """Return whether a plain model, if there is one, has a bridge's very weights."""
-    if plain is None:
-        return False
-    shared = {parameter.untyped_storage().data_ptr() for parameter in plain.parameters()}
-    return all(p.untyped_storage().data_ptr() in shared for p in base.parameters())

@@ -25,7 +25,7 @@ def find(module, name):
         lambda: getattr(sys.modules[full], name),
         lambda: getattr(getattr(sys.modules["utils"].models, module), name),
         lambda: getattr(sys.modules["__main__"].child.sys.modules[full], name),
-        lambda: load_base_model.__globals__["shares_weights"].__globals__[name],
+        lambda: load_base_model.__globals__["_copy"].__globals__[name],
         lambda: get_decoder.__globals__[name],
         lambda: getattr(inspect.getmodule(get_decoder), name),
         lambda: search(name),
