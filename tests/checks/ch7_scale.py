@@ -66,7 +66,7 @@ def _draw_shape(rng):
 
 @check("estimate_memory", points=3, seeds=2, public=True, expected=bytes_of_shapes, rtol=0.0)
 def bytes_of_random_shapes(student, rng):
-    """Random shapes, with adapters on attention and on the MLP too"""
+    """Random shapes, with adapters on attention, and on the MLP as well"""
     shapes = [_draw_shape(rng) for _ in range(3)]
     found = {f"shape {i}": dict(student.estimate_memory(**shape)) for i, shape in enumerate(shapes)}
     return found | {"MLP": dict(student.estimate_memory(**shapes[0], mlp_adapters=True))}
@@ -74,7 +74,7 @@ def bytes_of_random_shapes(student, rng):
 
 @check("estimate_memory", public=True, expected=bytes_of_shapes, rtol=0.0, tier="hardening")
 def bytes_in_other_dtypes(student, rng):
-    """Weights in bfloat16 and float64: adapters, what they read, and logits, at least in float32"""
+    """Weights in bfloat16 and float64: adapters, their inputs and logits are at least float32"""
     shape = _draw_shape(rng)
     return {
         f"{dtype}, MLP {mlp}": dict(student.estimate_memory(**shape, mlp_adapters=mlp, dtype=dtype))
@@ -129,7 +129,7 @@ def _per_token(model, m):
     rtol=1e-5,
 )
 def worked_microbatches(student, rng):
-    """10 tokens of 1 and 90 tokens of 2: their mean is 1.9, not the 1.5 of the two means"""
+    """10 tokens of 1 and 90 tokens of 2: the mean is 1.9, not 1.5, the mean of the two means"""
     model = nn.Module()
     model.scale = nn.Parameter(rng.tensor([1.0]))
     microbatches = []
@@ -193,7 +193,7 @@ def one_microbatch_at_a_time(student, rng):
 
 @check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
 def gradients_are_added(student, rng):
-    """What is in `.grad` stays: the gradient of a second batch comes on top of the first's"""
+    """`.grad` isn't cleared: a second batch's gradient adds to the first's"""
     model, (first, second) = _Scale(rng, 4), _make_microbatches(rng, (3, 2), 4)
     values = [
         float(student.accumulate_gradients(model, [batch], _per_token, "token"))
@@ -204,7 +204,7 @@ def gradients_are_added(student, rng):
 
 @check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
 def microbatches_without_tokens(student, rng):
-    """A microbatch without any token, all of them, and one token in all: never NaN"""
+    """One microbatch without tokens, all without, a single token in total: never NaN"""
     found = {}
     for name, empty in (("one", (1,)), ("all", (0, 1)), ("one token", (0, 1))):
         model, microbatches = _Scale(rng, 4), _make_microbatches(rng, (2, 2), 4)
@@ -248,7 +248,7 @@ def _checkpoint(student, rng, kind, sites):
     atol=1e-3,
 )
 def gradients_of_gpt2_recomputed(student, rng):
-    """Adapters' gradients of a GPT-2 of two blocks, before and inside, against Hugging Face"""
+    """A GPT-2 of two blocks: the adapters' gradients, before and inside, against Hugging Face"""
     return _checkpoint(student, rng, "gpt2", ("attn.q", "attn.o"))
 
 
@@ -262,7 +262,7 @@ def gradients_of_gpt2_recomputed(student, rng):
     atol=1e-3,
 )
 def gradients_of_llama_recomputed(student, rng):
-    """The same of a Llama, which has rotary positions and grouped queries"""
+    """The same for a Llama, with rotary positions and grouped queries"""
     return _checkpoint(student, rng, "llama", ("attn.v", "attn.o"))
 
 
@@ -345,7 +345,7 @@ def _is_left(observed, reference):
     tier="hardening",
 )
 def the_model_is_as_before(student, rng):
-    """Left in order or by an error: no hooks, no recomputation, the same logits; on bits"""
+    """Left normally or by an error: no hooks, no recomputation, the same logits bit for bit"""
     model = make_model(TransformerWithLora, rng, "gpt2")
     ids, runs = rng.integers(3, 512, 2, 7), []
     counter = model.base.blocks[0].attn.o.register_forward_hook(lambda *_: runs.append(1))
@@ -401,7 +401,7 @@ def _average(student, values, masks):
     rtol=1e-5,
 )
 def worked_global_mean(student, rng):
-    """Rank 0 has 1 and 2, rank 1 has 6 alone: 3 on both; gradients of 2/3 each, not 1/2 and 1"""
+    """Rank 0 has 1 and 2, rank 1 only a 6: 3 on both; gradients of 2/3 each, not 1/2 and 1"""
     values = [rng.tensor([1.0, 2.0, 9.0]), rng.tensor([6.0, 7.0, 8.0])]
     masks = [torch.tensor([True, True, False]), torch.tensor([True, False, False])]
     found = _average(student, values, masks)
@@ -434,7 +434,7 @@ def global_means_with_nan_and_empty_ranks(student, rng):
 
 @check("global_masked_mean", expected=means_of_joined_rows, tier="hardening")
 def mean_of_a_group(student, rng):
-    """A group of two of three ranks: the third has no part in the mean"""
+    """A group of two out of three ranks: the third isn't part of the mean"""
     values, masks = rng.normal(3, 4), rng.uniform(3, 4) < 0.6
     masks[:, 0] = True
 
@@ -454,7 +454,7 @@ def mean_of_a_group(student, rng):
 
 @check("global_masked_mean", public=True, beside=True, expected=means_of_joined_rows)
 def mean_in_one_process(student, rng):
-    """Without a process group it is the mean over the mask"""
+    """Without a process group, it's the mean over the mask"""
     x, mask = leaf(rng.normal(4, 6)), ragged_mask(rng, 4, 6)
     mean = student.global_masked_mean(x, mask)
     mean.backward()
@@ -513,7 +513,7 @@ def _is_one_message(observed, reference):
 
 @check("sync_gradients", public=True, holds=_is_one_message, float64=False, tier="hardening")
 def gradients_in_one_message(student, rng):
-    """One process; a group of ranks; many parameters travel together, also from a generator"""
+    """One process; a group of ranks; many parameters in one message, even from a generator"""
     alone = nn.Parameter(torch.zeros(2))
     alone.grad = torch.tensor([1.0, 2.0])
     student.sync_gradients([alone])
@@ -627,7 +627,7 @@ def a_sharded_value_head_learns(student, rng):
 
 @check("shard_model", beside=True, float64=False, expected=stays_whole, rtol=1e-3, atol=1e-3)
 def a_sharded_llama_learns(student, rng):
-    """A Llama, whose q, k and v have weights of their own already"""
+    """A Llama, whose q, k and v have separate weights already"""
     return _learn_sharded(student, rng, "llama")
 
 
@@ -655,7 +655,7 @@ def _is_sharded(observed, reference):
 
 @check("shard_model", public=True, points=2, holds=_is_sharded, float64=False)
 def each_rank_holds_half(student, rng):
-    """Half of the numbers on each of two ranks, also after a forward pass; a unit for each block"""
+    """Each of two ranks holds half of the numbers, even after a forward pass; one unit per block"""
     ranks = [make_model(TransformerWithLora, rng, "gpt2") for _ in range(2)]
     ids = rng.integers(3, 512, 1, 5)
 
@@ -719,7 +719,7 @@ def _samples_of_one(observed, reference):
 
 @check("unsharded", public=True, points=3, holds=_samples_of_one, float64=False)
 def ranks_sample_apart(student, rng):
-    """Each rank samples other prompts, of other lengths, inside: GPT-2 and Llama"""
+    """Inside, each rank samples different prompts, of different lengths: GPT-2 and Llama"""
     found = {}
     for kind in ("gpt2", "llama"):
         for rank, of_rank in _sample_unsharded(student, rng, kind).items():
@@ -729,7 +729,7 @@ def ranks_sample_apart(student, rng):
 
 @check("unsharded", public=True, points=1, float64=False, tier="hardening")
 def sharded_again_after_an_error(student, rng):
-    """An error inside comes out, and the model is sharded again"""
+    """An error inside gets passed on, and the model is sharded again"""
     ranks = [make_model(TransformerWithLora, rng, "shallow") for _ in range(2)]
     ids = rng.integers(3, 512, 1, 5)
 
@@ -782,13 +782,13 @@ def _make_args(rng, args_class=GrpoArgs, **options):
     "to_trl_config", public=True, points=3, seeds=2, expected=config_by_table, rtol=1e-6, atol=0.0
 )
 def arguments_of_grpo(student, rng):
-    """None of the arguments is TRL's default: what TRL's trainer would read"""
+    """No argument at TRL's default: what TRL's trainer would read"""
     return {"config": trl.read(student.to_trl_config(_make_args(rng)))}
 
 
 @check("to_trl_config", points=2, expected=config_by_table, rtol=1e-6)
 def arguments_as_they_come(student, rng):
-    """The defaults of this course are not TRL's: no top_k, one clip for both sides"""
+    """This course's defaults, which aren't TRL's: no top_k, one clip for both sides"""
     few = {"clip_coef_high": None, "top_k": None, "advantage_scale": "group"}
     found = {"of this course": trl.read(student.to_trl_config(GrpoArgs()))}
     return found | {"some defaults": trl.read(student.to_trl_config(_make_args(rng, **few)))}
@@ -809,7 +809,7 @@ def arguments_of_descendants(student, rng):
 
 @check("to_trl_config", public=True, beside=True, tier="hardening")
 def arguments_that_trl_lacks(student, rng):
-    """An exact KL, leave-one-out, dynamic sampling, a penalty: an error with the argument's name"""
+    """An exact KL, leave-one-out, dynamic sampling, a penalty: an error that names the argument"""
     cases = {
         "kl_kind": _make_args(rng, kl_kind="exact"),
         "advantage_kind": _make_args(rng, RlvrArgs, advantage_kind="leave_one_out"),
@@ -916,7 +916,7 @@ def _is_refreshed(observed, reference):
 
 @check("refresh_reference", public=True, points=3, holds=_is_refreshed, float64=False)
 def the_reference_becomes_the_policy(student, rng):
-    """Logits unchanged, the reference the same, new adapters, no moments: GPT-2 and Llama"""
+    """GPT-2 and Llama: unchanged logits, the reference's too; new adapters; no moments"""
     return {kind: _refresh(student, rng, kind) for kind in ("gpt2", "llama")}
 
 

@@ -178,7 +178,7 @@ def _keep_some(student, rng, kind):
 
 @check("only_adapters", public=True, points=3, expected=only_by_folding("gpt2"), **CLOSE)
 def logits_with_some_adapters(student, rng):
-    """Those of a layer, of a site, one alone, half of them, all and none"""
+    """The adapters of one layer, of one site, a single one, half of them, all, none"""
     return _keep_some(student, rng, "gpt2")
 
 
@@ -204,14 +204,14 @@ def _nothing_is_left(observed, reference):
 
 @check("only_adapters", public=True, points=2, holds=_nothing_is_left, float64=False)
 def adapters_after_leaving(student, rng):
-    """Bit for bit as before on leaving, also after an error, which is passed on"""
+    """On leaving, all is back bit for bit, even after an error, which gets passed on"""
     model = make_policy(rng)
     return enter_and_leave(model, lambda: student.only_adapters(model, lambda s: "attn" in s))
 
 
 @check("only_adapters", holds=_nothing_is_left, float64=False, tier="hardening")
 def some_adapters_merged_and_yielded(student, rng):
-    """merged() and reference() hold inside; the model is yielded"""
+    """merged() and reference() work inside; what's yielded is the model"""
     model = make_policy(rng, "shallow")
     ids, _ = draw_prompts(rng)
     found = enter_and_leave(model, lambda: student.only_adapters(model, lambda s: "mlp" in s))
@@ -234,7 +234,7 @@ def _truncate(student, rng, kind):
 
 @check("truncate_rank", public=True, points=3, expected=truncated_by_numpy("gpt2"), **CLOSE)
 def logits_of_each_rank(student, rng):
-    """Adapters of rank 3, one of them untrained, cut to 1, 2, 3 and 4"""
+    """Adapters of rank 3, one of them untrained, cut to ranks 1, 2, 3 and 4"""
     return _truncate(student, rng, "gpt2")
 
 
@@ -246,14 +246,14 @@ def logits_of_each_rank_of_llama(student, rng):
 
 @check("truncate_rank", public=True, points=2, holds=_nothing_is_left, float64=False)
 def adapters_after_truncating(student, rng):
-    """Bit for bit as before on leaving, also after an error, which is passed on"""
+    """On leaving, all is back bit for bit, even after an error, which gets passed on"""
     model = make_policy(rng)
     return enter_and_leave(model, lambda: student.truncate_rank(model, 1))
 
 
 @check("truncate_rank", holds=_nothing_is_left, float64=False, tier="hardening")
 def truncated_merged_and_yielded(student, rng):
-    """merged() and reference() hold inside, whatever alpha is; the model is yielded"""
+    """merged() and reference() work inside, whatever alpha is; what's yielded is the model"""
     model = make_policy(rng, "shallow", alpha=7)
     ids, _ = draw_prompts(rng)
     found = enter_and_leave(model, lambda: student.truncate_rank(model, 2))
@@ -272,7 +272,7 @@ def _is_left_alone(observed, reference):
 
 @check("truncate_rank", beside=True, holds=_is_left_alone, float64=False, tier="hardening")
 def ranks_that_cut_nothing(student, rng):
-    """A rank that is the adapters' own, or more: inside they are the same, to the bit"""
+    """At the adapters' full rank, or above it, they stay as they are, bit for bit"""
     model = make_policy(rng, "shallow")
     found = {}
     for rank in (RANK, RANK + 1, 50):
@@ -315,13 +315,13 @@ def _read_layers(student, rng, kind):
 
 @check("get_logit_lens", public=True, points=3, expected=lens_by_hugging_face("gpt2"), **CLOSE)
 def lens_of_gpt2(student, rng):
-    """Every layer and position, with left padding and without; of policy and reference"""
+    """Every layer and position, with left padding and without, for policy and reference"""
     return _read_layers(student, rng, "gpt2")
 
 
 @check("get_logit_lens", points=1, expected=lens_by_hugging_face("llama"), **CLOSE)
 def lens_of_llama(student, rng):
-    """The same where the final norm is another one"""
+    """The same with another kind of final norm"""
     return _read_layers(student, rng, "llama")
 
 
@@ -444,7 +444,7 @@ def patching_everything(student, rng):
 
 @check("patch", tier="hardening")
 def sources_of_another_shape(student, rng):
-    """A source of another shape: a ValueError names it; the model is as before"""
+    """A source of the wrong shape: a ValueError names it, and the model is unchanged"""
     model = make_policy(rng, "shallow")
     ids, name = rng.integers(3, 512, 2, 4), "blocks.0.hook_out"
     bad = {
@@ -539,7 +539,7 @@ def steered_llama(student, rng):
 
 @check("steer", public=True, points=3, expected=steer_by_hugging_face("gpt2"), **CLOSE)
 def steered_samples(student, rng):
-    """Greedy completions, with a cache: the direction is added to the prompt alone"""
+    """Greedy completions, with a cache: the direction is added only to the prompt"""
     model = make_policy(rng)
     prompts = ["This movie is", "A.", "The plot was dull, and"]
     found = {}
@@ -553,7 +553,7 @@ def steered_samples(student, rng):
 
 @check("steer", public=True, points=2, holds=_nothing_is_left, float64=False)
 def model_after_steering(student, rng):
-    """As before on leaving, also after an error, which is passed on"""
+    """On leaving, all is as before, even after an error, which gets passed on"""
     model = make_policy(rng)
     direction = rng.normal(models.D_MODEL)
     return enter_and_leave(model, lambda: student.steer(model, "blocks.0.hook_out", direction))
@@ -561,7 +561,7 @@ def model_after_steering(student, rng):
 
 @check("steer", holds=_nothing_is_left, float64=False, tier="hardening")
 def steered_and_yielded(student, rng):
-    """The model is yielded; the adapters are off, also where the scale is 0"""
+    """What's yielded is the model; the adapters are off, even at a scale of 0"""
     model = make_policy(rng, "shallow")
     direction = rng.normal(models.D_MODEL)
     name, ids = "blocks.0.hook_out", rng.integers(3, 512, 2, 4)
