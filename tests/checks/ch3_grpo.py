@@ -109,7 +109,7 @@ def several_groups(student, rng):
 
 @check("group_advantages", public=True, expected=advantages_by_statistics)
 def the_level_of_a_prompt(student, rng):
-    """A constant added to all rewards of a prompt leaves its advantages as they were"""
+    """Adding a constant to all of a prompt's rewards leaves its advantages unchanged"""
     rewards, levels = rng.normal(12), rng.normal(3, std=3).repeat_interleave(4)
     return {
         f"{scale}, {name}": student.group_advantages(r, 4, scale)
@@ -171,7 +171,7 @@ def rewards_that_require_gradient(student, rng):
 
 @check("group_advantages", tier="hardening")
 def group_sizes_that_do_not_fit(student, rng):
-    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
+    """A group_size that doesn't divide the batch, or is below 2: a ValueError names it"""
     rewards, f = rng.normal(6), student.group_advantages
     bad = {
         f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
@@ -685,7 +685,7 @@ def ragged_steps(student, rng):
 
 @check("process_advantages", public=True, expected=process_by_statistics)
 def steps_that_share_an_end(student, rng):
-    """Several steps that end at one token, at the first and at the last, in any order"""
+    """Several steps end at the same token, at the first and at the last, in any order"""
     ends = [[0, 0, 0], [5, 2, 5, 2], [2], [5]]
     rewards = [rng.normal(len(row), std=2) for row in ends]
     ends = [torch.tensor(row) for row in ends]
@@ -718,7 +718,7 @@ def steps_of_small_spread(student, rng):
 
 @check("process_advantages", seeds=2, expected=process_by_statistics, tier="hardening")
 def groups_without_differences(student, rng):
-    """Steps that are all rewarded alike, or no steps: zeros; two steps that differ: no zeros"""
+    """All steps rewarded alike, or no steps at all: zeros; two steps that differ: no zeros"""
     values = rng.integers(-5, 5, 4).tolist()
     rewards = [[float(v)] * n for v in values for n in (4, 3)]  # numbers whose mean is exact
     rewards += [[], [], rng.normal(1).tolist(), rng.normal(1).tolist()]
@@ -751,7 +751,7 @@ def steps_afterwards(student, rng):
 
 @check("process_advantages", tier="hardening")
 def groups_that_do_not_fit(student, rng):
-    """A group_size that does not divide the number of rows: a ValueError names it"""
+    """A group_size that doesn't divide the number of rows: a ValueError names it"""
     rewards, ends = rewarded_steps(rng, [2, 1, 3, 1, 2, 2], 5)
     f = student.process_advantages
     bad = {

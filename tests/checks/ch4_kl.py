@@ -142,7 +142,7 @@ def unknown_estimators(student, rng):
 
 @check("calc_exact_kl", public=True, expected=[0.3465736, 0.1438410, 0.1520494, 0.0])
 def worked_kl(student, rng):
-    """1/2, 1/2, 0 against 1/4, 1/2, 1/4: ln(2)/2; two policies, both ways round; one and itself"""
+    """1/2, 1/2, 0 against 1/4, 1/2, 1/4: ln(2)/2; two policies, either way round; one and itself"""
     p = rng.tensor([[4, 4, 0], [2, 4, 2], [4, 3, 1], [4, 3, 1]]).log()
     q = rng.tensor([[2, 4, 2], [4, 3, 1], [2, 4, 2], [4, 3, 1]]).log()
     return student.calc_exact_kl(p, q)
@@ -374,7 +374,7 @@ def _fit_the_divergences(observed, reference):
 
 @check("calc_expected_gradient", points=2, holds=_fit_the_divergences)
 def which_divergence(student, rng):
-    """Held against the true gradients of KL(policy ‖ reference), and of the other directions"""
+    """Compared with the true gradients of KL(policy ‖ reference) and of the other directions"""
     policy, ref, old = rng.normal(5), rng.normal(5), rng.normal(5)
     off_policy = _every_gradient(student, policy, ref, old)
     return {
