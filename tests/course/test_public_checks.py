@@ -115,6 +115,18 @@ TYPICAL = {
         "estimate_memory": "mlp_adapters_forgotten",
     },
     "ch8_inside": {"steer": "every_hook_removed"},
+    "ch9_async": {
+        "RolloutQueue": "newest_first age_is_the_staleness age_counted_in_rollouts",
+        "measure_mismatch": "ratio_upside_down k3_of_the_other_direction weights_of_tokens "
+        "mean_in_place_of_the_product",
+        "get_kept_logprobs": "not_renormalised nothing_is_minus_infinity crossing_token_dropped "
+        "temperature_forgotten",
+        "calc_importance_weights": "not_detached mean_of_the_sequence truncated_below_too "
+        "masked_by_multiplication",
+        "calc_async_objective": "gradient_through_the_weight denominator_of_all_tokens "
+        "masked_but_not_weighed advantages_not_detached",
+        "may_start": "strictly_less itself_counted",
+    },
 }
 
 

@@ -71,7 +71,12 @@ class _Gradients(TrainerCallback):
 
 
 def take_trl_step(
-    model: Any, folder: str | Path, config: dict[str, Any], samples: Any, rewards: Tensor
+    model: Any,
+    folder: str | Path,
+    config: dict[str, Any],
+    samples: Any,
+    rewards: Tensor,
+    of_vllm: bool = False,
 ) -> tuple[float, dict[str, Tensor]]:
     """Train TRL's `GRPOTrainer` with `config` on `samples` in place of its own, once.
 
@@ -79,7 +84,8 @@ def take_trl_step(
     Returns the sum of the losses that TRL computed, and their gradient at the first step by the
     names of `model.trainable_state()`. Prompts are handed over as ids, as the samples have them.
     `model` should have rotary positions, or be a GPT-2 without adapters on q, k and v, of which
-    PEFT has one.
+    PEFT has one. With `of_vllm` TRL takes the samples, with their log-probs, for vLLM's, and
+    corrects for it as `config` says.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -90,6 +96,10 @@ def take_trl_step(
     prompts = [ids[mask].tolist() for ids, mask in pairs]
     rows = zip(samples.completion_ids, samples.completion_mask, strict=True)
     completions = [ids[mask].tolist() for ids, mask in rows]
+    logprobs = None
+    if of_vllm:
+        rows = zip(samples.logprobs, samples.completion_mask, strict=True)
+        logprobs = [x[mask].tolist() for x, mask in rows]
     losses: list[float] = []
 
     class Trainer(GRPOTrainer):
@@ -97,7 +107,7 @@ def take_trl_step(
             return prompts, None, {}
 
         def _generate_single_turn(self, *_: Any, **__: Any):
-            return completions, None
+            return completions, logprobs
 
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
@@ -133,6 +143,7 @@ def take_trl_step(
             callbacks=[gradients],
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.use_vllm = of_vllm  # only now: no engine is started
         # Of a model that comes with its adapter, TRL takes that for the reference too.
         set_peft_model_state_dict(trainer.model, load_peft_weights(f"{out}/adapter"))
         trainer.train()

@@ -1,0 +1,824 @@
+"""Checks of chapter 9: the sampler is not the learner."""
+
+import torch
+from torch.distributions import Categorical, kl_divergence
+
+from tests.oracles.ch9_async import (
+    PlainQueue,
+    follow,
+    kept_by_distributions,
+    masked_by_loops,
+    may_start_by_filling,
+    mismatch_by_loops,
+    objective_by_loops,
+    stable_rate_by_roots,
+    weights_by_loops,
+)
+from tests.support.inputs import (
+    INF,
+    NAN,
+    error_of,
+    masks_of_many_shapes,
+    one_zero,
+    poison,
+    ragged_logprobs,
+    ragged_mask,
+    value_and_gradients,
+    with_inputs_after,
+)
+from utils.grading.checks import check
+
+CORRECTIONS = ("none", "clip", "truncate", "mask")
+
+
+def draw_pair(rng, mask, fill=NAN):
+    """The learner's log-probs and the sampler's, with ratios beyond every limit."""
+    return tuple(ragged_logprobs(rng, mask, fill).values())
+
+
+def draw_extreme(rng):
+    """A pair whose log ratios are 5, 60, 200, 2000, -5, -200 in turn, and a few small ones."""
+    large = rng.tensor([5.0, 60.0, 200.0, 2000.0, -5.0, -200.0])
+    small = (rng.normal(6, std=0.2) * 64).round() / 64  # which float32 can add to 2000
+    logratio = torch.cat([large, small])[rng.permutation(12)].reshape(4, 3)
+    sampler_logprobs = -rng.uniform(4, 3, low=2000.0, high=2100.0).round()
+    return sampler_logprobs + logratio, sampler_logprobs
+
+
+# --- RolloutQueue -------------------------------------------------------------------------------
+
+
+def _run_late(student, rng, staleness, n_phases=7, n_updates=1):
+    """Put until one may be taken, take one, move on, as a trainer does."""
+    queue, version, n_put, found = student.RolloutQueue(staleness), 0, 0, []
+    for _ in range(n_phases):
+        while n_put - len(found) <= staleness:
+            queue.put(rng.normal(2), version)
+            n_put += 1
+        found.append(queue.take(version))
+        version += n_updates
+    return [list(pair) for pair in found]
+
+
+def _refused(function, *args):
+    """Whether it is a ValueError; what it names is free."""
+    return error_of("", function, *args)
+
+
+@check(
+    "RolloutQueue",
+    public=True,
+    expected=[["a", 0], ["b", 1], ["c", 2], ["d", 2]],
+)
+def worked_queue(student, rng):
+    """Staleness 2: a, b and c come at version 0, then one at each version; ages 0, 1, 2, 2"""
+    queue, found = student.RolloutQueue(2), []
+    for name in "abc":
+        queue.put(name, 0)
+    for version, name in enumerate("defg"):
+        found.append(list(queue.take(version)))
+        queue.put(name, version + 1)
+    return found
+
+
+@check("RolloutQueue", public=True, points=2, expected=PlainQueue)
+def queues_of_a_trainer(student, rng):
+    """One rollout a phase, up to four late, and on time; one update a phase, or two"""
+    return {
+        f"staleness {k}, {n} updates a phase": _run_late(student, rng, k, n_updates=n)
+        for k in (0, 1, 2, 4)
+        for n in (1, 2)
+    }
+
+
+@check("RolloutQueue", points=2, seeds=3, expected=PlainQueue)
+def puts_and_takes_in_any_order(student, rng):
+    """Several rollouts of a version, versions that jump, more rollouts waiting than needed"""
+    staleness = rng.integer(0, 4)
+    queue, version, waiting, found = student.RolloutQueue(staleness), rng.integer(0, 3), 0, []
+    for _ in range(25):
+        for _ in range(rng.integer(0, 4)):
+            queue.put(rng.normal(2), version)
+            waiting += 1
+        if waiting > staleness and rng.integer(0, 4):
+            found.append(list(queue.take(version)))
+            waiting -= 1
+        version += rng.integer(0, 3)
+    return found
+
+
+@check("RolloutQueue", expected=PlainQueue)
+def two_queues(student, rng):
+    """Two queues side by side share nothing; equal rollouts are kept apart"""
+    late, prompt, found = student.RolloutQueue(1), student.RolloutQueue(0), []
+    same = rng.normal(2)
+    for version in range(4):
+        late.put(same, version)
+        prompt.put(same, version)
+        found.append(list(prompt.take(version)))
+        if version:
+            found.append(list(late.take(version + 3)) if version == 3 else list(late.take(version)))
+    return found
+
+
+@check("RolloutQueue", expected=PlainQueue, tier="hardening")
+def takes_that_come_too_early(student, rng):
+    """An empty queue, and one with too few: a ValueError, and the queue stays as it was"""
+    found = {}
+    for staleness in (0, 1, 3):
+        queue, rollouts = student.RolloutQueue(staleness), rng.normal(staleness + 1, 2)
+        errors = [_refused(queue.take, 5)]
+        for rollout in rollouts[:-1]:
+            queue.put(rollout, 1)  # the refused take has named no version
+            errors.append(_refused(queue.take, 5))
+        queue.put(rollouts[-1], 2)
+        found[f"staleness {staleness}"] = [errors, *queue.take(3), _refused(queue.take, 3)]
+    return found
+
+
+@check("RolloutQueue", expected=PlainQueue, tier="hardening")
+def versions_that_go_back(student, rng):
+    """A version that goes back, in put and in take: a ValueError names it, nothing has changed"""
+    queue, first, second = student.RolloutQueue(0), *rng.normal(2, 3)
+    queue.put(first, 4)
+    errors = {"put": error_of("version", queue.put, second, 3)}
+    errors["take"] = error_of("version", queue.take, 3)
+    queue.put(second, 6)
+    errors["a take after a put"] = error_of("version", queue.take, 5)
+    taken = [*queue.take(8)]
+    errors["a put after a take"] = error_of("version", queue.put, first, 7)
+    return errors | {"taken": [taken, [*queue.take(8)]], "again": _refused(queue.take, 8)}
+
+
+@check("RolloutQueue", expected=PlainQueue, tier="hardening")
+def staleness_and_length(student, rng):
+    """A staleness of -1, 1.5 or "2": a ValueError names it; len says how many wait"""
+    bad = {repr(k): error_of("staleness", student.RolloutQueue, k) for k in (-1, 1.5, "2")}
+    queue, n = student.RolloutQueue(2), rng.integer(3, 9)
+    lengths = [len(queue)]
+    for rollout in rng.normal(n, 2):
+        queue.put(rollout, 0)
+        lengths.append(len(queue))
+    return bad | {"lengths": lengths, "taken": [*queue.take(1)], "then": len(queue)}
+
+
+# --- calc_stable_rate ---------------------------------------------------------------------------
+
+
+def _rates(student, delays):
+    rates = [float(student.calc_stable_rate(delay)) for delay in delays]
+    return torch.tensor(rates, dtype=torch.float64)
+
+
+@check("calc_stable_rate", public=True, expected=[2.0, 1.0, 0.6180340], rtol=1e-6)
+def worked_rates(student, rng):
+    """No delay: 2; one step: 1; two steps: 2 sin(18°) = 0.618"""
+    return _rates(student, (0, 1, 2))
+
+
+@check("calc_stable_rate", public=True, points=2, expected=stable_rate_by_roots, rtol=1e-9)
+def rates_by_roots(student, rng):
+    """Delays up to 32: where the largest root of z^(delay + 1) - z^delay + a reaches 1"""
+    return _rates(student, [3, 32, *rng.integers(4, 32, 4).tolist()])
+
+
+def _grows_just_above(observed, reference):
+    for delay, rate in zip(observed["delays"].tolist(), observed["rates"].tolist(), strict=True):
+        if not 0 < rate <= 2:
+            return f"delay {delay}: the rate should be above 0 and at most 2"
+        n = 4000 * (delay + 1)
+        below, above = (follow(rate * factor, delay, n) for factor in (0.99, 1.01))
+        if max(below[-delay - 1 :]) > 1e-3:
+            return f"delay {delay}: at a rate of 99% of this one x should shrink"
+        if max(above[-delay - 1 :]) < 1e3:
+            return f"delay {delay}: at a rate of 101% of this one x should grow"
+    return None
+
+
+@check("calc_stable_rate", points=2, holds=_grows_just_above)
+def followed_for_many_steps(student, rng):
+    """x shrinks with a rate just below, and grows with one just above"""
+    delays = torch.cat([torch.tensor([0, 1, 2]), rng.integers(3, 16, 3)])
+    return {"delays": delays, "rates": _rates(student, delays.tolist())}
+
+
+@check("calc_stable_rate", tier="hardening")
+def delays_that_are_none(student, rng):
+    """A delay of -1, 1.5, "2" or None: a ValueError names it"""
+    bad = {repr(k): error_of("delay", student.calc_stable_rate, k) for k in (-1, 1.5, "2", None)}
+    return bad | {"right ones": _rates(student, rng.integers(0, 33, 4).tolist())}
+
+
+# --- measure_mismatch ---------------------------------------------------------------------------
+
+
+@check(
+    "measure_mismatch",
+    public=True,
+    expected={"k3": 0.4671292, "max_ratio": 3.0, "effective_share": 0.8},
+)
+def worked_mismatch(student, rng):
+    """Ratios 2 and 1/2, and 3: k3 0.307, 0.193, 0.901; the products 1 and 3: 16 / (2 · 10)"""
+    logprobs = rng.tensor([[0.5, 0.25], [0.6, NAN]]).log()
+    sampler_logprobs = rng.tensor([[0.25, 0.5], [0.2, NAN]]).log()
+    return student.measure_mismatch(logprobs, sampler_logprobs, sampler_logprobs.isfinite())
+
+
+@check("measure_mismatch", public=True, points=2, seeds=3, expected=mismatch_by_loops)
+def mismatch_of_ragged_rollouts(student, rng):
+    """Ragged completions, an empty one too, near and far; NaN beyond the mask"""
+    found = {}
+    for name, scale in (("near", 0.1), ("far", 1.0)):
+        mask = ragged_mask(rng, 8, 6)
+        sampler_logprobs = poison(-rng.uniform(8, 6, low=0.1, high=3.0), mask)
+        logprobs = sampler_logprobs + scale * rng.normal(8, 6)
+        found[name] = student.measure_mismatch(logprobs, sampler_logprobs, mask)
+    return found
+
+
+@check("measure_mismatch", points=2, seeds=2, expected=mismatch_by_loops)
+def mismatch_of_every_shape(student, rng):
+    """One row, one token, no token at all, many rows; inf beyond the mask"""
+    return {
+        name: student.measure_mismatch(*draw_pair(rng, mask, INF), mask)
+        for name, mask in masks_of_many_shapes(rng).items()
+    }
+
+
+def _is_the_kl(observed, reference):
+    kl = kl_divergence(
+        Categorical(logits=reference["sampler"].double()),
+        Categorical(logits=reference["learner"].double()),
+    ).item()
+    if abs(observed["k3"] - kl) > 1e-4 * kl + 1e-6:
+        return "on every token as often as the sampler draws it, k3 should be KL(sampler ‖ learner)"
+    return None
+
+
+@check("measure_mismatch", points=2, seeds=2, holds=_is_the_kl)
+def which_divergence(student, rng):
+    """On every token, as often as the sampler draws it, k3 is exactly KL(sampler ‖ learner)"""
+    counts = torch.tensor([40, 20, 10, 6, 3, 1])[rng.permutation(6)]
+    sampler = (counts / counts.sum()).to(rng.dtype).log()
+    learner = (sampler + rng.normal(6)).log_softmax(-1)
+    tokens = torch.repeat_interleave(counts)[None]
+    found = student.measure_mismatch(learner[tokens], sampler[tokens], torch.ones_like(tokens) > 0)
+    return {"sampler": sampler, "learner": learner, "k3": found["k3"]}
+
+
+@check("measure_mismatch", expected=mismatch_by_loops, tier="hardening")
+def products_of_long_completions(student, rng):
+    """Completions whose product of ratios is too large or too small for a float"""
+    found = {}
+    for name, mean in (("large", 4.0), ("small", -4.0), ("both", 0.0)):
+        sampler_logprobs = -rng.uniform(5, 60, low=300.0, high=400.0).round()
+        shift = 0.125 * (rng.normal(5, 60) * 2).round() + mean
+        if name == "both":
+            shift = shift + torch.linspace(-3, 3, 5).to(shift.dtype)[:, None].round()
+        logprobs = sampler_logprobs + shift
+        mask = torch.arange(60) < torch.tensor([60, 60, 59, 60, 0])[:, None]
+        found[name] = student.measure_mismatch(logprobs, sampler_logprobs, mask)
+    return found
+
+
+@check("measure_mismatch", expected=mismatch_by_loops, rtol=0.02, atol=1e-12, tier="hardening")
+def tiny_differences(student, rng):
+    """Differences of 1e-4, as of a sampler in another precision: k3 is right to 2%"""
+    # Rounded to float32, so that a run in float64 sees the same numbers.
+    sampler_logprobs = -rng.uniform(6, 50, low=0.02, high=0.5)
+    logprobs = (sampler_logprobs.float() + rng.normal(6, 50, std=1e-4).float()).to(rng.dtype)
+    return student.measure_mismatch(logprobs, sampler_logprobs, ragged_mask(rng, 6, 50))
+
+
+@check("measure_mismatch", expected=mismatch_by_loops, tier="hardening")
+def rollouts_after_measuring(student, rng):
+    """Log-probs that require a gradient: three floats come out, and the inputs stay as they were"""
+    mask = ragged_mask(rng)
+    logprobs, sampler_logprobs = draw_pair(rng, mask)
+    found = with_inputs_after(
+        student.measure_mismatch, logprobs.requires_grad_(), sampler_logprobs, mask
+    )
+    return found | {"floats": [isinstance(x, float) for x in found["the result"].values()]}
+
+
+# --- get_kept_logprobs --------------------------------------------------------------------------
+
+TRUNCATIONS = ((None, None), (4, None), (None, 0.7), (5, 0.6), (1, None), (None, 0.05))
+
+
+@check(
+    "get_kept_logprobs",
+    public=True,
+    expected=[
+        [[-0.9162907, -2.3025851], [0.0, 0.0]],
+        [[-0.5596158, -INF], [-0.3566749, -0.3566749]],
+        [[-0.5596158, -INF], [-0.3566749, -0.3566749]],
+        [[-0.5596158, -INF], [-0.3566749, -0.3566749]],
+    ],
+)
+def worked_truncations(student, rng):
+    """0.4, 0.3, 0.2, 0.1: all; top_k 2; top_p 0.6; top_k 3 and top_p 0.75 of 4/9, 3/9, 2/9"""
+    logits = rng.tensor([[0.1, 0.4, 0.2, 0.3]] * 2).log()
+    tokens = torch.tensor([1, 0])
+    options = ({}, {"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.75})
+    return [list(student.get_kept_logprobs(logits, tokens, **o)) for o in options]
+
+
+def _every_token(student, logits, **options):
+    """The log-probs of all tokens of each row, and the kept mass."""
+    found = []
+    for row in logits:
+        alike = row.expand(len(row), -1)
+        found += student.get_kept_logprobs(alike, torch.arange(len(row)), **options)
+    return found
+
+
+@check("get_kept_logprobs", public=True, points=2, seeds=3, expected=kept_by_distributions)
+def tokens_of_random_policies(student, rng):
+    """Random policies at a temperature of 0.8, cut off by top_k, top_p, both, and not at all"""
+    found = {}
+    for top_k, top_p in TRUNCATIONS:
+        logits, tokens = rng.normal(6, 9, std=2), rng.integers(0, 9, 6)
+        tokens[:3] = logits[:3].argmax(-1)  # these are always kept
+        found[f"top_k {top_k}, top_p {top_p}"] = student.get_kept_logprobs(
+            logits, tokens, temperature=0.8, top_k=top_k, top_p=top_p
+        )
+    return found
+
+
+@check("get_kept_logprobs", points=2, seeds=2, expected=kept_by_distributions)
+def every_token(student, rng):
+    """Each token of a vocabulary, at temperatures of 0.5 to 2: the tokens that are cut have -inf"""
+    return {
+        f"temperature {t}, top_k {top_k}, top_p {top_p}": _every_token(
+            student, rng.normal(2, 8, std=1.5), temperature=t, top_k=top_k, top_p=top_p
+        )
+        for t in (0.5, 1.0, 2.0)
+        for top_k, top_p in TRUNCATIONS
+    }
+
+
+@check("get_kept_logprobs", points=2, seeds=2, expected=kept_by_distributions)
+def top_p_of_what_top_k_left(student, rng):
+    """Flat policies: top_p counts shares of what top_k has left"""
+    return {
+        f"top_k {k}, top_p {p}": _every_token(student, rng.normal(2, 12, std=0.3), top_k=k, top_p=p)
+        for k in (3, 6)
+        for p in (0.3, 0.55, 0.9)
+    }
+
+
+@check("get_kept_logprobs", expected=kept_by_distributions)
+def nothing_cut_off(student, rng):
+    """A top_k of the whole vocabulary or more, a top_p of 1: the log of the kept mass is 0"""
+    logits, tokens = rng.normal(5, 7), rng.integers(0, 7, 5)
+    return {
+        f"top_k {k}, top_p {p}": student.get_kept_logprobs(logits, tokens, 0.8, k, p)
+        for k, p in ((7, None), (100, None), (None, 1.0), (9, 1.0), (None, None))
+    }
+
+
+# Logits near 1e4 are 1e-3 apart in float32, and so is a difference of their logsumexps.
+@check("get_kept_logprobs", points=2, expected=kept_by_distributions, atol=2e-3, tier="hardening")
+def extreme_logits(student, rng):
+    """Logits of 1e4, and logits of -inf; one row; the inputs stay as they were"""
+    f, found = student.get_kept_logprobs, {}
+    far = rng.normal(4, 6) + rng.tensor([1e3, -1e3, 2e3, 0.0])[:, None]
+    far[3] = rng.tensor([1e4, 9e3, -1e4, 0.0, 1.0, 2.0])[rng.permutation(6)]
+    barred = rng.normal(4, 6).scatter(1, rng.integers(0, 6, 4)[:, None], -INF)
+    for name, logits in (("far", far), ("barred", barred), ("one row", rng.normal(1, 6))):
+        tokens = logits.argmax(-1)
+        for k, p in ((None, None), (3, None), (None, 0.8), (4, 0.9)):
+            options = {"top_k": k, "top_p": p}
+            found[f"{name}, top_k {k}, top_p {p}"] = with_inputs_after(
+                f, logits.clone(), tokens.clone(), **options
+            )
+    never = barred.argmin(-1)
+    return found | {"a token that cannot be": f(barred, never, top_p=0.8)}
+
+
+@check("get_kept_logprobs", expected=kept_by_distributions, tier="hardening")
+def rare_tokens_with_a_top_p_of_1(student, rng):
+    """A top_p of 1 keeps tokens of a probability of 1e-9 too"""
+    logits = torch.cat([rng.normal(4, 3), rng.normal(4, 4) - 21], dim=-1)[:, rng.permutation(7)]
+    tokens, f = logits.argmin(-1), student.get_kept_logprobs
+    return [f(logits, tokens, top_p=1.0), f(logits, tokens, top_k=7, top_p=1.0)]
+
+
+@check("get_kept_logprobs", expected=kept_by_distributions, tier="hardening")
+def limits_that_are_none(student, rng):
+    """A temperature of 0, a top_k of 0, a top_p of 0 or 1.5: a ValueError names each"""
+    f, logits, tokens = student.get_kept_logprobs, rng.normal(3, 5), rng.integers(0, 5, 3)
+    bad = {"temperature": (0.0, -1.0), "top_k": (0, -1), "top_p": (0.0, -0.1, 1.5)}
+    found = {
+        f"{name} {value}": error_of(name, f, logits, tokens, **{name: value})
+        for name, values in bad.items()
+        for value in values
+    }
+    return found | {"right ones": f(logits, tokens, 0.7, 4, 0.9)}
+
+
+# --- calc_importance_weights --------------------------------------------------------------------
+
+
+@check(
+    "calc_importance_weights",
+    public=True,
+    expected=[
+        [[2.0, 0.5], [2.0, 0.0]],
+        [[1.5, 0.5], [1.5, 0.0]],
+        [[2.0, 0.5], [3.0, 0.0]],
+        [[1.0, 1.0], [2.0, 0.0]],
+    ],
+)
+def worked_weights(student, rng):
+    """Ratios 2 and 1/2, and 3: caps of 2, 1.5 and none; of sequences, whose products are 1 and 3"""
+    logprobs = rng.tensor([[0.5, 0.25], [0.6, NAN]]).log()
+    sampler_logprobs = rng.tensor([[0.25, 0.5], [0.2, NAN]]).log()
+    inputs = (logprobs, sampler_logprobs, sampler_logprobs.isfinite())
+    options = ({}, {"cap": 1.5}, {"cap": None}, {"level": "sequence"})
+    return [student.calc_importance_weights(*inputs, **o) for o in options]
+
+
+@check("calc_importance_weights", public=True, points=2, seeds=3, expected=weights_by_loops)
+def weights_of_ragged_rollouts(student, rng):
+    """Both levels, with caps and without; NaN beyond the mask; no gradient flows"""
+    mask, found = ragged_mask(rng), {}
+    logprobs, sampler_logprobs = draw_pair(rng, mask)
+    for level in ("token", "sequence"):
+        for cap in (2.0, 1.2, 0.8, None):
+            found[f"level {level}, cap {cap}"] = value_and_gradients(
+                lambda logprobs, sampler_logprobs: student.calc_importance_weights(
+                    logprobs,
+                    sampler_logprobs,
+                    mask,
+                    cap,  # noqa: B023
+                    level,  # noqa: B023
+                ),
+                logprobs=logprobs,
+                sampler_logprobs=sampler_logprobs,
+            )
+    return found
+
+
+@check("calc_importance_weights", points=2, seeds=2, expected=weights_by_loops)
+def weights_of_every_shape(student, rng):
+    """One row, one token, as many rows as tokens, no token at all; inf beyond the mask"""
+    found = {}
+    for name, mask in masks_of_many_shapes(rng).items():
+        pair = draw_pair(rng, mask, INF)
+        found[f"{name}, tokens"] = student.calc_importance_weights(*pair, mask)
+        found[f"{name}, sequences"] = student.calc_importance_weights(
+            *pair, mask, cap=3.0, level="sequence"
+        )
+    return found
+
+
+@check("calc_importance_weights", expected=weights_by_loops, rtol=1e-3)
+def products_of_many_tokens(student, rng):
+    """Completions of 40 tokens: a sequence's weight is the product, not the mean of the ratios"""
+    sampler_logprobs = -rng.uniform(5, 40, low=0.5, high=3.0)
+    logprobs = sampler_logprobs + rng.normal(5, 40, std=0.3)
+    mask = ragged_mask(rng, 5, 40)
+    return [
+        student.calc_importance_weights(logprobs, sampler_logprobs, mask, cap, "sequence")
+        for cap in (None, 2.0)
+    ]
+
+
+@check("calc_importance_weights", expected=weights_by_loops, tier="hardening")
+def weights_of_extreme_ratios(student, rng):
+    """Log ratios from -200 to 2000, with a cap and without: one above 80 counts as 80"""
+    pair, mask = draw_extreme(rng), torch.ones(4, 3, dtype=torch.bool)
+    return {
+        f"level {level}, cap {cap}": student.calc_importance_weights(*pair, mask, cap, level)
+        for level in ("token", "sequence")
+        for cap in (2.0, None)
+    }
+
+
+@check("calc_importance_weights", expected=weights_by_loops, tier="hardening")
+def rollouts_after_weighing(student, rng):
+    """The inputs stay as they were; of log-probs that require a gradient, the weights do not"""
+    mask, found = ragged_mask(rng), {}
+    for level in ("token", "sequence"):
+        logprobs, sampler_logprobs = draw_pair(rng, mask)
+        found[level] = with_inputs_after(
+            student.calc_importance_weights,
+            logprobs.requires_grad_(),
+            sampler_logprobs.requires_grad_(),
+            mask.clone(),
+            level=level,
+        )
+        found[f"{level}: requires gradient"] = bool(found[level]["the result"].requires_grad)
+    return found
+
+
+@check("calc_importance_weights", expected=weights_by_loops, tier="hardening")
+def unknown_levels_and_caps(student, rng):
+    """An unknown level, a cap of 0 or below: a ValueError names it"""
+    mask = ragged_mask(rng)
+    f, pair = student.calc_importance_weights, draw_pair(rng, mask)
+    found = {x: error_of("level", f, *pair, mask, level=x) for x in ("tokens", "Sequence", "")}
+    found |= {f"cap {x}": error_of("cap", f, *pair, mask, x) for x in (0.0, -1.0)}
+    return found | {"right ones": f(*pair, mask, 0.5, "sequence")}
+
+
+# --- mask_mismatched ----------------------------------------------------------------------------
+
+
+@check(
+    "mask_mismatched",
+    public=True,
+    expected=[
+        [[False, True, True], [True, False, False]],
+        [[True, True, True], [True, True, False]],
+        [[True, False, True], [True, False, False]],
+    ],
+)
+def worked_masks(student, rng):
+    """Ratios 0.4, 0.6, 1, and 1.9, 2.1: in [0.5, 2]; in [0.2, 3]; moved by at most 0.35"""
+    sampler_logprobs = rng.tensor([[0.5, 0.9, 0.3], [0.1, 0.4, NAN]]).log()
+    ratio = rng.tensor([[0.4, 0.6, 1.0], [1.9, 2.1, NAN]])
+    inputs = (ratio.log() + sampler_logprobs, sampler_logprobs, sampler_logprobs.isfinite())
+    options = ({}, {"low": 0.2, "high": 3.0}, {"high": 0.35, "kind": "probability"})
+    return [student.mask_mismatched(*inputs, **o) for o in options]
+
+
+@check("mask_mismatched", public=True, points=2, seeds=3, expected=masked_by_loops)
+def masks_of_ragged_rollouts(student, rng):
+    """Both kinds, narrow and wide limits; NaN beyond the mask"""
+    mask, found = ragged_mask(rng, 8, 9), {}
+    pair = draw_pair(rng, mask)
+    for low, high in ((0.5, 2.0), (0.8, 1.1), (0.1, 1.5), (0.9, 8.0)):
+        found[f"ratios in [{low}, {high}]"] = student.mask_mismatched(*pair, mask, low, high)
+    for high in (0.05, 0.2, 0.5):
+        found[f"probabilities within {high}"] = student.mask_mismatched(
+            *pair, mask, high=high, kind="probability"
+        )
+    return found
+
+
+@check("mask_mismatched", points=2, seeds=2, expected=masked_by_loops)
+def masks_of_every_shape(student, rng):
+    """One row, one token, no token at all, many rows; inf beyond the mask"""
+    found = {}
+    for name, mask in masks_of_many_shapes(rng).items():
+        pair = draw_pair(rng, mask, INF)
+        found[f"{name}, ratio"] = student.mask_mismatched(*pair, mask)
+        found[f"{name}, probability"] = student.mask_mismatched(
+            *pair, mask, 0.5, 0.1, "probability"
+        )
+    return found
+
+
+@check("mask_mismatched", expected=masked_by_loops)
+def rare_tokens_by_probability(student, rng):
+    """Rare tokens whose ratio is 20 have hardly moved; common ones move up and down"""
+    rare, common = rng.uniform(6, low=1e-4, high=1e-3), rng.uniform(6, low=0.3, high=0.6)
+    before = torch.stack([rare, common, common])
+    after = torch.stack([20 * rare, common + 0.3, common - 0.25])[:, rng.permutation(6)]
+    after[1:, ::2] = before[1:, ::2] + 0.01
+    mask = torch.ones_like(before) > 0
+    return {
+        kind: student.mask_mismatched(after.log(), before.log(), mask, 0.5, high, kind)
+        for kind, high in (("ratio", 2.0), ("probability", 0.1))
+    }
+
+
+@check("mask_mismatched", expected=masked_by_loops, tier="hardening")
+def masks_at_the_limits(student, rng):
+    """A ratio that equals a limit stays; log ratios from -200 to 2000"""
+    pair, mask = draw_extreme(rng), torch.ones(4, 3, dtype=torch.bool)
+    equal = -rng.uniform(4, 3)
+    return {
+        "at both": student.mask_mismatched(equal, equal.clone(), mask, 1.0, 1.0),
+        "at low": student.mask_mismatched(equal, equal.clone(), mask, 1.0, 2.0),
+        "at high": student.mask_mismatched(equal, equal.clone(), mask, 0.5, 1.0),
+        "not moved": student.mask_mismatched(equal, equal.clone(), mask, 0.5, 0.0, "probability"),
+        "extremes": student.mask_mismatched(*pair, mask),
+        "wide": student.mask_mismatched(*pair, mask, 0.0, 1e6),
+    }
+
+
+@check("mask_mismatched", expected=masked_by_loops, tier="hardening")
+def masks_are_new(student, rng):
+    """The inputs stay as they were, also after the result, a new tensor, is changed"""
+    mask, found = ragged_mask(rng), {}
+    logprobs, sampler_logprobs = draw_pair(rng, mask)
+    for kind, high in (("ratio", 2.0), ("ratio", 1e9), ("probability", 1.0), ("probability", 0.1)):
+        found[f"{kind} {high}"] = with_inputs_after(
+            student.mask_mismatched,
+            logprobs.clone(),
+            sampler_logprobs.clone(),
+            mask.clone(),
+            low=0.0,
+            high=high,
+            kind=kind,
+        )
+        copy = mask.clone()
+        student.mask_mismatched(logprobs, sampler_logprobs, copy, 0.0, high, kind).zero_()
+        found[f"{kind} {high}: the mask afterwards"] = copy
+    return found
+
+
+@check("mask_mismatched", expected=masked_by_loops, tier="hardening")
+def unknown_kinds(student, rng):
+    """An unknown kind: a ValueError names it"""
+    mask = ragged_mask(rng)
+    f, pair = student.mask_mismatched, draw_pair(rng, mask)
+    found = {x: error_of("kind", f, *pair, mask, kind=x) for x in ("ratios", "Probability", "")}
+    return found | {"right ones": f(*pair, mask, kind="ratio")}
+
+
+# --- calc_async_objective -----------------------------------------------------------------------
+
+
+def _objective(student, logprobs, sampler_logprobs, advantages, mask, **options):
+    """The objective and its gradient for everything that may require one."""
+    return value_and_gradients(
+        lambda logprobs, sampler_logprobs, advantages: student.calc_async_objective(
+            logprobs, sampler_logprobs, advantages, mask, **options
+        ),
+        logprobs=logprobs,
+        sampler_logprobs=sampler_logprobs,
+        advantages=advantages,
+    )
+
+
+@check(
+    "calc_async_objective",
+    public=True,
+    expected={"none": 1.5, "clip": 0.2, "truncate": 1.25, "mask": 2.5},
+)
+def worked_objectives(student, rng):
+    """Ratios 2 and 1/2 with A = 4, and 3 with A = -1; clip_coef 0.2, cap 2.5"""
+    logprobs = rng.tensor([[0.5, 0.25], [0.6, NAN]]).log()
+    sampler_logprobs = rng.tensor([[0.25, 0.5], [0.2, NAN]]).log()
+    mask, advantages = sampler_logprobs.isfinite(), rng.tensor([4.0, -1.0])
+    return {
+        correction: student.calc_async_objective(
+            logprobs, sampler_logprobs, advantages, mask, correction, cap=2.5
+        )
+        for correction in CORRECTIONS
+    }
+
+
+@check("calc_async_objective", public=True, points=2, seeds=3, expected=objective_by_loops)
+def objectives_and_gradients(student, rng):
+    """Every correction by default: value, gradient of the log-probs alone; NaN beyond the mask"""
+    found = {}
+    for correction in CORRECTIONS:
+        mask = ragged_mask(rng)
+        pair, advantages = draw_pair(rng, mask), one_zero(rng, mask)
+        found[correction] = _objective(student, *pair, advantages, mask, correction=correction)
+    found["by default"] = student.calc_async_objective(*pair, advantages, mask)
+    return found
+
+
+@check("calc_async_objective", points=2, seeds=2, expected=objective_by_loops)
+def objectives_with_other_limits(student, rng):
+    """Other clips and caps, which matter to their own correction alone"""
+    mask, found = ragged_mask(rng, 8, 6), {}
+    pair, advantages = draw_pair(rng, mask), one_zero(rng, mask)
+    for correction in CORRECTIONS:
+        for clip_coef, cap in ((0.2, 1.3), (0.1, 4.0), (0.5, 2.0)):
+            found[f"{correction}, clip_coef {clip_coef}, cap {cap}"] = _objective(
+                student,
+                *pair,
+                advantages,
+                mask,
+                correction=correction,
+                clip_coef=clip_coef,
+                cap=cap,
+            )
+    return found
+
+
+@check("calc_async_objective", points=2, seeds=2, expected=objective_by_loops)
+def objectives_of_every_shape(student, rng):
+    """One row, one token, as many rows as tokens, no token at all; inf beyond the mask"""
+    found = {}
+    for name, mask in masks_of_many_shapes(rng).items():
+        pair, advantages = draw_pair(rng, mask, INF), rng.normal(len(mask))
+        for correction in CORRECTIONS:
+            found[f"{name}, {correction}"] = _objective(
+                student, *pair, advantages, mask, correction=correction
+            )
+    return found
+
+
+@check("calc_async_objective", points=2, seeds=2, expected=objective_by_loops)
+def objective_of_what_is_left(student, rng):
+    """By mask: means over the tokens that are left; a completion with none left counts 0"""
+    mask = torch.ones(5, 8, dtype=torch.bool)
+    sampler_logprobs = -rng.uniform(5, 8, low=0.5, high=3.0)
+    logratio = rng.normal(5, 8, std=0.3).clamp(-0.6, 0.6)
+    logratio[0] = 1.5  # nothing is left
+    logratio[1] = -1.5
+    logratio[2, ::2] = 2.0
+    logratio[3, 1:] = -2.0
+    order = rng.permutation(5)
+    logprobs = sampler_logprobs + logratio[order]
+    advantages = rng.normal(5, mean=1)
+    return _objective(student, logprobs, sampler_logprobs, advantages, mask, correction="mask")
+
+
+@check("calc_async_objective", points=2, expected=objective_by_loops, tier="hardening")
+def objectives_of_extreme_ratios(student, rng):
+    """Log ratios from -200 to 2000: neither the value nor the gradient is NaN"""
+    pair, mask = draw_extreme(rng), torch.ones(4, 3, dtype=torch.bool)
+    good, bad = rng.uniform(4, low=0.5, high=2.0), -rng.uniform(4, low=0.5, high=2.0)
+    cases = [("clip", good), ("truncate", good), ("truncate", bad), ("mask", good), ("mask", bad)]
+    return [
+        _objective(student, *pair, advantages, mask, correction=correction)
+        for correction, advantages in cases
+    ]
+
+
+@check("calc_async_objective", expected=objective_by_loops, tier="hardening")
+def rollouts_after_the_objective(student, rng):
+    """Log-probs, advantages and mask stay as they were"""
+    mask, found = ragged_mask(rng), {}
+    for correction in CORRECTIONS:
+        pair, advantages = draw_pair(rng, mask), rng.normal(len(mask))
+        found[correction] = with_inputs_after(
+            student.calc_async_objective, *pair, advantages, mask.clone(), correction=correction
+        )
+    return found
+
+
+@check("calc_async_objective", expected=objective_by_loops, tier="hardening")
+def unknown_corrections(student, rng):
+    """An unknown correction: a ValueError names it"""
+    mask = ragged_mask(rng)
+    f, pair, advantages = student.calc_async_objective, draw_pair(rng, mask), rng.normal(len(mask))
+    found = {
+        x: error_of("correction", f, *pair, advantages, mask, x) for x in ("tis", "Clip", "", None)
+    }
+    return found | {x: f(*pair, advantages, mask, x) for x in CORRECTIONS}
+
+
+# --- may_start ----------------------------------------------------------------------------------
+
+
+@check(
+    "may_start",
+    public=True,
+    expected={
+        "the 4th, eta 0": True,
+        "the 5th, eta 0": False,
+        "the 5th, eta 1": True,
+        "the 5th, at version 1": True,
+        "the 12th, at version 1, eta 1": True,
+        "the 13th, at version 1, eta 1": False,
+    },
+)
+def worked_starts(student, rng):
+    """Batches of 4: without eta 4 may begin before the first update, with eta 1 8, and so on"""
+    cases = ((3, 0, 0), (4, 0, 0), (4, 0, 1), (4, 1, 0), (11, 1, 1), (12, 1, 1))
+    names = ["the 4th, eta 0", "the 5th, eta 0", "the 5th, eta 1", "the 5th, at version 1"]
+    names += ["the 12th, at version 1, eta 1", "the 13th, at version 1, eta 1"]
+    return {
+        name: bool(student.may_start(n, 4, version, eta))
+        for name, (n, version, eta) in zip(names, cases, strict=True)
+    }
+
+
+@check("may_start", public=True, points=2, seeds=3, expected=may_start_by_filling)
+def starts_around_the_limit(student, rng):
+    """Any batch size, version and eta, and numbers of rollouts around the last that may begin"""
+    found = {}
+    for _ in range(8):
+        batch_size, version, eta = rng.integer(1, 9), rng.integer(0, 6), rng.integer(0, 4)
+        limit = batch_size * (version + eta + 1)
+        for n in (0, limit - 2, limit - 1, limit, limit + 1, limit + batch_size):
+            found[f"{n} started, {batch_size} a batch, version {version}, eta {eta}"] = bool(
+                student.may_start(max(n, 0), batch_size, version, eta)
+            )
+    return found
+
+
+@check("may_start", points=2, seeds=2, expected=may_start_by_filling)
+def a_whole_run(student, rng):
+    """How many have begun at each version, if all begin that may"""
+    batch_size, eta, n = rng.integer(2, 6), rng.integer(0, 4), 0
+    found = []
+    for version in range(6):
+        while n < 100 and student.may_start(n, batch_size, version, eta):
+            n += 1
+        found.append(n)
+    return found
+
+
+@check("may_start", expected=may_start_by_filling, tier="hardening")
+def numbers_that_are_none(student, rng):
+    """A batch size of 0, negative numbers: a ValueError names each"""
+    right = {"n_started": rng.integer(0, 20), "batch_size": 4, "version": 2, "eta": 1}
+    f = student.may_start
+    bad = (("batch_size", 0), ("batch_size", -1), ("n_started", -1), ("version", -1), ("eta", -1))
+    found = {f"{name} {x}": error_of(name, f, **right | {name: x}) for name, x in bad}
+    return found | {
+        f"{n} started": bool(f(**right | {"n_started": n}))
+        for n in rng.permutation(24)[:12].tolist()
+    }
