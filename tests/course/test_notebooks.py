@@ -358,7 +358,7 @@ def test_the_core_path_is_that_of_the_headings_and_shown_in_progress(names, caps
     assert session.CORE_PATH.read_text(encoding="utf-8") == format_core_path(), "make chapters"
     on_path = json.loads(format_core_path())
     minutes = [e.minutes for chapter in WRITTEN for e in read_exercises(chapter) if e.is_core]
-    assert 9 <= sum(minutes) / 60 <= 11
+    assert 9 <= sum(minutes) / 60 <= 12
     session.progress()
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("ch0_sampling"))
     assert f"0 of {len(on_path['ch0_sampling'])}" in line
@@ -381,3 +381,14 @@ def test_an_opening_is_recorded_where_there_are_no_solutions(names, capsys, monk
     monkeypatch.setitem(globals(), "CHAPTER", "ch0_sampling")
     session.preview()
     assert "Before:\n  short" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("chapter", WRITTEN)
+def test_a_chapter_opens_with_its_finished_thing(chapter):
+    """Within its first ten cells, and what it printed is kept for bundles."""
+    cells = read(SOLUTIONS / f"{chapter}.ipynb").cells[:10]
+    opening = [cell for cell in cells if "opening" in cell.metadata.get("tags", [])]
+    assert len(opening) == 1
+    recorded = (notebooks.RESULTS / f"{chapter}_opening.txt").read_text(encoding="utf-8")
+    assert recorded == "".join(output["text"] for output in opening[0].outputs)
+    assert len(recorded.splitlines()) <= 40  # one screen
