@@ -70,7 +70,7 @@ def reward_fn_correct(samples: list[str], answers: list[str | int]) -> Float[Ten
 def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
     """Reward with 1 a completion with worked steps (`is_worked`) and an answer, else with 0.
 
-    Whether the steps or the answer are right plays no part.
+    Whether the steps or the answer are right makes no difference.
     """
     return torch.tensor(
         [float(is_worked(text) and extract_answer(text) is not None) for text in samples]

@@ -3,10 +3,14 @@
 `python -m chapters.experiments.ch5_rlvr_signature` writes
 chapters/results/ch5_rlvr_signature.json: metrics by rollout, and on held-out pairs, before and
 after, how many of 32 samples were right for each pair (for pass@k), worked, and how long.
+With `--coin` it trains the embedded model on rewards that a coin decides, the control of Shao et
+al. (2025, arXiv:2506.10947), and writes chapters/results/ch5_rlvr_coin.json.
 """
 
 import argparse
 from pathlib import Path
+
+import torch
 
 from chapters.experiments.ch5_rlvr_ablations import RecordedReward, go_on, make_setup, measure
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer, reward_fn_correct
@@ -15,6 +19,7 @@ from utils.models.loading import CONTROL_MODEL
 from utils.rewards import is_worked
 
 RESULT = Path(__file__).parents[1] / "results" / "ch5_rlvr_signature.json"
+COIN_RESULT = RESULT.with_name("ch5_rlvr_coin.json")
 BASES = {"embedded": "embedded", "control": CONTROL_MODEL}
 KEYS = ("reward", "completion_len", "informative_frac", "entropy")
 
@@ -40,8 +45,21 @@ def describe(model, n_pairs: int, n_samples: int, seed: int) -> dict:
     return found
 
 
+class CoinReward(RecordedReward):
+    """Reward with 0 or 1 at random, whatever was written; keeps the share that was right, too."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, samples: list[str], answers: list[str]) -> torch.Tensor:
+        right = super().__call__(samples, answers)
+        self.by_rollout[-1]["right"] = right.mean().item()
+        return torch.randint(2, (len(samples),), generator=self.generator).float()
+
+
 def run(base: str, loss_mode: str, seed: int, args: argparse.Namespace, folder: str) -> dict:
-    reward = RecordedReward()
+    reward = CoinReward(seed) if args.coin else RecordedReward()
     setup = make_setup(
         training_pairs(),
         seed,
@@ -59,7 +77,7 @@ def run(base: str, loss_mode: str, seed: int, args: argparse.Namespace, folder: 
     history = trainer.train()
     after = describe(trainer.model, args.pairs, args.samples, seed)
     found = {key: [round(row[key], 4) for row in history] for key in KEYS}
-    for key in ("worked", "chars_right", "chars_wrong"):
+    for key in reward.by_rollout[0]:
         values = [rollout[key] for rollout in reward.by_rollout]
         found[key] = [None if x is None else round(x, 3) for x in values]
     setting = {"base": base, "loss_mode": loss_mode, "seed": seed}
@@ -72,12 +90,14 @@ def main() -> None:
     parser.add_argument("--phases", type=int, default=30)
     parser.add_argument("--pairs", type=int, default=80, help="of those held out, to measure on")
     parser.add_argument("--samples", type=int, default=32, help="of each")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--coin", action="store_true", help="a coin decides the rewards")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = [("embedded", "sequence"), ("control", "sequence"), ("control", "token")]
+    settings = settings[:1] if args.coin else settings
     jobs = [(*setting, seed) for seed in range(1, args.seeds + 1) for setting in settings]
     go_on(
-        args.out,
+        args.out or (COIN_RESULT if args.coin else RESULT),
         jobs,
         lambda run: (run["base"], run["loss_mode"], run["seed"]),
         lambda base, loss_mode, seed, folder: run(base, loss_mode, seed, args, folder),

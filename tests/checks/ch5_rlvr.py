@@ -89,7 +89,7 @@ def completions_of_the_corpus(student, rng):
 
 @check("extract_answer", points=2, expected=answer_by_characters)
 def what_follows_the_integer(student, rng):
-    """A full stop, a blank, a newline, a word, a decimal part: then there is no answer"""
+    """A full stop, blank, newline, word or decimal part after it: then there is no answer"""
     ends = [".", " ", "\n", "\n\n", " \n", "\t", " and more", ".0", ",000", "%", "A: ", "\nA: x"]
     ends += ["A", "\nones", "-", " 5", "\r", "\x1c", "e3", "\nQ: 1+1"]
     found = {
@@ -101,7 +101,7 @@ def what_follows_the_integer(student, rng):
 
 @check("extract_answer", points=2, expected=answer_by_characters)
 def several_answers(student, rng):
-    """The last one counts, on one line, on several, side by side; not one before the end"""
+    """Only the last answer counts, on one line or several, and only at the very end"""
     x, y, z = (f"A: {draw_number(rng)}" for _ in range(3))
     joined = [f"{x} {y}", f"{x}\n{y}", f"{x}{y}", f"{x} {y}\n{z}", f"{x}\nA: -{draw_number(rng)}"]
     broken = [f"{x}\nA: none", f"{x}\nA:", f"{x}\n{y}\n", f"{x} or {draw_number(rng)}"]
@@ -110,7 +110,7 @@ def several_answers(student, rng):
 
 @check("extract_answer", points=2, expected=answer_by_characters, tier="hardening")
 def spellings(student, rng):
-    """What is not written `A: <integer>`: other cases, blanks, signs and digits"""
+    """Anything that isn't written `A: <integer>`: other cases, blanks, signs and digits"""
     n = draw_number(rng)
     none = ["a: {}", "A:{}", "A:  {}", "A: +{}", "A: - {}", "A: --{}", "{}", "B: {}", "A : {}"]
     none += ["A:\n{}", "A:\t{}", "A: {}²", "A: ٣{}", "A: 0x{}", "A: 1_{}", "A: -", "A: ", "A:", ""]
@@ -131,7 +131,7 @@ def worked_corrections(student, rng):
 
 @check("reward_fn_correct", public=True, points=2, seeds=2, expected=correct_by_characters)
 def each_its_own_answer(student, rng):
-    """Direct and worked completions, some right, some alike, each with an answer of its own"""
+    """Direct and worked completions, some right, some alike, each compared with its answer"""
     pairs = [work_out(rng) for _ in range(8)]
     texts = [text if i % 2 else f"A: {answer}" for i, (text, answer) in enumerate(pairs)]
     slips = rng.tensor([0, 0, 0, 0, 1, -1, 10, -10])[rng.permutation(8)].long().tolist()
@@ -147,7 +147,7 @@ def each_its_own_answer(student, rng):
 
 @check("reward_fn_correct", public=True, points=2, seeds=2, expected=correct_by_characters)
 def answers_that_look_alike(student, rng):
-    """A digit more or less, another sign, the answer elsewhere in the text, or followed by more"""
+    """One digit too many or too few, a wrong sign, the answer elsewhere, or more text after it"""
     n = rng.integer(10, 1000)
     texts = [f"A: 1{n}", f"A: {n}1", f"A: -{n}", f"A: {n // 10}", f"A: {n} ", f"A: {n}\n", f"A:{n}"]
     texts += [f"sum {n}\nA: 1", f"A: {n}\nA: 1", f"A: 1\nA: {n}", f"{n}", f"A: {n}.", f"A: {n}0"]
@@ -192,7 +192,7 @@ def worked_formats(student, rng):
 
 @check("reward_fn_format", public=True, points=2, seeds=2, expected=format_by_characters)
 def formats_of_completions(student, rng):
-    """Worked and direct, right and wrong, cut off anywhere, gone on after the answer"""
+    """Worked and direct, right and wrong, cut off anywhere, or going on after the answer"""
     texts = [work_out(rng, slip)[0] for slip in (0, 0, 1, -10)]
     texts += [f"A: {draw_number(rng)}" for _ in range(3)]
     texts += [text[: rng.integer(5, len(text) - 3)] for text in texts[:4]]
@@ -206,7 +206,7 @@ def formats_of_completions(student, rng):
 
 @check("reward_fn_format", public=True, points=2, expected=format_by_characters)
 def steps_that_are_missing(student, rng):
-    """One or two of the steps left out, another order, wrong sums, more than the steps"""
+    """Steps left out or in another order, wrong sums, more text than the steps"""
     text, answer = work_out(rng)
     steps = text.split("\n")[0]
     parts = {word: steps.split(f"{word} ")[1].split()[0] for word in ("ones", "tens", "sum")}
@@ -610,7 +610,7 @@ def aggregates_of_many_shapes(student, rng):
 
 @check("aggregate_tokens", points=2, expected=aggregate_by_loops)
 def maximal_lengths(student, rng):
-    """max_len above, at and below the width, by position; without effect on the other modes"""
+    """max_len above, at and below the width, by position; the other modes ignore it"""
     mask, f = ragged_mask(rng), student.aggregate_tokens
     per_token = poison(rng.normal(6, 7, mean=2), mask)
     found = {f"max_len {n}": f(per_token, mask, "constant", n) for n in (1, 5, 7, 8, 100)}

@@ -105,7 +105,7 @@ def accuracies_with_ties(student, rng):
 
 @check("calc_preference_accuracy", expected=accuracy_by_loops, tier="hardening")
 def accuracies_of_what_requires_gradient(student, rng):
-    """Rewards that require a gradient, or are negative: a plain number comes out"""
+    """Rewards that require a gradient, or are negative: the result is a plain number"""
     chosen, rejected = leaf(rng.normal(11, mean=-4)), leaf(rng.normal(11, mean=-4))
     found = student.calc_preference_accuracy(chosen, rejected)
     return {"the accuracy": found, "chosen": chosen.detach()}
@@ -231,7 +231,7 @@ def _are_rewards_of_float32(observed, reference):
 
 @check("RewardModel.forward", holds=_are_rewards_of_float32, tier="hardening")
 def rewards_of_a_bfloat16_base(student, rng):
-    """On a base in bfloat16: rewards in float32, those of a base in float32 but for rounding"""
+    """On a bfloat16 base: float32 rewards, equal to a float32 base's except for rounding"""
     ids, attention = ragged_batch(rng)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -370,7 +370,7 @@ def dpo_far_from_the_reference(student, rng):
 
 @check("calc_dpo_loss", public=True, expected=dpo_by_odds, tier="hardening")
 def implicit_rewards_are_numbers(student, rng):
-    """The rewards that are returned carry no gradient; the arguments stay as they were"""
+    """The returned rewards carry no gradient; the arguments stay as they were"""
     logprobs = _draw_logprobs(rng, 3)
     _, chosen, rejected = student.calc_dpo_loss(*(leaf(x) for x in logprobs.values()))
     flags = {"whether a gradient flows": bool(chosen.requires_grad or rejected.requires_grad)}
@@ -402,7 +402,7 @@ def worked_best(student, rng):
 
 @check("best_of_n", public=True, points=3, seeds=2, expected=best_by_sorting)
 def best_of_groups(student, rng):
-    """Several prompts of different levels, n from 1 to all; as many prompts as completions each"""
+    """Several prompts, good and bad; n from 1 to all; as many prompts as completions per prompt"""
     found = {}
     for groups, n in ((4, 3), (3, 3), (2, 5), (1, 6), (5, 1)):
         rewards = grouped_rewards(rng, groups, n)
@@ -566,7 +566,7 @@ PICKS = {
 
 @check("rejection_sample", points=4, holds=_fit(PICKS), float64=False)
 def frequencies_of_picks(student, rng):
-    """How often each result comes, in its order, against the exact probabilities"""
+    """How often each result comes up, order included, against the exact probabilities"""
     return _draw_picks(student, rng, PICKS)
 
 
@@ -580,7 +580,7 @@ WARM = {
 
 @check("rejection_sample", points=2, holds=_fit(WARM), float64=False, tier="hardening")
 def picks_at_extremes(student, rng):
-    """A high temperature, equal rewards, large and low rewards: the largest is subtracted first"""
+    """High temperature; equal, huge and very low rewards: the largest is subtracted first"""
     return _draw_picks(student, rng, WARM)
 
 
@@ -620,7 +620,7 @@ def picks_that_are_refused(student, rng):
 
 @check("pool_advantages", public=True, expected=[1.1618, 0.3872, 1.2246, -1.2246], atol=1e-3)
 def worked_pools(student, rng):
-    """Pools 0, 1, 2, 3 and 10, 11, 12, 11: rows 3 and 2 of the first, 6 and 4 of the other"""
+    """Pools 0, 1, 2, 3 and 10, 11, 12, 11: rows 3 and 2 of the first, 6 and 4 of the second"""
     scores = rng.tensor([0.0, 1.0, 2.0, 3.0, 10.0, 11.0, 12.0, 11.0])
     return student.pool_advantages(scores, torch.tensor([3, 2, 6, 4]), 4)
 
@@ -632,7 +632,7 @@ def _draw_kept(rng, pools, size, n):
 
 @check("pool_advantages", public=True, points=3, seeds=2, expected=pool_by_statistics)
 def kept_of_pools(student, rng):
-    """Some rows of each pool, in any order, one of each, all; pools of different levels"""
+    """Some rows of each pool in any order, one of each, all of them; good pools and bad ones"""
     found = {}
     for pools, size, n in ((3, 8, 3), (1, 5, 2), (4, 4, 1), (2, 6, 6), (3, 2, 1)):
         scores, kept = grouped_rewards(rng, pools, size), _draw_kept(rng, pools, size, n)
