@@ -35,7 +35,7 @@ from utils.autograder.modules import (
 from utils.grading import packing
 from utils.grading.cells import Parsed, parse
 from utils.grading.extraction import (
-    compile_statement,
+    compile_each,
     count_stubs,
     describe_left_out,
     digest_definitions,
@@ -48,7 +48,6 @@ from utils.grading.extraction import (
     is_stub_definition,
     list_imports,
     select_statements,
-    split_import,
 )
 from utils.grading.observation import Raised, StudentNames, observe
 from utils.grading.substitution import (
@@ -134,7 +133,7 @@ def list_definitions(
     mine = {chapter: sorted(likely & names[chapter]) for chapter in names if chapter in here}
     mine = {chapter: found for chapter, found in mine.items() if found}
     digests = digest_definitions(parsed.statements, solved)
-    code = compile_each(statements, get_flags(parsed.statements), parsed.sources)
+    code = pack_code(statements, get_flags(parsed.statements), parsed.sources)
     return {
         "stubs": count_stubs(statements),
         "defined": mine,
@@ -198,20 +197,14 @@ def get_written_names(parsed: Any, statements: list[Any]) -> set[str]:
     }
 
 
-def compile_each(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
+def pack_code(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
     """Compile each statement, and note its place, its kind, the name of a definition or an import,
-    and whether it is a stub; an error stands for what the compiler refuses."""
+    and whether it is a stub."""
     compiled = []
-    for statement in (part for s in statements for part in split_import(s)):
-        place = f"{statement.place}, line {statement.first_line}"
-        try:
-            code = compile_statement(statement, flags)
-        except Exception as error:
-            code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
-        aliases = getattr(statement, "names", [])
-        name = get_import_name(aliases[0]) if aliases else getattr(statement, "name", "")
-        entry = (place, code, get_kind(statement), name, is_stub_definition(statement))
-        compiled.append(entry)
+    for statement, place, code in compile_each(statements, flags):
+        kind, name = get_kind(statement), getattr(statement, "name", "")
+        name = get_import_name(statement.names[0]) if kind == "import" else name
+        compiled.append((place, code, kind, name, is_stub_definition(statement)))
     return marshal.dumps((compiled, sources))
 
 
@@ -231,7 +224,7 @@ def run_probe(
     """Run a probe with every seed on what the files define. Where one of their statements takes too
     long, nothing is run after it: it has to be skipped, another time.
 
-    files: of each its name and its code, from `compile_each`.
+    files: of each its name and its code, from `pack_code`.
     helpers: all scripts and notebooks of the submission, which may import one another.
     stand_in: this chapter's solutions without the exercise.
     given: what the chapter's notebook imports of the course, by module.
@@ -318,7 +311,7 @@ def load(
     lent: dict[str, Any] = {}
     missed: set[str] = set()
     replaced: list[str] = []
-    given = stand_in.get_given_names()
+    get_given = functools.cache(stand_in.get_given_names)  # few need it
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
@@ -332,28 +325,28 @@ def load(
             if missing := lendable.intersection(code.co_names) - module.__dict__.keys():
                 lent = lent or vars(build_module(stand_in.chapter, stand_in.source))
                 module.__dict__.update({key: lent[key] for key in missing})
-            is_given = kind == "definition" and bound in given
             lacking = missed - module.__dict__.keys()
-            is_old = is_given and lacking & get_all_names(code)
-            if not is_old and runner.run(place, code, module.__dict__, kind):
-                if is_lent and isinstance(cls := module.__dict__.get(bound), type) and lacking:
-                    replaced += take_old_methods(cls, code, given, lacking)
+            is_old = kind == "definition" and lacking & get_all_names(code)
+            is_run = not (is_old and bound in get_given())
+            if is_run and runner.run(place, code, module.__dict__, kind):
+                if is_old and is_lent and isinstance(cls := module.__dict__.get(bound), type):
+                    replaced += take_old_methods(cls, code, get_given(), lacking)
             elif kind == "import":
                 missed.add(bound)
-            elif is_given and give_again(bound, stand_in, module.__dict__):
-                replaced.append(bound)
+            elif kind == "definition" and bound in get_given():
+                replaced += give_again(bound, stand_in, module.__dict__)
     return module.__dict__, replaced
 
 
-def give_again(name: str, stand_in: ChapterSource, names: dict[str, Any]) -> bool:
-    """Put the course's own definition into these names, beside the student's exercises; return
-    whether that can be."""
+def give_again(name: str, stand_in: ChapterSource, names: dict[str, Any]) -> list[str]:
+    """Put the course's own definition into these names, beside the student's exercises, and return
+    its name; none if it needs an exercise that is not there."""
     source = stand_in.without(*stand_in.tops, *stand_in.exercises)
     try:
         names[name] = source.build(**{top: names.get(top) for top in stand_in.tops})[name]
-    except Exception:  # it needs an exercise that is not there
-        return False
-    return True
+    except Exception:
+        return []
+    return [name]
 
 
 def take_old_methods(cls: type, code: CodeType, given: set[str], lacking: set[str]) -> list[str]:

@@ -21,12 +21,11 @@ from typing import Any
 from utils.autograder.facades import COURSE
 from utils.grading.cells import SUFFIXES, Parsed, parse
 from utils.grading.extraction import (
-    compile_statement,
+    compile_each,
     get_flags,
     get_kind,
     run_statement,
     select_statements,
-    split_import,
 )
 
 MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
@@ -233,14 +232,8 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         wanted = definitions | self._get_mentioned(name)
         taken = select_statements(statements, wanted, are_graded=False)
         flags = get_flags(statements)
-        for statement in (part for s in taken for part in split_import(s)):
-            place = f"{statement.place}, line {statement.first_line}"
-            try:
-                code = compile_statement(statement, flags)
-            except Exception as error:
-                self.runner.said.append(f"{place}: {type(error).__name__}: {error}"[:300])
-            else:
-                self.runner.run(place, code, module.__dict__, get_kind(statement))
+        for statement, place, code in compile_each(taken, flags):
+            self.runner.run(place, code, module.__dict__, get_kind(statement))
 
     def _parse(self, name: str) -> Parsed:
         if name not in self.parsed:

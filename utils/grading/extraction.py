@@ -137,10 +137,16 @@ def get_kind(statement: ast.stmt) -> str:
     return "definition" if is_definition else "effect"
 
 
-def compile_statement(statement: Any, flags: int) -> CodeType:
-    """Compile a statement, with the lines on which it stands in its place."""
-    module = ast.Module([statement], type_ignores=[])
-    return compile(module, statement.place, "exec", flags)
+def compile_each(statements: Iterable[Any], flags: int) -> Iterator[tuple[Any, str, CodeType]]:
+    """Compile each statement, imports name by name, with the lines on which it stands in its place,
+    and yield it with that place; an error stands for what the compiler refuses."""
+    for statement in (part for s in statements for part in split_import(s)):
+        try:
+            module = ast.Module([statement], type_ignores=[])
+            code = compile(module, statement.place, "exec", flags)
+        except Exception as error:
+            code = compile(f"raise SyntaxError({str(error)!r})", statement.place, "exec")
+        yield statement, f"{statement.place}, line {statement.first_line}", code
 
 
 def split_import(statement: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from utils.grading.cells import parse
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.diagnosis import SEARCH_SECONDS, diagnose, diagnose_answer, grade_answer
 from utils.grading.extraction import (
-    compile_statement,
+    compile_each,
     describe_left_out,
     get_bound_names,
     get_flags,
@@ -257,11 +257,10 @@ def load_submission(path: Path) -> Submission:
         print("not run, as no exercise needs it:", *left_out, sep="\n    ")
     module = build_module(chapters[-1], "from __future__ import annotations")
     flags = get_flags(parsed.statements)
-    for statement in statements:
+    for _, place, code in compile_each(statements, flags):
         try:
-            run_statement(compile_statement(statement, flags), module.__dict__)
+            run_statement(code, module.__dict__)
         except Exception as error:  # costs what it defines
-            place = f"{statement.place}, line {statement.first_line}"
             print(f"{place}: {type(error).__name__}: {error}")
     return Submission(module.__dict__, chapters)
 
