@@ -34,7 +34,7 @@ from utils.plotting import format_spread, plot_history
 from utils.rewards import reward_fn_addition
 from utils.tracking import Run
 
-SECONDS = 45  # of one training: on two idle processors it takes 30
+SECONDS = 40  # of one training: on two idle processors it takes 30
 MEASURED_SHARE = 1 / 3  # of that time, which the first measurement may take
 SOME = 8  # where it would take longer, every eighth prompt is measured
 
