@@ -329,6 +329,7 @@ class StaleTrainer(GrpoTrainer):
         """Sample whole groups, and remember what the sampler said of each token."""
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
+        assert samples.logprobs is not None  # `sample_completions` keeps them
         ref_logprobs = self.get_ref_logprobs(samples)
         return make_grpo_memory(args, samples, scores, samples.logprobs, ref_logprobs)
 
