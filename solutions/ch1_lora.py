@@ -208,7 +208,9 @@ class TransformerWithLora(nn.Module):
             f"attention_mask should have shape {[len(input_ids), seq]}, but has "
             f"{None if attention_mask is None else list(attention_mask.shape)}",
         )
+        # SOLUTION START
         return self._run([], input_ids, attention_mask, **kwargs)
+        # SOLUTION END
 
     def _run(self, hooks: list[tuple[str, Callable]], input_ids, attention_mask, **kwargs):
         # The adapters' hooks are made anew each time: stored closures would survive a deepcopy and

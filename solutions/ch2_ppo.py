@@ -117,7 +117,7 @@ class TransformerWithValueHeadLora(TransformerWithLora):
         input_ids: Int[Tensor, "batch seq"],
         attention_mask: Int[Tensor, "batch seq"] | None = None,
     ) -> tuple[Float[Tensor, "batch seq vocab"], Float[Tensor, "batch seq"]]:
-        """Return logits and values. Both at position t speak of token t + 1: the
+        """Return logits and values. Both at position t are about token t + 1: the
         logits of the next token, the value of the state in which that token is chosen.
 
         The head reads `ln_final.hook_out`: what the unembedding reads, affine part included. A

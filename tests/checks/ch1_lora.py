@@ -138,7 +138,7 @@ def _starts_right(observed, reference):
 
 @check("LoraLayer", public=True, points=2, holds=_starts_right)
 def new_adapters(student, rng):
-    """How a new adapter starts: A uniform in ±1/sqrt(d_in), B zero, all of it trained"""
+    """A new adapter: A uniform in ±1/sqrt(d_in), B zero, and both are trained"""
     found = []
     for sizes in NEW_LAYERS:
         layer, second = student.LoraLayer(*sizes), student.LoraLayer(*sizes)
@@ -166,7 +166,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", public=True, points=2, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random A and B, ranks, alphas, leading axes; gradients; eval(); frozen; other dtypes"""
+    """Random adapters and inputs: output and gradients; in eval(), frozen and in float64 too"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 0.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -275,7 +275,7 @@ HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
 
 @check("make_lora_hooks", public=True, points=2, seeds=2, expected=hooks_by_position)
 def head_axes(student, rng):
-    """Head axes in, out, on both, in groups and on neither; views, eval(), B = 0; the gradients"""
+    """Head axes on the input, the output, both or neither: the sum and its gradients"""
     found = {}
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7).eval()
     layer.lora_B.data.zero_()
@@ -308,7 +308,7 @@ def head_axes(student, rng):
 
 @check("make_lora_hooks", expected=hooks_by_position, tier="hardening")
 def several_forwards(student, rng):
-    """Two adapters on one site; a forward after one that broke off halfway; an adapter of nan"""
+    """Two adapters on one site; a forward pass after one that broke off; an adapter of NaN"""
     sites = ("blocks.0.attn.v", "blocks.10.attn.v", "blocks.0.attn.v")
     layers = [random_layer(student, rng, 4, 6, rank=2) for _ in sites]
     pairs = [student.make_lora_hooks(*both) for both in zip(sites, layers, strict=True)]
@@ -359,7 +359,7 @@ def _keeps_the_dtype(observed, reference):
 
 @check("make_lora_hooks", holds=_keeps_the_dtype, tier="hardening")
 def dtypes(student, rng):
-    """A float32 adapter on 16 bits: the output keeps its dtype, the adapter float32; gradients"""
+    """A 16-bit model: the output keeps its dtype, and the adapter stays in float32"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.q", layer)
     found = {}
@@ -421,7 +421,7 @@ def quick_collections() -> Iterator[None]:
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position, tier="hardening")
 def what_is_kept(student, rng):
-    """Nothing is held after a forward, nor after one that broke off; a second replaces the first"""
+    """Nothing is held after a forward pass, and what a broken pass left is overwritten"""
     with quick_collections():
         return _find_what_is_kept(student, rng)
 
@@ -471,7 +471,7 @@ def _equals_a_changed_weight(observed, reference):
 
 @check("make_lora_hooks", points=2, holds=_equals_a_changed_weight)
 def hooks_on_a_model(student, rng):
-    """On some sites of a model, against plain Hugging Face with changed weights"""
+    """In a model: the logits of plain Hugging Face with the change added to its weights"""
     found = {}
     for kind, sites in HOOKED_SITES.items():
         layers = []
@@ -667,13 +667,13 @@ def _build_everywhere(student, rng, kind: str) -> dict[str, Any]:
 
 @check("TransformerWithLora.from_pretrained", public=True, expected=ByHuggingFace, **CLOSE)
 def every_site_of_gpt2(student, rng):
-    """Adapters on every site of GPT-2, whose weights are of two kinds; the rest is frozen"""
+    """GPT-2 with adapters on every site, both kinds of layers; the rest is frozen"""
     return _build_everywhere(student, rng, "gpt2")
 
 
 @check("TransformerWithLora.from_pretrained", expected=ByHuggingFace, **CLOSE)
 def every_site_of_llama(student, rng):
-    """Adapters on every site of grouped-query attention and a gated MLP; the rest is frozen"""
+    """Grouped-query attention and a gated MLP, adapters on every site; the rest is frozen"""
     return _build_everywhere(student, rng, "llama")
 
 
@@ -698,7 +698,7 @@ def list_started(model) -> list[Tensor]:
 
 @check("TransformerWithLora.from_pretrained", points=2, expected=ByHuggingFace, **CLOSE)
 def rank_alpha_and_sites(student, rng):
-    """Another rank, alpha, choice of sites and device; the defaults; no two models share weights"""
+    """Rank, alpha, sites and device are passed on; the defaults; two models share no weights"""
     ids, mask = ragged_batch(rng)
     build, path = student.TransformerWithLora.from_pretrained, models.get_checkpoint("llama")
     models_built = {
@@ -786,7 +786,7 @@ def _look_at_new_adapters(student, rng, kind: str) -> dict[str, Any]:
 
 @check("TransformerWithLora.from_pretrained", public=True, expected=OfTheClassAsked(), **CLOSE)
 def initial_adapters(student, rng):
-    """On each of two blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
+    """Two blocks, each with its own A and B = 0; in a subclass too, whose head isn't frozen"""
     return _look_at_new_adapters(student, rng, "gpt2")
 
 
@@ -798,7 +798,7 @@ def initial_adapters(student, rng):
     tier="hardening",
 )
 def adapters_of_eleven_blocks(student, rng):
-    """On each of 11 blocks: an A of its own, B = 0; in a subclass too, whose head is not frozen"""
+    """11 blocks, each with its own A and B = 0; in a subclass too, whose head isn't frozen"""
     return _look_at_new_adapters(student, rng, "deep")
 
 
@@ -823,7 +823,7 @@ def _is_in_the_dtype(observed, reference):
 
 @check("TransformerWithLora.from_pretrained", holds=_is_in_the_dtype, tier="hardening")
 def base_dtype(student, rng):
-    """The base in bfloat16 or float16 when asked for, and the adapters in float32"""
+    """The base in bfloat16 or float16 if you ask for it, the adapters in float32"""
     ids, found, default = rng.integers(3, 512, 2, 6), {}, torch.get_default_dtype()
     for dtype in BASE_DTYPES:
         model = boot(student, "llama", sites=("attn.q", "attn.o"), dtype=dtype)
@@ -888,7 +888,7 @@ def one_row(student, rng):
     tier="hardening",
 )
 def eleven_blocks(student, rng):
-    """11 blocks, each with adapters of its own"""
+    """11 blocks, each with its own adapters"""
     model = set_alike(boot(student, "deep"), rng)
     return model(rng.integers(3, 512, 1, 5))
 
@@ -917,7 +917,7 @@ def _is_cut(model, rng) -> bool:
     **CLOSE,
 )
 def padded_gpt2(student, rng):
-    """Rows padded left and right on a model with absolute positions; each adapter's gradient"""
+    """Rows padded left and right, absolute positions: logits, and each adapter's gradient"""
     ids, mask = ragged_batch(rng)
     return _logits_and_gradients(set_alike(boot(student, "gpt2"), rng), ids, mask, rng)
 
@@ -990,7 +990,7 @@ def _refuse_masks(model, ids: Tensor, mask: Tensor) -> dict[str, str]:
     "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("shallow"), **CLOSE
 )
 def key_value_cache(student, rng):
-    """Prompts padded left or right, then tokens from the cache, in every mode; wrong masks"""
+    """Padded prompts, then tokens from the cache, in every mode; masks of a wrong shape"""
     ids, mask = rng.integers(3, 512, 2, 9), torch.ones(2, 9, dtype=torch.long)
     ids[:, 6:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
     mask[0, :2] = mask[1, 0] = 0
@@ -1020,7 +1020,7 @@ def key_value_cache(student, rng):
     tier="hardening",
 )
 def caches_given_and_taken(student, rng):
-    """A cache that is empty, older, of fixed length or not asked for; no mask; all the context"""
+    """Caches: empty, older, of fixed length, or not asked for; no mask; a full context"""
     ids, mask = rng.integers(3, 512, 2, 8), torch.ones(2, 8, dtype=torch.long)
     ids[:, 5:] = rng.permutation(3)  # pad, bos and eos are real tokens as well
     mask[0, :2] = mask[1, 0] = 0
@@ -1098,7 +1098,7 @@ def interrupt(model, ids: Tensor, mask: Tensor) -> str:
     tier="hardening",
 )
 def again_and_again(student, rng):
-    """A second forward, after an error, an interrupt, with other values: no hook stacks; B = 0"""
+    """A second forward pass, also after an error or Ctrl-C: no hook is added twice; B = 0"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.o", "mlp.in")), rng)
     found = {"first": score(model, ids, mask)}
@@ -1190,7 +1190,7 @@ class SeveralErrors(ValueError, RuntimeError, LookupError, AssertionError):
 
 @check("TransformerWithLora.reference", public=True, expected=NEVER_ADAPTED["llama"], **CLOSE)
 def inside_and_after(student, rng):
-    """Inside reference() the logits are the pretrained model's; before and after, the adapted"""
+    """Inside, the logits are the pretrained model's; before and after, the adapted model's"""
     ids = rng.integers(3, 512, 1, 5)
     model = set_alike(boot(student, "llama", sites=("attn.q", "attn.o")), rng)
     context = model.reference()
@@ -1207,7 +1207,7 @@ def inside_and_after(student, rng):
     "TransformerWithLora.reference", public=True, points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE
 )
 def between_forward_and_backward(student, rng):
-    """A forward, the reference's on the same rows, a backward through both; no_grad afterwards"""
+    """Forward passes of both on the same rows, one backward pass through both; then no_grad"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "gpt2"), rng)
     logits = score(model, ids, mask)
@@ -1237,7 +1237,7 @@ def between_forward_and_backward(student, rng):
     tier="hardening",
 )
 def errors_inside_reference(student, rng):
-    """Errors and interrupts pass through, the adapters are on again, and no hook is left"""
+    """After an error or Ctrl-C inside, the adapters are on again and no hook is left behind"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "llama", sites=("attn.v", "mlp.out")), rng)
     with model.reference():
@@ -1327,7 +1327,7 @@ def _takes_no_second_copy(observed, reference):
 
 @check("TransformerWithLora.reference", holds=_takes_no_second_copy, tier="hardening")
 def memory_of_the_reference(student, rng):
-    """One copy of a base in bfloat16: the bytes of all weights, and what changing those does"""
+    """There's one copy of the weights: their bytes, and what happens if you change them"""
     ids = rng.integers(3, 512, 1, 4)
     model = set_alike(boot(student, "llama", sites=("attn.q",), dtype=torch.bfloat16), rng)
     base = [p for p in model.parameters() if not p.requires_grad]
@@ -1394,7 +1394,7 @@ def _merge(student, rng, kind: str) -> dict[str, Any]:
     **CLOSE,
 )
 def merged_gpt2(student, rng):
-    """Inside, the adapted model's logits, also if adapters change then; each weight as before"""
+    """Inside, the adapted model's logits, even if adapters change; then each weight is back"""
     return _merge(student, rng, "gpt2")
 
 
@@ -1483,7 +1483,7 @@ def _merge_and_leave(student, rng, kind: str, dtype=torch.float32) -> dict[str, 
 
 @check("TransformerWithLora.merged", public=True, points=2, beside=True, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
-    """Other adapters on each site, float64: merged equals hooked; all restored, after errors too"""
+    """Different adapters on each site: merged equals hooked; all is back, after errors too"""
     return _merge_and_leave(student, rng, "gpt2", torch.float64)
 
 
@@ -1495,7 +1495,7 @@ def restored_bit_for_bit(student, rng):
     tier="hardening",
 )
 def merged_in_eleven_blocks(student, rng):
-    """11 blocks, each with adapters of its own: merged equals hooked; all is restored"""
+    """11 blocks, each with its own adapters: merged equals hooked, and every weight is back"""
     return _merge_and_leave(student, rng, "deep")
 
 
@@ -1507,7 +1507,7 @@ def merged_in_eleven_blocks(student, rng):
     tier="hardening",
 )
 def merged_between_forward_and_backward(student, rng):
-    """A forward, sampling inside merged(), and then the backward through a loss made of both"""
+    """A forward pass, sampling inside merged(), then a backward pass through a loss of both"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "shallow"), rng)
     adapters = list(model.trainable_parameters())
@@ -1582,7 +1582,7 @@ def _measure_ulps(inside, exact, kind):
 
 @check("TransformerWithLora.merged", holds=_is_rounded_once, tier="hardening")
 def rounded_once(student, rng):
-    """Two models at once, in bfloat16 and float16: each sum is made in float32, rounded once"""
+    """Two models at once, bfloat16 and float16: sums are computed in float32, rounded once"""
     models_built = {
         kind: set_alike(boot(student, kind, sites=sites, dtype=dtype), rng)
         for kind, sites, dtype in (
@@ -1646,7 +1646,7 @@ def shapes_of_the_parameters(student, rng):
     rtol=1e-3,
 )
 def steps_of_an_optimizer(student, rng):
-    """An optimizer that is given them moves the adapters that the forward uses, and nothing else"""
+    """An optimizer that gets them moves the adapters of the forward pass, and nothing else"""
     ids, mask = ragged_batch(rng)
     model = set_alike(boot(student, "gpt2"), rng)
     optimizer = torch.optim.SGD(model.trainable_parameters(), lr=0.03)
@@ -1835,14 +1835,14 @@ def _save_and_load(
 
 @check("TransformerWithLora.save_adapter", public=True, holds=_holds_the_adapters)
 def saved_and_loaded(student, rng):
-    """A new adapter, then another, saved as safetensors; a model that loads one becomes the same"""
+    """A model that loads what another saved becomes the same: new adapters and changed ones"""
     sites, bare_name = ("attn.q", "attn.v"), operator.attrgetter("name")  # of one shape
     return _save_and_load(student, rng, "gpt2", sites, sites, bare_name, "adapter.safetensors")
 
 
 @check("TransformerWithLora.save_adapter", slow=True, holds=_holds_the_adapters, tier="hardening")
 def saved_from_eleven_blocks(student, rng):
-    """11 blocks, each with an adapter of its own in the file"""
+    """11 blocks: the file has each one's own adapter"""
     sites = ("attn.q",)
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter.safetensors")
 
@@ -1867,7 +1867,7 @@ def _save_random(student, rng, folder: str, alpha: int) -> tuple[Any, Path]:
 
 @check("TransformerWithLora.save_adapter", beside=True, tier="hardening")
 def the_scaling_is_noted(student, rng):
-    """What was saved with one alpha / rank does not go into a model with another"""
+    """An adapter that was saved with one scaling can't be loaded with another"""
     with tempfile.TemporaryDirectory() as folder:
         _, path = _save_random(student, rng, folder, alpha=7)
         other = set_alike(boot(student, "shallow", alpha=8, sites=("attn.q", "mlp.out")), rng)
@@ -1877,7 +1877,7 @@ def the_scaling_is_noted(student, rng):
 
 @check("TransformerWithLora.load_adapter", public=True, holds=_is_loaded)
 def loaded_into_another(student, rng):
-    """What one model saved gives a second one the same logits, in the parameters that it has"""
+    """A second model gets the first one's logits, and keeps its own parameter objects"""
     sites = ("attn.o", "mlp.in")
     bare_name = operator.attrgetter("name")
     return _save_and_load(student, rng, "gpt2", sites, sites[::-1], bare_name, "adapter")
@@ -1885,14 +1885,14 @@ def loaded_into_another(student, rng):
 
 @check("TransformerWithLora.load_adapter", slow=True, holds=_is_loaded, tier="hardening")
 def loaded_into_eleven_blocks(student, rng):
-    """11 blocks, each of which gets its own adapter from the file"""
+    """11 blocks: each gets its own adapter from the file"""
     sites = ("attn.q",)
     return _save_and_load(student, rng, "deep", sites, sites, str, "adapter")
 
 
 @check("TransformerWithLora.load_adapter", beside=True, tier="hardening")
 def refused_files_change_nothing(student, rng):
-    """A file with another alpha / rank, or a last matrix of another shape: no parameter changes"""
+    """Another scaling, or a last matrix that doesn't fit: no parameter changes"""
     with tempfile.TemporaryDirectory() as folder:
         _, path = _save_random(student, rng, folder, alpha=7)
         with safe_open(str(path), framework="pt") as file:
@@ -1985,7 +1985,7 @@ def _rejects_what_does_not_fit(observed, reference):
     tier="hardening",
 )
 def adapters_that_do_not_fit(student, rng):
-    """Other sizes, too few or too many sites or blocks, no B, no file or half of it: errors"""
+    """Wrong sizes, sites missing or left over, no B, no file or half a file: errors"""
     ids, mask = ragged_batch(rng)
     sites = {"k and in": ("attn.k", "mlp.in"), "v and in": ("attn.v", "mlp.in"), "k": ("attn.k",)}
     dtype = torch.bfloat16  # of the base: the adapters are in float32
@@ -2063,13 +2063,13 @@ def worked_sft_loss(student, rng):
 
 @check("calc_sft_loss", public=True, points=2, seeds=2, expected=sft_loss_by_loops)
 def random_targets(student, rng):
-    """Ragged targets with gaps, one row without any; the gradient for the logits"""
+    """Targets with gaps, and a row without any: the loss and its gradient"""
     return sft_loss_and_gradient(student, *sft_batch(rng))
 
 
 @check("calc_sft_loss", expected=sft_loss_by_loops)
 def first_token(student, rng):
-    """The first token of a row has no prediction: marked as a target or not, it does not count"""
+    """A row's first token never counts, even if the mask marks it as a target"""
     logits, tokens, loss_mask = sft_batch(rng)
     found = []
     for first in (True, False):

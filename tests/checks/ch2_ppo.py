@@ -188,7 +188,7 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", public=True, points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words of any kind and case, as "great", *lovely* or dull-[bad], on many lines; a long one"""
+    """Words in any case and punctuation, such as "great", *lovely* or dull-[bad]"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     kinds = (NEGATIVE_WORDS, POSITIVE_WORDS)[:: choose(rng, (1, -1))]  # what it ends with
     long = "".join(random_review(rng, kind, rng.integer(300, 600)) for kind in kinds)
@@ -232,7 +232,7 @@ def repeated_words(student, rng):
 
 @check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening", beside=True)
 def no_word_of_the_lists(student, rng):
-    """Texts without any of the words, and empty ones: 0.0, in a batch of only such texts too"""
+    """Texts with none of the words, and empty ones, earn 0.0"""
     texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]
     other = random_review(rng, POSITIVE_WORDS + NEGATIVE_WORDS, rng.integer(2, 7))
     return by_case(
@@ -293,7 +293,7 @@ def eps_is_visible(student, rng):
 
 @check("normalize_reward", public=True, expected=reward_by_statistics)
 def equal_rewards(student, rng):
-    """Rewards that are all equal, and a single one, give new zeros, though a mean may be rounded"""
+    """Equal rewards, or a single one: new zeros, even if their mean is rounded"""
     f, x = student.normalize_reward, rng.normal(1)
     after = {"one": with_inputs_after(f, x), "equal": with_inputs_after(f, x.repeat(5))}
     return (
@@ -333,7 +333,7 @@ def token_logprobs(rng, mask):
 
 @check("compute_token_rewards", public=True, points=2, seeds=2, expected=token_rewards_by_loops)
 def ragged_token_rewards(student, rng):
-    """Ragged completions, anything beyond the mask; the inputs stay as they were"""
+    """Completions of different lengths, anything beyond the mask; inputs stay as they were"""
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
     f = student.compute_token_rewards
     return in_every_form(
@@ -345,7 +345,7 @@ def ragged_token_rewards(student, rng):
 
 @check("compute_token_rewards", public=True, expected=token_rewards_by_loops)
 def scores_alone(student, rng):
-    """No KL: kl_coef 0 with and without log-probs, NaN among them; above 0 without: an error"""
+    """kl_coef 0 needs no log-probs and ignores NaN in them; above 0 without them: an error"""
     mask, scores, f = ragged_mask(rng), rng.normal(6, mean=1), student.compute_token_rewards
     logprobs, ref_logprobs = poison_all(mask, NAN, **token_logprobs(rng, mask)).values()
     return {
@@ -421,7 +421,7 @@ def worked_advantages(student, rng):
 
 @check("compute_advantages", public=True, points=2, seeds=2, expected=advantages_by_double_sum)
 def ragged_advantages(student, rng):
-    """Ragged completions, anything beyond the mask; the inputs stay as they were"""
+    """Completions of different lengths, anything beyond the mask; inputs stay as they were"""
     mask, f = ragged_mask(rng), student.compute_advantages
     tensors = rollouts(rng, mask)
     return in_every_form(
@@ -448,14 +448,14 @@ def the_ends_of_lambda(student, rng):
 
 @check("compute_advantages", public=True, expected=advantages_by_double_sum)
 def rows_that_were_cut_short(student, rng):
-    """No row has ended: after its last token the value is 0 all the same"""
+    """Rows that were cut off: after the last token the value is 0 there too"""
     mask = torch.ones(4, 6, dtype=torch.bool)
     return student.compute_advantages(*rollouts(rng, mask).values(), mask, gamma=0.95, lam=0.9)
 
 
 @check("compute_advantages", expected=advantages_by_double_sum, tier="hardening")
 def advantage_edges(student, rng):
-    """One, no and 1,100 tokens, columns behind all ends, 150 rows; a reward, a value near 1000"""
+    """One token, none, 1,100; 150 rows; empty columns; a reward and a value near 1000"""
     ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
     masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "all have ended": ended}
     masks |= {"150 rows": ragged_mask(rng, 150, 3), "1,100 tokens": torch.ones(2, 1100)}
@@ -473,7 +473,7 @@ def advantage_edges(student, rng):
 
 @check("compute_advantages", public=True, expected=advantages_by_double_sum)
 def advantages_carry_no_gradient(student, rng):
-    """Values and rewards that require a gradient: none comes out"""
+    """Values and rewards that require a gradient: the advantages have none"""
     mask = ragged_mask(rng)
     weights = rng.normal(6, 7)
     return call_with_gradients(
@@ -494,7 +494,7 @@ def worked_normal_advantages(student, rng):
 
 @check("normalize_advantages", public=True, points=2, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
-    """6 and 150 ragged rows of several means, anything beyond the mask, zeros; inputs unchanged"""
+    """6 and 150 rows of different lengths and means, anything beyond the mask"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
@@ -538,7 +538,7 @@ def small_advantages(student, rng):
 
 @check("normalize_advantages", public=True, expected=advantages_by_statistics, tier="hardening")
 def equal_advantages(student, rng):
-    """True positions that are all equal, whatever is masked out, and a single one give zeros"""
+    """Equal advantages, or a single one, give zeros, whatever is masked out"""
     mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
     one = torch.zeros_like(mask)
     one[rng.integer(0, 6), 0] = True
@@ -559,7 +559,7 @@ def equal_advantages(student, rng):
 
 @check("normalize_advantages", public=True, expected=advantages_by_statistics)
 def normal_advantages_carry_no_gradient(student, rng):
-    """Advantages that require a gradient: none comes out"""
+    """Advantages that require a gradient: the result has none"""
     mask, weights = ragged_mask(rng), rng.normal(6, 7)
     return call_with_gradients(
         lambda advantages: student.normalize_advantages(advantages, mask) * weights,
@@ -602,7 +602,7 @@ def worked_slopes(student, rng):
     "calc_clipped_surrogate_objective", public=True, points=3, seeds=2, expected=surrogate_by_cases
 )
 def ragged_surrogates(student, rng):
-    """Ragged, anything beyond the mask: the value, and a gradient for logprobs alone"""
+    """Different lengths, anything beyond the mask: the value, and a gradient for logprobs only"""
     mask, f = ragged_mask(rng), student.calc_clipped_surrogate_objective
     return in_every_form(
         lambda **x: call_with_gradients(f, mask, **x), mask, **surrogate_inputs(rng, mask)
@@ -638,7 +638,7 @@ def every_case_of_the_clip(student, rng):
 
 @check("calc_clipped_surrogate_objective", public=True, expected=surrogate_by_cases)
 def the_first_update(student, rng):
-    """The log-probs equal the old ones: the ratio is 1, the gradient A over the count"""
+    """New and old log-probs are equal: the ratio is 1, the gradient A over the count"""
     mask = ragged_mask(rng)
     tensors = surrogate_inputs(rng, mask, spread=0.0)
     return call_with_gradients(
@@ -727,7 +727,7 @@ def worked_value_clip(student, rng):
 
 @check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
 def ragged_value_losses(student, rng):
-    """Ragged, anything beyond the mask: the value, and a gradient for values alone"""
+    """Different lengths, anything beyond the mask: the value, and a gradient for values only"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
     tensors = value_inputs(rng, mask)
     return in_every_form(
@@ -741,7 +741,7 @@ def ragged_value_losses(student, rng):
 
 @check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
 def clipped_value_losses(student, rng):
-    """With clip_coef: elementwise the larger error, then the mean; value and gradients"""
+    """With clip_coef: each token's larger error, then the mean; value and gradients"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
     tensors = value_inputs(rng, mask)
     return in_every_form(
@@ -814,7 +814,7 @@ def worked_entropy_bonus(student, rng):
 
 @check("calc_entropy_bonus", points=2, seeds=2, expected=entropy_bonus_by_categorical)
 def ragged_entropy_bonuses(student, rng):
-    """Ragged, anything beyond the mask; a vocabulary of 20,000; a logit of -inf"""
+    """Different lengths, anything beyond the mask; a vocabulary of 20,000; a logit of -inf"""
     mask, f = ragged_mask(rng), student.calc_entropy_bonus
     tensors, two = policy_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"ent_coef {c}": f(*tensors.values(), mask, c) for c in (0.01, 1.0, 0.0)}
@@ -875,7 +875,7 @@ def worked_kl_penalty(student, rng):
 
 @check("calc_kl_penalty", points=3, seeds=2, expected=kl_penalty_by_distributions)
 def ragged_kl_penalties(student, rng):
-    """Ragged, anything beyond the mask: value and gradients; a vocabulary of 20,000"""
+    """Different lengths, anything beyond the mask: value, gradients; a vocabulary of 20,000"""
     mask, f = ragged_mask(rng), student.calc_kl_penalty
     tensors, two = two_logits(rng, mask), torch.ones(1, 2, dtype=torch.bool)
     found = {f"kl_coef {c}": f(*tensors.values(), mask, c) for c in (0.2, 2.5, 0.0)}
@@ -973,7 +973,7 @@ def _logits_and_values(student, rng, kind):
     atol=1e-3,
 )
 def values_of_gpt2(student, rng):
-    """Logits, values and gradients of rows padded left or right: absolute positions, no B of 0"""
+    """Rows padded left or right, absolute positions: logits, values and gradients"""
     return _logits_and_values(student, rng, "gpt2")
 
 
@@ -1078,7 +1078,7 @@ def _are_values_of_float32(observed, reference):
     tier="hardening",
 )
 def values_of_a_bfloat16_base(student, rng):
-    """On a base in bfloat16: the values of one in float32, but for rounding"""
+    """On a base in bfloat16: the same values as in float32, up to rounding"""
     ids, found = rng.integers(3, 512, 2, 6), {}
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(student.TransformerWithValueHeadLora, rng, "llama", dtype=dtype)
@@ -1296,7 +1296,7 @@ def _every_row_once_an_epoch(observed, reference):
 
 @check("ReplayMemory", public=True, points=3, holds=_every_row_once_an_epoch)
 def rows_with_numbers(student, rng):
-    """24 rows, 3 epochs of 4 minibatches: every row once an epoch, a random order, fields alike"""
+    """24 rows, 3 epochs of 4 minibatches: each row once per epoch, in random order"""
     fields = _numbered_fields(rng, 24)
     memory = student.ReplayMemory(num_minibatches=4, batches_per_learning_phase=3, **fields)
     calls = [memory.get_minibatches() for _ in range(2)]
@@ -1492,7 +1492,7 @@ def memory_of_a_rollout(student, rng):
 
 @check("make_replay_memory", public=True, points=2, expected=memory_by_loops)
 def memory_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": k1, large or not, off every token's reward, after the score is normalised"""
+    """kl_in "reward": every token pays for its k1, after the score is normalised"""
     options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
     cases = {"normalised": {"kl_coef": 0.5}, "raw": {"kl_coef": 2.5, "normalize_reward": False}}
     cases["normalised"] |= {"logprobs": 30.0}
@@ -1521,7 +1521,7 @@ def memory_with_an_outlier(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3, tier="hardening")
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores, or advantages, that hardly differ or not at all; a single completion; one token"""
+    """Scores or advantages that hardly differ, or don't; a single completion; one token"""
     cases = {
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
@@ -2205,7 +2205,7 @@ def phases_are_counted(student, rng):
 
 @check("RLHFTrainer.train", public=True, slow=True, holds=_is_a_run_that_learns)
 def a_short_run_that_learns(student, rng):
-    """Nine phases, rewarded for full stops, at falling rates: at least half as many again"""
+    """Nine phases of PPO for full stops: at the end at least half as many again"""
     rewarded, rates = [], []
 
     def reward_fn(samples):
