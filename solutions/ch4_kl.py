@@ -39,8 +39,8 @@ def calc_kl_estimate(
 
     With l = logprobs - ref_logprobs: k1 = l; k2 = l² / 2; k3 = exp(-l) - 1 + l, by `expm1`; k4 =
     ratio l, where ratio = exp(logprobs - old_logprobs). `old_logprobs` are of the policy that
-    sampled, and None says that it is this one: `logprobs`, detached. Only k4 reads them. (k1 to k3:
-    Schulman; k3 as a penalty: GRPO, eq. 4.)
+    sampled; None means the policy itself, so its `logprobs` are taken, detached. Only k4 reads
+    them. (k1 to k3: Schulman; k3 as a penalty: GRPO, eq. 4.)
 
     Gradient flows through `logprobs` alone, in k4 through the ratio too.
 

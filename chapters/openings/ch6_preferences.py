@@ -28,7 +28,9 @@ def show(model, reward_fn, when: str) -> None:
     texts = sample_texts(model, prompts, GEN_LEN, torch.Generator().manual_seed(7))
     proxy, truth = reward_fn(texts, prompts).mean(), reward_fn_true(texts).mean()
     print(f"{when}: the reward model gives {proxy:+.1f}, the person {truth:+.1f}")
-    print(*(f"  {prompt}{text}"[:97] for prompt, text in zip(HELD[:3], texts, strict=False)), sep="\n")
+    print(
+        *(f"  {prompt}{text}"[:97] for prompt, text in zip(HELD[:3], texts, strict=False)), sep="\n"
+    )
 
 
 def main(seed: int = 3) -> None:

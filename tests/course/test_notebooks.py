@@ -128,9 +128,9 @@ def test_pictures_are_embedded_in_the_students_notebook(chapter):
 
 TEX = set(
     "Big Bigl Bigr Delta Longleftrightarrow Longrightarrow Vert alpha approx bar begin beta "
-    "big bigl bigr binom cdot delta dfrac dots end epsilon exp frac gamma ge hat iff in infty "
+    "big bigl bigr binom cdot delta dfrac dots end epsilon eta exp frac gamma ge hat iff in infty "
     "int lVert lambda ldots left ln log lt lvert mathbb mathbf mathrm max mid min mu nabla ne "
-    "operatorname overline partial pi pm propto qquad quad rVert rho right rvert sigma sim "
+    "operatorname overline partial pi pm propto qquad quad rVert rho right rvert sigma sim sin "
     "sqrt sum tau text tfrac theta tilde to top underbrace varepsilon".split()
 )
 
