@@ -1,4 +1,4 @@
-"""Runs chapter 5's warning: a policy finds the hole in a verifier, and gets nothing right any more."""
+"""Runs chapter 5's warning: a policy finds the hole in a verifier, and gets nothing right."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Runs chapter 6's finished thing: choices, a reward model of them, and a policy that pleases it."""
+"""Runs chapter 6's finished thing: choices, a reward model of them, a policy that pleases it."""
 
 from tempfile import TemporaryDirectory
 
