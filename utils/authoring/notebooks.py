@@ -232,8 +232,7 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
             end = match.end()
         builder.markdown(cell.source[end:])
     _require_every_exercise(chapter, builder.placed)
-    address = get_book_address()
-    if address or edition.folded_solutions:  # a bundle cannot make the book
+    if address := get_book_address():
         builder.cells[0].source = name_page(builder.cells[0].source, chapter, address)
     for index, cell in enumerate(builder.cells):
         cell.id = f"{chapter.replace('_', '-')}-{index}"

@@ -101,11 +101,9 @@ def make_chapter(
 
 
 def name_page(text: str, chapter: str, address: str) -> str:
-    """Return a notebook's first cell with a link to its page, or, unless the book is published,
-    with where `make book` puts the page."""
+    """Return a notebook's first cell with a link to its page in the published book."""
     link = f"[This chapter as a page]({address.rstrip('/')}/chapters/{chapter}.html)"
-    made = f"This chapter as a page: `make book` writes `dist/book/chapters/{chapter}.html`."
-    return put_below_title(text, link if address else made)
+    return put_below_title(text, link)
 
 
 def put_below_title(text: str, paragraph: str) -> str:
