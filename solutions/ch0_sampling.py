@@ -366,7 +366,8 @@ def calc_reinforce_objective(
     """Return the masked mean of logprob * advantage (maximised).
 
     Its gradient is REINFORCE's estimate of the policy gradient, up to a factor: the number of
-    completions over the number of tokens. Advantages are constants, one per token, or one per completion that its tokens share.
+    completions over the number of tokens. Advantages are constants, one per token, or one per
+    completion that its tokens share.
     What is masked out may be NaN or inf, and reaches neither the result nor the gradient.
     """
     if advantages.ndim == 1:
