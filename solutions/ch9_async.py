@@ -62,7 +62,8 @@ class RolloutQueue:
     def put(self, rollout: Any, version: int) -> None:
         """Add a rollout that the policy of this version sampled.
 
-        Raises ValueError for a version below one that `put` or `take` was called with before.
+        Raises a ValueError that names the version if it is below one that an earlier `put` or
+        `take` was called with, and that was not refused.
         """
         self._move_on(version)
         self._waiting.append((rollout, version))
@@ -71,7 +72,7 @@ class RolloutQueue:
         """Remove the oldest rollout, and return it with its age: how many versions ago it was
         sampled, now that the policy is at `version`.
 
-        Raises ValueError unless `staleness` younger ones wait behind it, and for a version below
+        Raises ValueError unless `staleness` younger ones wait behind it, or for a version below
         one that was named before. The queue then stays as it was.
         """
         require(
@@ -96,7 +97,8 @@ def calc_stable_rate(delay: int) -> float:
 
     That is gradient descent with rate a on x² / 2, with a gradient that is `delay` steps old. The
     answer is 2 sin(pi / (4 delay + 2)): 2 without a delay, about pi / (2 delay + 1) with a long
-    one (Levin and May, 1976). Raises ValueError for a delay that is no integer of at least 0.
+    one (Levin and May, 1976). Raises a ValueError that names a delay
+    that is no integer of at least 0.
     """
     require(
         isinstance(delay, int) and delay >= 0,
@@ -154,7 +156,8 @@ def get_kept_logprobs(
     however rare); what is kept is renormalised. A token that could not be drawn has -inf. The kept
     probability is that of softmax(logits / temperature), and its log 0 without truncation.
 
-    Raises ValueError for a temperature that is not above 0, top_k < 1 or top_p outside (0, 1].
+    Raises a ValueError that names the argument for a temperature that is not above 0, top_k < 1 or
+    top_p outside (0, 1].
     """
     require(temperature > 0, f"temperature should be above 0, but is {temperature}")
     require(top_k is None or top_k >= 1, f"top_k should be at least 1, but is {top_k}")
@@ -191,10 +194,12 @@ def calc_importance_weights(
     """Return min(ratio, cap) for each token, with ratio = exp(logprobs - sampler_logprobs).
 
     At level "sequence" the ratio of each token is the product over its completion. A cap of None
-    truncates nothing. Detached, and 0 outside the mask, where the inputs may be NaN or inf. A log
-    ratio counts as 80 if it is more: exp(80) is near the end of float32.
+    truncates nothing. Detached, in the log-probs' dtype (at least float32), and 0 outside the mask,
+    where the inputs may be NaN or inf. A log ratio, or a sequence's sum of them, counts as 80 if it
+    is more: exp(80) is nearly the largest number of float32.
 
-    Raises ValueError for another level, and for a cap that is not above 0.
+    Raises a ValueError that names the argument for another level, and for a cap that is not above
+    0.
     """
     require(
         level in ("token", "sequence"), f"level should be 'token' or 'sequence', but is {level!r}"
@@ -225,7 +230,7 @@ def mask_mismatched(
     whose probability moved by more than `high`, up or down; `low` is not read. What is masked out
     may be NaN or inf.
 
-    Raises ValueError for another kind.
+    Raises a ValueError that names another kind.
     """
     require(
         kind in ("ratio", "probability"),
@@ -258,13 +263,13 @@ def calc_async_objective(
     - "clip": min(r A, clip(r, 1 - clip_coef, 1 + clip_coef) A), PPO's;
     - "truncate": the same as "none" times min(r, cap), a constant weight (TIS);
     - "mask": the same as "none" times r, also a constant; tokens whose r lies outside [1 / cap,
-      cap] are left out, of what the mean divides by too (IcePop).
+      cap] are left out, also of the number of tokens that the mean divides by (IcePop).
 
     No gradient reaches `sampler_logprobs` and `advantages`. What is masked out may be NaN or inf,
     and no ratio is too large: it is clipped, truncated or left out, without a NaN in the gradient.
     A completion without a token counts 0, also if none is left.
 
-    Raises ValueError for another correction.
+    Raises a ValueError that names another correction.
     """
     require(
         correction in ("none", "clip", "truncate", "mask"),
@@ -394,7 +399,8 @@ def may_start(n_started: int, batch_size: int, version: int, eta: int) -> bool:
     by the policy of version i. One may begin if its batch is at most `eta` versions ahead of the
     policy, which is at `version`.
 
-    Raises ValueError for a batch_size below 1, and for a negative number among the others.
+    Raises a ValueError that names the argument for a batch_size below 1, and for a negative number
+    among the others.
     """
     require(batch_size >= 1, f"batch_size should be at least 1, but is {batch_size}")
     for name, n in (("n_started", n_started), ("version", version), ("eta", eta)):

@@ -147,13 +147,14 @@ def versions_that_go_back(student, rng):
     errors["a take after a put"] = error_of("version", queue.take, 5)
     taken = [*queue.take(8)]
     errors["a put after a take"] = error_of("version", queue.put, first, 7)
-    return errors | {"taken": [taken, [*queue.take(8)]], "again": _refused(queue.take, 8)}
+    found = errors | {"taken": [taken, [*queue.take(8)]], "again": _refused(queue.take, 8)}
+    return found | {"a put once it is empty": error_of("version", queue.put, first, 7)}
 
 
 @check("RolloutQueue", expected=PlainQueue, tier="hardening")
 def staleness_and_length(student, rng):
-    """A staleness of -1, 1.5 or "2": a ValueError names it; len says how many wait"""
-    bad = {repr(k): error_of("staleness", student.RolloutQueue, k) for k in (-1, 1.5, "2")}
+    """A staleness of -1, 1.5, 2.0 or "2": a ValueError names it; len says how many wait"""
+    bad = {repr(k): error_of("staleness", student.RolloutQueue, k) for k in (-1, 1.5, 2.0, "2")}
     queue, n = student.RolloutQueue(2), rng.integer(3, 9)
     lengths = [len(queue)]
     for rollout in rng.normal(n, 2):
@@ -204,8 +205,9 @@ def followed_for_many_steps(student, rng):
 
 @check("calc_stable_rate", tier="hardening")
 def delays_that_are_none(student, rng):
-    """A delay of -1, 1.5, "2" or None: a ValueError names it"""
-    bad = {repr(k): error_of("delay", student.calc_stable_rate, k) for k in (-1, 1.5, "2", None)}
+    """A delay of -1, 1.5, 2.0, "2" or None: a ValueError names it"""
+    wrong = (-1, 1.5, 2.0, "2", None)
+    bad = {repr(k): error_of("delay", student.calc_stable_rate, k) for k in wrong}
     return bad | {"right ones": _rates(student, rng.integers(0, 33, 4).tolist())}
 
 
@@ -372,6 +374,27 @@ def top_p_of_what_top_k_left(student, rng):
         for k in (3, 6)
         for p in (0.3, 0.55, 0.9)
     }
+
+
+@check(
+    "get_kept_logprobs",
+    expected=[
+        [[0.0, -INF, -INF, -INF], [0.5]],
+        [[-0.4054651, -1.0986123, -INF, -INF], [0.75]],
+        [[-0.6931472, -0.6931472, -INF, -INF], [0.5]],
+    ],
+)
+def shares_that_reach_top_p(student, rng):
+    """1/2, 1/4, 1/8, 1/8: top_p 0.5 keeps one, 0.75 two; of four equal ones 0.5 keeps two"""
+    halves, even = rng.tensor([[0.5, 0.25, 0.125, 0.125]]).log(), rng.tensor([[0.0] * 4])
+    found = []
+    for logits, p in ((halves, 0.5), (halves, 0.75), (even, 0.5)):
+        logprobs, log_kept_mass = student.get_kept_logprobs(
+            logits.expand(4, -1), torch.arange(4), top_p=p
+        )
+        kept = sorted(logprobs.tolist(), reverse=True)  # which of equal ones stay is left open
+        found.append([rng.tensor(kept), log_kept_mass[:1].exp()])
+    return found
 
 
 @check("get_kept_logprobs", expected=kept_by_distributions)
@@ -688,7 +711,7 @@ def objectives_with_other_limits(student, rng):
     mask, found = ragged_mask(rng, 8, 6), {}
     pair, advantages = draw_pair(rng, mask), one_zero(rng, mask)
     for correction in CORRECTIONS:
-        for clip_coef, cap in ((0.2, 1.3), (0.1, 4.0), (0.5, 2.0)):
+        for clip_coef, cap in ((0.2, 1.3), (0.1, 4.0), (0.5, 2.0), (0.3, 0.8)):
             found[f"{correction}, clip_coef {clip_coef}, cap {cap}"] = _objective(
                 student,
                 *pair,
@@ -736,10 +759,15 @@ def objectives_of_extreme_ratios(student, rng):
     pair, mask = draw_extreme(rng), torch.ones(4, 3, dtype=torch.bool)
     good, bad = rng.uniform(4, low=0.5, high=2.0), -rng.uniform(4, low=0.5, high=2.0)
     cases = [("clip", good), ("truncate", good), ("truncate", bad), ("mask", good), ("mask", bad)]
-    return [
+    found = [
         _objective(student, *pair, advantages, mask, correction=correction)
         for correction, advantages in cases
     ]
+    # With a negative advantage the clip leaves a large ratio as it is.
+    sampler_logprobs = -rng.uniform(3, 4, low=20.0, high=30.0)
+    logprobs = sampler_logprobs + rng.uniform(3, 4, low=2.5, high=9.0)
+    pair, mask = (logprobs, sampler_logprobs), torch.ones(3, 4, dtype=torch.bool)
+    return [*found, _objective(student, *pair, bad[:3], mask, correction="clip")]
 
 
 @check("calc_async_objective", expected=objective_by_loops, tier="hardening")

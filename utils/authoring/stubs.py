@@ -72,7 +72,7 @@ def get_given(chapter: str, name: str, exercises: tuple[str, ...]) -> str:
         if f"{name}.{method.name}" in exercises:
             start, end = reference.get_lines(chapter, f"{name}.{method.name}")
             kept = [i for i in kept if not start <= i < end]
-    return _squeeze("\n".join(lines[i] for i in kept))
+    return _squeeze("\n".join(lines[i] for i in kept if lines[i].strip() not in (START, END)))
 
 
 def get_imports(chapter: str) -> str:

@@ -47,7 +47,9 @@ def collect_public(checks: Iterable[Check]) -> dict[str, str]:
     imports = [f"from {p.__module__} import {p.__name__}" for p in predicates]
     imports = [line for line in sorted(imports) if not line.startswith(f"from {module} ")]
     text = "\n\n\n".join(["\n".join(imports), *map(ast.unparse, statements)])
-    return sources | {module: f"from utils.grading.checks import check\n{text}\n"}
+    # What is expected is written by repr, which leaves infinities and NaN bare.
+    header = "from math import inf, nan\n\nfrom utils.grading.checks import check"
+    return sources | {module: f"{header}\n{text}\n"}
 
 
 def _describe(check: Check) -> str:
