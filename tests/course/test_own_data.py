@@ -278,8 +278,10 @@ def test_a_device_that_is_not_there_is_named():
 def test_a_run_that_is_asked_to_stop_says_last_how_to_go_on(asked, status, tmp_path):
     command = [sys.executable, "-m", "utils.train", "grpo", "--device", "cpu", "--runs-dir",
                str(tmp_path), "--name", "run", "--gen-len", "8"]  # fmt: skip
+    # Tests that a shell runs in the background inherit that SIGINT is ignored.
+    listen = lambda: signal.signal(asked, signal.SIG_DFL)  # noqa: E731
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True)  # fmt: skip
+                               stderr=subprocess.STDOUT, text=True, preexec_fn=listen)  # fmt: skip
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert process.poll() is None
         time.sleep(0.2)
