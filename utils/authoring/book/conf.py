@@ -46,8 +46,8 @@ mathjax3_config = {"options": {"enableMenu": False}}  # what the menu offers is 
 
 nb_execution_mode = "off"
 nb_merge_streams = True
-nb_code_prompt_show = "Show the result"  # of a question to predict
-nb_code_prompt_hide = "Hide the result"
+nb_code_prompt_show = "Show the {type}"  # the source of a folded cell, the outputs of a question
+nb_code_prompt_hide = "Hide the {type}"
 
 suppress_warnings = ["misc.highlighting_failure"]  # csv, which pygments does not know
 
