@@ -14,7 +14,10 @@ from solutions.ch0_sampling import (
 )
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import NATIVE, load, randomize
-from utils.models.decoding import Decoder, NativeDecoder, draw, get_decoder
+from utils.models import decoding, graph
+from utils.models.blocks import NativeModel
+from utils.models.decoding import Decoder, GraphDecoder, NativeDecoder, draw, get_decoder
+from utils.models.fast_path import get_parts
 from utils.models.forward import get_scorer
 
 PROMPTS = ["Q: 12+34\n"] * 4 + ["This movie is", "Q: 7+15\n", "", "This movie is"]
@@ -194,6 +197,107 @@ def test_tokens_in_bfloat16_have_the_probabilities_of_scoring(folders):
     expected, mask = score(model, LONG, draws)
     off = (draws.logprobs - expected)[mask]
     assert off.square().mean().sqrt() < 0.05  # a bfloat16 has 8 binary digits
+
+
+# --- The decoder of a GPU, on a CPU and without its graph -----------------------------------------
+
+
+def get_graph_decoder(model):
+    return GraphDecoder(model, NativeModel(get_parts(model)))
+
+
+def assert_same_draws(found, expected, tolerance):
+    assert torch.equal(found.completion_ids, expected.completion_ids)
+    for name in ("logprobs", "log_kept_mass"):
+        x, y = getattr(found, name), getattr(expected, name)
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS[1], OPTIONS[2], {"temperature": 0.0}], ids=str)
+@pytest.mark.parametrize("name", NATIVE)
+def test_what_a_gpu_runs_draws_the_same_tokens(name, options, folders):
+    for dtype, tolerance in ((torch.float32, 2e-5), (torch.float64, 1e-6)):
+        model = load(folders, name, dtype=dtype)  # it has a value head
+        found = generate(get_graph_decoder(model), model, **options)
+        decoder = NativeDecoder(model, NativeModel(get_parts(model)))
+        assert_same_draws(found, generate(decoder, model, **options), tolerance)
+        assert found.completion_ids.shape[1] > 1
+
+
+def test_it_has_the_weights_of_each_moment_in_one_kept_step(embedded, monkeypatch):
+    model, made = randomize(embedded), []
+    make = graph.Step.__init__
+    monkeypatch.setattr(graph.Step, "__init__", lambda *args: made.append(1) or make(*args))
+
+    def assert_same():
+        found = generate(get_graph_decoder(model), model)
+        assert_same_draws(found, generate(Decoder(model), model), tolerance=1e-4)
+        return found
+
+    policy = assert_same()
+    for parameter in model.trainable_parameters():  # a step of the optimizer
+        parameter.data *= 1.5
+    assert not torch.equal(assert_same().completion_ids, policy.completion_ids)
+    assert len(made) == 1
+    assert_same_draws(
+        generate(get_graph_decoder(model), model, PROMPTS * 4, tokens=12),  # narrower
+        generate(Decoder(model), model, PROMPTS * 4, tokens=12),
+        tolerance=1e-4,
+    )
+    assert len(made) == 1
+    with model.reference():
+        assert_same()
+    with model.merged():
+        assert_same()
+    assert_same()
+    assert len(made) == 3  # with adapters, without them twice, and with them
+
+
+def test_two_decoders_of_one_model_do_not_mix_their_rows(embedded):
+    first, second = get_graph_decoder(embedded), get_graph_decoder(embedded)
+    ids, mask = encode_prompts(embedded, ["Q", "A"], 5, prepend_bos=True)
+    everyone = torch.ones(2, dtype=torch.bool)
+    first.start(ids, mask, 5)
+    first.advance(ids[:, -1], everyone)
+    second.start(ids, mask, 5)
+    with pytest.raises(ValueError, match="another decoder"):
+        first.advance(ids[:, -1], everyone)
+
+
+def test_logits_of_nan_are_an_error_on_a_gpu_too(embedded):
+    next(iter(embedded.adapters.values())).lora_B.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits should be numbers"):
+        generate(get_graph_decoder(embedded), embedded)
+
+
+def test_a_vocabulary_of_any_size_is_drawn_from_in_two_levels():
+    for vocab in (5, 128, 300, 1000):
+        generator = torch.Generator().manual_seed(vocab)
+        logits = 3 * torch.randn(4096, vocab, generator=generator)
+        logits[:, ::3] = -torch.inf
+        uniforms = torch.rand(4096, generator=generator)
+        uniforms[:3] = torch.tensor([0.0, 1 - 2**-24, 0.5])
+        found, logprobs = graph.pick(logits, uniforms)
+        expected, expected_logprobs, _ = draw(logits, uniforms)
+        assert (found == expected).float().mean() > 0.999  # but for rounding
+        same = found == expected
+        torch.testing.assert_close(logprobs[same], expected_logprobs[same], rtol=1e-5, atol=1e-5)
+        assert logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("embedded", "without hooks"), ("phi", "phi isn't a GPT-2"), ("windowed", "isn't a GPT-2")],
+)
+def test_a_decoder_says_why_it_was_chosen(name, expected, folders):
+    assert expected in get_decoder(load(folders, name, TransformerWithLora)).why
+
+
+def test_a_gpu_is_given_the_graph(embedded, monkeypatch):
+    monkeypatch.setattr(decoding, "is_on_a_gpu", lambda native: True)
+    decoder = get_decoder(embedded)
+    assert type(decoder) is GraphDecoder
+    assert "CUDA graph" in decoder.why
 
 
 # --- What is not covered --------------------------------------------------------------------------

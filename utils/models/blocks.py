@@ -36,27 +36,36 @@ class Parts:
 
 
 class LoraProduct(torch.autograd.Function):
-    """x W + b + x A B. It keeps x and the thin x A for the backward pass.
+    """x W + b + x A B, in the dtype of x. It keeps x and the thin x A for the backward pass.
 
-    A is passed transposed, and the thin products are ordered the way MKL runs fastest.
+    The gradients of A and B are summed over tokens in float32 at least. A is passed transposed, and
+    the thin products are ordered the way MKL runs fastest.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, lora_A_T, lora_B):
-        low = F.linear(x.to(lora_B.dtype), lora_A_T)
+        lora_A_T, lora_B = lora_A_T.to(x.dtype), lora_B.to(x.dtype)
+        low = F.linear(x, lora_A_T)
         ctx.save_for_backward(x, low, weight, lora_A_T, lora_B)
-        return _add_product(multiply(x, weight, bias), low, lora_B)
+        return multiply(x, weight, bias).addmm_(low, lora_B)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, low, weight, lora_A_T, lora_B = ctx.saved_tensors
-        exact_x, exact_grad = x.to(lora_B.dtype), grad.to(lora_B.dtype)
-        grad_low = F.linear(exact_grad, lora_B)
+        grad_low = F.linear(grad, lora_B)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = _add_product(grad @ weight.T, grad_low, lora_A_T)
-        return grad_x, None, None, grad_low.T @ exact_x, low.T @ exact_grad
+            grad_x = (grad @ weight.T).addmm_(grad_low, lora_A_T)
+        return grad_x, None, None, sum_exactly(grad_low.T, x), sum_exactly(low.T, grad)
+
+
+def sum_exactly(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
+    """Return a b, in float32 at least."""
+    exact = torch.promote_types(a.dtype, torch.float32)
+    if a.dtype != exact and a.is_cuda:
+        return torch.mm(a, b, out_dtype=exact)
+    return a.to(exact) @ b.to(exact)
 
 
 def multiply(x, weight, bias, lora_A_T=None, lora_B=None):
@@ -67,12 +76,7 @@ def multiply(x, weight, bias, lora_A_T=None, lora_B=None):
         out = x @ weight if bias is None else torch.addmm(bias, x, weight)
     if lora_A_T is None:
         return out
-    return _add_product(out, F.linear(x.to(lora_B.dtype), lora_A_T), lora_B)
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a b to `out` in place, rounded to its dtype as the adapters' hooks do."""
-    return out.addmm_(a, b) if out.dtype == a.dtype else out.add_((a @ b).to(out.dtype))
+    return out.addmm_(F.linear(x, lora_A_T), lora_B)
 
 
 class Product:
@@ -100,7 +104,7 @@ class Product:
         if self.weight.numel() <= SMALL and self.weight.dtype == lora_B.dtype:
             self.weight, self.adapters = torch.addmm(self.weight, lora_A_T.T, lora_B), []
         else:
-            self.frozen = (lora_A_T, lora_B)
+            self.frozen = (lora_A_T.to(self.weight.dtype), lora_B.to(self.weight.dtype))
 
     def gather_adapters(self) -> tuple[Float[Tensor, "R d_in"], Float[Tensor, "R d_out"]]:
         """Return A transposed and B, scaled, of all adapters: B of several is block diagonal."""
@@ -175,18 +179,34 @@ def _join(linear: Any, parts: list[Product]) -> list[Product]:
     for tensors in (weights, biases):
         if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
             return parts
+    return [Product(linear.weight.data, linear.bias.data, _shift_adapters(parts))]
+
+
+def join(products: list[Product]) -> Product:
+    """Return one product for those that read the same: it holds a copy of their weights."""
+    if len(products) == 1:
+        return products[0]
+    biases = [product.bias for product in products if product.bias is not None]
+    weight = torch.cat([product.weight.T for product in products]).T
+    return Product(weight, torch.cat(biases) if biases else None, _shift_adapters(products))
+
+
+def _shift_adapters(products: list[Product]) -> list[tuple[Any, slice]]:
+    """Return the adapters of all, with their columns where the products lie side by side."""
     adapters, start = [], 0
-    for part in parts:
-        width = part.weight.shape[1]
-        adapters += [(layer, slice(start, start + width)) for layer, _ in part.adapters]
-        start += width
-    return [Product(linear.weight.data, linear.bias.data, adapters)]
+    for product in products:
+        for layer, columns in product.adapters:
+            adapters.append((layer, slice(start + columns.start, start + columns.stop)))
+        start += product.weight.shape[1]
+    return adapters
 
 
 def normalize(norm: Any, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:
     """Normalise by a layer norm or an RMS norm, which computes in float32."""
     if isinstance(norm, nn.LayerNorm):
         return norm(x)
+    if x.is_cuda:  # one kernel in place of seven
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * (exact * scale).to(x.dtype)

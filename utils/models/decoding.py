@@ -8,7 +8,9 @@ forward pass is made of `utils.models.blocks`, adapters unmerged, with
 - one uniform number a token, all drawn ahead: what a row draws does not depend on which other rows
   it is computed with, up to rounding, and `multinomial`, which takes longer, is not called.
 
-Other architectures, and models with a reader's hooks, decode by the bridge, with the same draws.
+On a GPU a token is one CUDA graph (`utils.models.graph`), and rows that have ended stay: there a
+row costs little, and a launch much. Other architectures, and models with a reader's hooks, decode
+by the bridge, with the same draws. `get_decoder` decides; a decoder's `why` gives the reason.
 """
 
 import contextlib
@@ -23,9 +25,11 @@ from torch import Tensor
 from utils.models.blocks import NativeModel, multiply
 from utils.models.fast_path import agrees
 from utils.models.forward import NativeScorer, get_scorer
+from utils.models.graph import Step, get_step
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
+EVERY = 32  # tokens from one look at whether all rows have ended to the next, on a GPU
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,17 @@ def get_decoder(model: Any) -> "Decoder":
     with torch.no_grad():
         scorer = get_scorer(model)
     if not isinstance(scorer, NativeScorer):
-        return Decoder(model)
-    if not scorer.native.parts.adapters or not hasattr(model, "merged") or merges(model):
-        return NativeDecoder(model, scorer.native)
-    return Decoder(model, is_merged=True)
+        return Decoder(model, why=f"the model's own code runs: {scorer.why}")
+    if scorer.native.parts.adapters and hasattr(model, "merged") and not merges(model):
+        why = "the model's own code runs: merged() holds another model than its adapters make"
+        return Decoder(model, why, is_merged=True)
+    if is_on_a_gpu(scorer.native):
+        return GraphDecoder(model, scorer.native)
+    return NativeDecoder(model, scorer.native)
+
+
+def is_on_a_gpu(native: NativeModel) -> bool:
+    return native.unembedding.is_cuda
 
 
 def merges(model: Any) -> bool:
@@ -135,8 +146,9 @@ def keep_top_p(probs: Float[Tensor, "row vocab"], p: float) -> Float[Tensor, "ro
 class Decoder:
     """Samples token after token from a model that is called with a cache."""
 
-    def __init__(self, model: Any, is_merged: bool = False):
-        self.model, self.tokenizer, self.is_merged = model, model.tokenizer, is_merged
+    def __init__(self, model: Any, why: str = "asked for", is_merged: bool = False):
+        self.model, self.tokenizer = model, model.tokenizer
+        self.why, self.is_merged = why, is_merged
 
     @torch.no_grad()
     def generate(
@@ -157,29 +169,42 @@ class Decoder:
         require(temperature >= 0, f"temperature should not be negative: {temperature}")
         require(top_k is None or top_k >= 1, f"top_k should be 1 or more: {top_k}")
         require(top_p is None or 0 < top_p <= 1, f"top_p should be above 0 and at most 1: {top_p}")
-        batch, device = len(prompt_ids), prompt_ids.device
-        ends, pad = get_end_ids(self.model), self.tokenizer.pad_token_id
-        shape = (batch, max_new_tokens)
+        shape, device = (len(prompt_ids), max_new_tokens), prompt_ids.device
         uniforms = torch.rand(shape, generator=generator, device=device)
-        ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
-        logprobs = torch.zeros(shape, device=device)
-        log_kept_mass = torch.zeros(shape, device=device)
-        rows = torch.arange(batch, device=device)  # those that go on
-        ends_on_device = torch.tensor(ends, dtype=torch.long, device=device)
+        settings = (temperature, top_k, top_p)
         with self.model.merged() if self.is_merged else contextlib.nullcontext():
-            logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
-            for step in range(max_new_tokens):
-                settings = (temperature, top_k, top_p)
-                tokens, found, kept = draw(logits, uniforms[rows, step], *settings)
-                ids[rows, step], logprobs[rows, step] = tokens, found.to(logprobs.dtype)
-                log_kept_mass[rows, step] = kept.to(logprobs.dtype)
-                goes_on = ~torch.isin(tokens, ends_on_device)
-                rows = rows[goes_on]
-                if len(rows) == 0 or step + 1 == max_new_tokens:
-                    break
-                logits = self.advance(tokens, goes_on)
+            return self._generate(prompt_ids, prompt_mask, uniforms, settings)
+
+    def _generate(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        uniforms: Float[Tensor, "batch completion"],
+        settings: tuple[float, int | None, float | None],
+    ) -> Draws:
+        """Sample with these uniform numbers: temperature, top-k and top-p are the settings."""
+        (batch, max_new_tokens), device = uniforms.shape, uniforms.device
+        pad, ends = self._get_pad_and_ends(device)
+        ids = torch.full(uniforms.shape, pad, device=device)
+        logprobs = torch.zeros(uniforms.shape, device=device)
+        log_kept_mass = torch.zeros(uniforms.shape, device=device)
+        rows = torch.arange(batch, device=device)  # those that go on
+        logits = self.start(prompt_ids, prompt_mask, max_new_tokens)
+        for step in range(max_new_tokens):
+            tokens, found, kept = draw(logits, uniforms[rows, step], *settings)
+            ids[rows, step], logprobs[rows, step] = tokens, found.to(logprobs.dtype)
+            log_kept_mass[rows, step] = kept.to(logprobs.dtype)
+            goes_on = ~torch.isin(tokens, ends)
+            rows = rows[goes_on]
+            if len(rows) == 0 or step + 1 == max_new_tokens:
+                break
+            logits = self.advance(tokens, goes_on)
         drawn = slice(step + 1)
         return Draws(ids[:, drawn], logprobs[:, drawn], log_kept_mass[:, drawn])
+
+    def _get_pad_and_ends(self, device: torch.device) -> tuple[int, Int[Tensor, "end"]]:
+        ends, pad = get_end_ids(self.model), self.tokenizer.pad_token_id
+        return ends[0] if pad is None else pad, torch.tensor(ends, device=device)
 
     def start(
         self,
@@ -219,7 +244,7 @@ class NativeDecoder(Decoder):
     """Samples from GPT-2 and Llama-type models without hooks."""
 
     def __init__(self, model: Any, native: NativeModel):
-        super().__init__(model)
+        super().__init__(model, "without hooks, rows leaving when they have ended: not on a GPU")
         self.native = native
         self.keys: list[Tensor] = []  # of each block, [row kv_heads capacity d_head]
         self.values: list[Tensor] = []
@@ -314,3 +339,81 @@ class NativeDecoder(Decoder):
 
     def _unembed(self, x: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocab"]:
         return multiply(self.native.normalize_last(x), self.native.unembedding.T, None).contiguous()
+
+
+class GraphDecoder(NativeDecoder):
+    """Samples without hooks, in buffers that a CUDA graph can replay: all rows until the last ends.
+
+    One at a time samples from a model, as its buffers are kept with it.
+    """
+
+    def __init__(self, model: Any, native: NativeModel):
+        Decoder.__init__(self, model, "without hooks, a CUDA graph for each token: on a GPU")
+        self.native = native
+
+    @torch.no_grad()
+    def start(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+    ) -> Float[Tensor, "batch vocab"]:
+        """Read each distinct prompt once, and copy the result into the kept buffers."""
+        logits = super().start(prompt_ids, prompt_mask, 0)
+        columns = prompt_ids.shape[1] + max_new_tokens
+        self.step = get_step(self.model, self.native, len(prompt_ids), columns)
+        self.step.begin(self, self.keys, self.values, self.bias, self.positions, logits)
+        self.keys, self.values = [], []
+        return logits
+
+    @torch.no_grad()
+    def advance(
+        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
+    ) -> Float[Tensor, "kept vocab"]:
+        """Read the tokens of the rows that go on, and return their next logits."""
+        step = self._get_step()
+        self.active, tokens = self.active[goes_on], tokens[goes_on]
+        step.tokens.index_copy_(0, self.active, tokens)
+        step.read()
+        return step.logits[self.active]
+
+    def _get_step(self) -> Step:
+        require(self.step.user() is self, "another decoder of this model has begun since")
+        return self.step
+
+    def _generate(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        uniforms: Float[Tensor, "batch completion"],
+        settings: tuple[float, int | None, float | None],
+    ) -> Draws:
+        """Sample with these uniform numbers; top-k, top-p and temperature 0 draw outside the graph.
+
+        Nothing is awaited inside, so that the graphs follow one another without a gap.
+        """
+        temperature, top_k, top_p = settings
+        if temperature == 0 or top_k is not None or top_p not in (None, 1):
+            return super()._generate(prompt_ids, prompt_mask, uniforms, settings)
+        max_new_tokens = uniforms.shape[1]
+        pad, ends = self._get_pad_and_ends(uniforms.device)
+        self.start(prompt_ids, prompt_mask, max_new_tokens)
+        step = self._get_step()
+        step.temperature.fill_(temperature)
+        step.uniforms[:, :max_new_tokens] = uniforms
+        for n_drawn in range(1, max_new_tokens + 1):
+            step.pick()
+            ids = step.ids[:, :n_drawn]
+            if n_drawn == max_new_tokens:
+                break
+            if n_drawn % EVERY == 0 and bool(torch.isin(ids, ends).any(1).all()):
+                break
+            step.read()
+        logprobs = step.logprobs[:, :n_drawn]
+        require(not logprobs.isnan().any(), "logits should be numbers, but some are nan or inf")
+        is_end = torch.isin(ids, ends)
+        has_ended = is_end.cumsum(1) > is_end.long()  # before this token
+        longest = int((~has_ended).sum(1).max())
+        ids, logprobs = ids.masked_fill(has_ended, pad), logprobs.masked_fill(has_ended, 0.0)
+        log_kept_mass = torch.zeros_like(logprobs[:, :longest])
+        return Draws(ids[:, :longest], logprobs[:, :longest], log_kept_mass)

@@ -51,30 +51,31 @@ def get_parts(model: Any) -> Parts:
     return Parts(model) if isinstance(model, TransformerBridge) else model.get_parts()
 
 
-def find_native(model: Any) -> NativeModel | None:
-    """Return the model that `blocks` makes of a model's parts.
+def find_native(model: Any) -> NativeModel | str:
+    """Return the model that `blocks` makes of a model's parts, or what is in the way, in words.
 
-    None for other architectures, in autocast, for sharded weights, when somebody's hooks look on,
-    when the base itself is to get gradients; and, with a warning, where the model cannot say its
-    parts, or a part is something else.
+    With a warning where the model cannot say its parts, or a part is something else.
     """
     what = "get_parts()"
     try:
         parts, what = get_parts(model), "its parts"
-        return NativeModel(parts) if _can_compute(model, parts.base) else None
+        return _find_obstacle(model, parts.base) or NativeModel(parts)
     except Exception as error:  # of a reader's code, of any kind
-        _say_once(model, f"{what}: {type(error).__name__}: {error}")
-        return None
+        said = f"{what}: {type(error).__name__}: {error}"
+        _say_once(model, said)
+        return said
 
 
-def _can_compute(model: Any, base: Any) -> bool:
-    return (
-        is_covered(base.original_model.config)
-        and not any(hasattr(p, "full_tensor") for p in model.parameters())  # they are sharded
-        and not torch.is_autocast_enabled(next(base.parameters()).device.type)
-        and not (torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()))
-        and not has_hooks(model)
-    )
+def _find_obstacle(model: Any, base: Any) -> str | None:
+    if not is_covered(base.original_model.config):
+        return f"{base.original_model.config.model_type} isn't a GPT-2 or a Llama-type model"
+    if any(hasattr(p, "full_tensor") for p in model.parameters()):
+        return "the weights are sharded"
+    if torch.is_autocast_enabled(next(base.parameters()).device.type):
+        return "autocast is on"
+    if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
+        return "the base itself is to get gradients"
+    return "somebody's hooks look on" if has_hooks(model) else None
 
 
 def has_hooks(model: Any) -> bool:

@@ -27,7 +27,8 @@ from utils.models.blocks import NativeModel
 from utils.models.fast_path import agrees, find_native, get_parts
 from utils.validation import require
 
-CHUNK = 2**19  # logits that exist at a time, if that is MIN_ROWS or more
+CHUNK = 2**19  # logits that exist at a time on a CPU, if that is MIN_ROWS or more
+GPU_SHARE = 1 / 160  # of a GPU's memory, which one float32 copy of a chunk's logits may take
 WIDTH = 32  # tokens of a row on which a scorer is tried
 MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
 
@@ -121,7 +122,7 @@ class ScoreHead(torch.autograd.Function):
         has_grad = ctx.needs_input_grad[0]
         grad = torch.empty_like(h) if has_grad else None
         entropy_grad = torch.empty_like(h) if has_grad and has_entropy_grad else None
-        for rows in split_rows(len(h), len(unembedding)):
+        for rows in split_rows(h, len(unembedding)):
             logp = compute_chunk_logprobs(h[rows], unembedding, temperature)
             target = targets[rows, None]
             logprobs[rows] = logp.gather(-1, target).squeeze(-1)
@@ -154,7 +155,7 @@ class KlHead(torch.autograd.Function):
     def forward(ctx, h, ref_h, unembedding, temperature):
         kls = h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
-        for rows in split_rows(len(h), len(unembedding)):
+        for rows in split_rows(h, len(unembedding)):
             logp = compute_chunk_logprobs(h[rows], unembedding, temperature)
             logratio = logp - compute_chunk_logprobs(ref_h[rows], unembedding, temperature)
             p = logp.exp_()
@@ -173,9 +174,13 @@ class KlHead(torch.autograd.Function):
         return grad * of_kls[:, None].to(grad.dtype) / ctx.temperature, None, None, None
 
 
-def split_rows(n_rows: int, vocab: int) -> list[slice]:
-    size = max(MIN_ROWS, CHUNK // vocab)
-    return [slice(start, start + size) for start in range(0, n_rows, size)]
+def split_rows(h: Float[Tensor, "row d_model"], vocab: int) -> list[slice]:
+    """Return the rows of each chunk: on a GPU larger ones, by its memory."""
+    chunk = CHUNK
+    if h.is_cuda:
+        chunk = int(torch.cuda.get_device_properties(h.device).total_memory * GPU_SHARE / 4)
+    size = max(MIN_ROWS, chunk // vocab)
+    return [slice(start, start + size) for start in range(0, len(h), size)]
 
 
 def compute_chunk_logprobs(
@@ -231,10 +236,12 @@ def get_scorer(model: Any, formulas: Formulas | None = None) -> "BridgeScorer":
     stands in.
     """
     native = find_native(model)
-    if native is None:
-        return BridgeScorer(model, formulas)
+    if isinstance(native, str):
+        return BridgeScorer(model, formulas, why=native)
     scorer = NativeScorer(model, native, formulas)
-    return scorer if scorer.gives_the_same("scoring") else BridgeScorer(model, formulas)
+    if scorer.gives_the_same("scoring"):
+        return scorer
+    return BridgeScorer(model, formulas, why="your own code computes something else")
 
 
 def try_scorer(
@@ -331,8 +338,8 @@ def read_logits(
 class BridgeScorer:
     """Scores by the bridge's logits, which are kept, as is all that hooks look at."""
 
-    def __init__(self, model: Any, formulas: Formulas | None = None):
-        self.model, self.formulas = model, formulas
+    def __init__(self, model: Any, formulas: Formulas | None = None, why: str = "asked for"):
+        self.model, self.formulas, self.why = model, formulas, why
 
     def measure(
         self,
