@@ -41,7 +41,14 @@ from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.models.forward import Formulas, Scores, get_scorer, read_logits
 from utils.prompts import Prompt, show_prompt
 from utils.rewards import call_reward_fn
-from utils.tracking import Run, check_same_args, describe_args, format_samples, load_checkpoint
+from utils.tracking import (
+    Run,
+    check_same_args,
+    describe_args,
+    format_samples,
+    load_checkpoint,
+    restore_generator,
+)
 from utils.validation import (
     Count,
     CountOrZero,
@@ -351,7 +358,7 @@ class RLHFArgs:
     lora_alpha: Positive = 32
     lora_sites: tuple[str, ...] = ATTENTION_SITES
     device: str | None = None  # None takes the GPU if there is one.
-    dtype: torch.dtype | None = None  # None is float32, for the base; adapters are float32 always.
+    dtype: torch.dtype | None = None  # Of the base, None as `load_base_model`; adapters: float32.
 
     # The task
     prefix: str = "This movie is"  # It is the prompt, unless prompts are given.
@@ -888,17 +895,13 @@ class RLHFTrainer:
         return copy.deepcopy(state)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, in its folder: `train()` gives what an unbroken run would.
+        """Go on from a checkpoint, in its folder: `train()` gives what an unbroken run would. On
+        another kind of device, which has other random numbers, it goes on with those.
 
         Raises ValueError if it is missing or damaged, or was made with other arguments.
         """
         state = load_checkpoint(Path(path))
         check_same_args(self.args, state["args"])
-        require(
-            len(state["generator"]) == len(self.generator.get_state()),
-            f"device should be of the kind that the run in {path} was on, but is {self.device}: "
-            "its random generator cannot go on here",
-        )
         self.set_state(state)
         self.folder = Path(path).parent
 
@@ -906,5 +909,5 @@ class RLHFTrainer:
         self.model.load_trainable_state(state["trainable"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
-        self.generator.set_state(state["generator"])
+        restore_generator(self.generator, state["generator"])
         self.phase, self.history = state["phase"], list(state["history"])

@@ -12,6 +12,7 @@ arXiv:1604.06174); FSDP (Zhao et al., 2023, arXiv:2304.11277); GRPO's outer loop
 arXiv:2402.03300, algorithm 1); the documentation of `torch.distributed` and of TRL 1.16.
 """
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -33,8 +34,8 @@ from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import aggregate_tokens
-from utils.models.forward import Scores
-from utils.tracking import Run
+from utils.models.forward import NativeScorer, Scores, get_scorer, recomputing
+from utils.tracking import Run, restore_generator
 from utils.validation import CountOrZero, require, shape_checked
 
 # --- Memory -------------------------------------------------------------------------------------
@@ -184,18 +185,31 @@ def sync_gradients(
 
 
 class DataParallel(RLHFTrainer):
-    """Learn on all ranks as one: a base class to put before the trainer's.
+    """Learn on all ranks as one, and on each a microbatch at a time: a base class to put before the
+    trainer's.
 
     `args` describe the whole run: each rank samples its share of `batch_size`, whole groups, from
     its own seed. Gradients are averaged, metrics too, and rank 0 alone writes. Rewards, and
     advantages that are normalised over a batch, are normalised over a rank's share of it. In one
     process it is the trainer itself. It is made for the objectives of PPO and GRPO, whose means the
-    classes below take over all ranks; another objective needs the same care.
+    classes below take over all ranks and microbatches; another objective needs the same care.
 
-    Raises ValueError if a rank's share does not divide into minibatches, or into whole groups.
+    microbatch_size: completions that are in memory at a time, while a rank learns; None is its
+        share of a minibatch. The step is the same; of metrics, means over microbatches are kept.
+    checkpointing: keep the input of each block alone, and compute the block anew in the backward
+        pass: `checkpoint_blocks` for the trainers' own forward pass.
+
+    Raises ValueError if a rank's share does not divide into minibatches, whole groups or
+    microbatches, and for checkpointing where the trainers' own forward pass does not run.
     """
 
-    def __init__(self, args: RLHFArgs, model: TransformerWithLora | None = None):
+    def __init__(
+        self,
+        args: RLHFArgs,
+        model: TransformerWithLora | None = None,
+        microbatch_size: int | None = None,
+        checkpointing: bool = False,
+    ):
         is_parallel = dist.is_initialized()
         self.rank, self.n_ranks = (
             (dist.get_rank(), dist.get_world_size()) if is_parallel else (0, 1)
@@ -209,6 +223,20 @@ class DataParallel(RLHFTrainer):
         args.batch_size //= self.n_ranks
         args.__post_init__()  # raises where a share is no batch
         super().__init__(args, model)
+        size = args.minibatch_size
+        self.microbatch_size = size if microbatch_size is None else microbatch_size
+        require(
+            self.microbatch_size >= 1 and size % self.microbatch_size == 0,
+            f"microbatch_size should divide the {size} completions of a rank's minibatch, but is "
+            f"{microbatch_size}",
+        )
+        scorer = get_scorer(self.model)
+        require(
+            not checkpointing or isinstance(scorer, NativeScorer),
+            f"checkpointing should be False for this model: {scorer.why}",
+        )
+        self.checkpointing = checkpointing
+        self.token_share: float | Tensor = 1.0  # of a microbatch, where 1 is as many as the others
         self.generator.manual_seed(args.seed * self.n_ranks + self.rank)
         if is_parallel:  # the same start everywhere
             for parameter in self.model.trainable_parameters():
@@ -219,18 +247,38 @@ class DataParallel(RLHFTrainer):
         """Take one step for each minibatch, with the gradients of all ranks."""
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()
-            objective = self.compute_rlhf_objective(minibatch)
-            objective.backward()
+            objective = self._add_gradients(minibatch)
             sync_gradients(self.model.trainable_parameters())
             # (5) update
             grad_norm = nn.utils.clip_grad_norm_(
                 self.model.trainable_parameters(), self.args.max_grad_norm, error_if_nonfinite=True
             )
             self.optimizer.step()
-            self.metrics["objective"].append(objective.item())
+            self.metrics["objective"].append(objective)
             self.metrics["grad_norm"].append(grad_norm.item())
         self.metrics["lr"].append(float(self.scheduler.get_last_lr()[0]))
         self.scheduler.step()
+
+    def _add_gradients(self, minibatch: ReplayMinibatch) -> float:
+        """Add the gradients of a minibatch, a microbatch at a time, and return the objective.
+
+        A microbatch is to a minibatch what a rank is to a batch: all have as many completions, and
+        means over tokens weight each by its share of the tokens.
+        """
+        rows = torch.arange(len(minibatch.mask)).split(self.microbatch_size)
+        parts = [minibatch.get_rows(chosen) for chosen in rows]
+        counts = torch.stack([part.mask.sum() for part in parts]).double()
+        if self.n_ranks > 1:
+            dist.all_reduce(counts)
+        total = 0.0
+        for part, share in zip(parts, counts / counts.sum().clamp(min=1), strict=True):
+            self.token_share = (len(parts) * share).float()
+            with recomputing() if self.checkpointing else contextlib.nullcontext():
+                objective = self.compute_rlhf_objective(part) / len(parts)
+            objective.backward()
+            total += objective.item()
+        self.token_share = 1.0
+        return total
 
     def train(self) -> list[dict[str, float]]:
         """Run the phases that are left, and return the history, the same on every rank but for
@@ -268,7 +316,7 @@ class DataParallel(RLHFTrainer):
         require(n == self.n_ranks, f"the run should go on with {n} ranks, but has {self.n_ranks}")
         super().set_state(state)
         self.generator_states = states
-        self.generator.set_state(self.generator_states[self.rank])
+        restore_generator(self.generator, self.generator_states[self.rank])
 
 
 class SilentRun:
@@ -298,20 +346,21 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
     def measure_entropy(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """Return the entropy over the tokens of all ranks."""
+        """Return the entropy over the tokens of all ranks, by this microbatch's share of them."""
         mask = minibatch.mask
         here = self._read_scores(minibatch, scored).calc_mean_entropy(mask)
         entropy = global_masked_mean(here.expand(mask.shape), mask)  # each rank by its tokens
+        entropy = entropy * self.token_share
         self.metrics["entropy"].append(entropy.item())
         return entropy
 
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """Return the exact KL from the reference over the tokens of all ranks."""
+        """Return the exact KL from the reference over the tokens of all ranks, likewise."""
         mask = minibatch.mask
         here = self._read_scores(minibatch, scored).calc_mean_kl(mask)
-        kl = global_masked_mean(here.expand(mask.shape), mask)
+        kl = global_masked_mean(here.expand(mask.shape), mask) * self.token_share
         self.metrics["kl_exact"].append(kl.item())
         return kl
 
@@ -322,14 +371,14 @@ class DataParallelRLHFTrainer(DataParallel):
     kind = "rlhf"
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Weigh this rank's mean by its share of all tokens: then the mean over the ranks is that
-        of all tokens."""
+        """Weight this rank's mean by its share of all tokens, and a microbatch's likewise: then the
+        mean over both is that of all tokens."""
         mask = minibatch.mask
         count = mask.sum().double()
         if self.n_ranks > 1:
             dist.all_reduce(count)
         share = mask.sum() * self.n_ranks / count.clamp(min=1)
-        return super().compute_rlhf_objective(minibatch) * share.float()
+        return super().compute_rlhf_objective(minibatch) * share.float() * self.token_share
 
 
 # --- A sharded model ----------------------------------------------------------------------------

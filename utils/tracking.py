@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 from tabulate import tabulate
+from torch import Tensor
 from tqdm import tqdm
 
 from utils.models.fast_path import forget
@@ -236,6 +238,21 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return state
 
 
+def restore_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Give a generator the state of one; with a warning a new one that follows from it, where that
+    was on another kind of device."""
+    if len(state) == len(generator.get_state()):
+        generator.set_state(state)
+        return
+    warnings.warn(
+        f"The checkpoint's random numbers are another device's. From here on, the run draws those "
+        f"of {generator.device.type}.",
+        stacklevel=3,
+    )
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    generator.manual_seed(int.from_bytes(digest[:6]))
+
+
 def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
     """Return the folder of a new run: `runs_dir/name`, or one named after `kind` and the time.
 
@@ -279,7 +296,7 @@ def describe_args(args: Any) -> dict[str, Any]:
         return str(value) if isinstance(value, Path) else format_stably(value)
 
     # A reward function may have been mended since; its name says little anyway.
-    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "reward_fn"}
+    free = {"name", "runs_dir", "checkpoint_every", "samples_every", "reward_fn", "device"}
     names = {f.name for f in fields(args) if "wandb" not in f.name} - free
     return {name: describe(getattr(args, name)) for name in sorted(names)}
 

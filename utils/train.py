@@ -126,7 +126,9 @@ class Options:
     reward_fn: Suppress[Any] = reward_fn_sentiment
     data: str | None = None  # Prompts, and columns for the reward: .jsonl, .txt, module:function.
     reward: str | None = None  # module:function; without it, the sentiment of chapter 2.
-    weights_dtype: str | None = None  # Of the base: float32 unless given, or bfloat16.
+    weights_dtype: str | None = None  # Of the base; else bfloat16 on a GPU that has it, or float32.
+    microbatch_size: int | None = None  # Completions to learn from at a time, to save memory.
+    checkpointing: bool = False  # Compute each block twice to keep less of it.
     resume: Path | None = None  # Go on with the run of this folder; give the same arguments.
 
     def __post_init__(self):
@@ -187,7 +189,9 @@ def train(args: PpoCommand | GrpoCommand) -> list[dict[str, float]]:
     trainer_class, args_class = TRAINERS[type(args)]
     plain = args_class(**{f.name: getattr(args, f.name) for f in fields(args_class)})
     with joined(args.device) as rank:
-        trainer = trainer_class(plain)
+        trainer = trainer_class(
+            plain, microbatch_size=args.microbatch_size, checkpointing=args.checkpointing
+        )
         if args.resume is not None:
             trainer.load_checkpoint(args.resume / "checkpoint.pt")
         try:

@@ -1,11 +1,9 @@
-"""What the tests of this folder do to models and notebooks."""
+"""What the tests of this folder do to models."""
 
 import torch
 
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.support.models import SITES
-from utils.authoring.notebooks import SOLUTIONS, Edition, build, execute
-from utils.course import session
 
 # What the native forward computes, of the fixture `folders`.
 NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
@@ -43,12 +41,3 @@ def assert_bit_identical(model, weights):
     now = model.base.original_model.state_dict()
     assert weights.keys() == now.keys()
     assert all(torch.equal(weights[name], now[name]) for name in weights)
-
-
-def run_short(chapter: str, edition: Edition, monkeypatch) -> list[str]:
-    """Execute a chapter's notebook, cut short: what its cells with checks print."""
-    monkeypatch.setenv(session.SHORT, "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # another notebook runs beside it
-    executed = execute(build(chapter, edition), SOLUTIONS)
-    checks = [cell for cell in executed.cells if "check" in cell.metadata.get("tags", [])]
-    return ["".join(output.get("text", "") for output in cell.outputs) for cell in checks]

@@ -213,17 +213,24 @@ def test_a_failed_first_phase_leaves_no_folder(tmp_path):
     assert len(trainer.train()) == 1
 
 
-def test_a_checkpoint_of_another_kind_of_device_changes_nothing(tmp_path):
+def test_a_checkpoint_of_another_kind_of_device_goes_on_with_new_random_numbers(tmp_path):
     make_trainer(tmp_path, name="run").train()
     path = tmp_path / "run" / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    torch.save(state | {"generator": torch.zeros(16, dtype=torch.uint8)}, path)
-    trainer = make_trainer(tmp_path, name="run")
-    before = {name: tensor.clone() for name, tensor in trainer.model.trainable_state().items()}
-    with pytest.raises(ValueError, match="device should be of the kind"):
-        trainer.load_checkpoint(path)
-    after = trainer.model.trainable_state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    def resume(position):
+        """A GPU's generator has a state of 16 bytes: its seed and its position."""
+        of_gpu = torch.tensor([0] * 15 + [position], dtype=torch.uint8)
+        torch.save(state | {"generator": of_gpu}, path)
+        trainer = make_trainer(tmp_path, name="run", device="cpu")
+        with pytest.warns(UserWarning, match="another device's"):
+            trainer.load_checkpoint(path)
+        now = trainer.model.trainable_state()
+        assert all(torch.equal(now[name], tensor) for name, tensor in state["trainable"].items())
+        return trainer.generator.get_state()
+
+    assert torch.equal(resume(1), resume(1))
+    assert not torch.equal(resume(1), resume(2))
 
 
 NOTE = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.course.helpers import run_short
+from tests.course.run_short import run_short
 from utils.authoring.notebooks import Edition, get_written_chapters
 
 

@@ -125,7 +125,7 @@ def learn_beside_one(kind, folder):
     parallel, single, args_class, options = CASES[kind]
     setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
     args = args_class(prompts=TRAIN, **ONE_STEP | setup | options)
-    trainer, alone = parallel(args), single(args)
+    trainer, alone = parallel(args, microbatch_size=4), single(args)
     off = []
     for _ in range(3):
         memory = trainer.rollout_phase()
@@ -149,6 +149,55 @@ def test_two_ranks_learn_what_one_process_learns_from_their_union(kind, of_ranks
     assert max(off) < 2e-5
     assert ids[0] != ids[1]  # seeds of their own
     assert torch.equal(weights, others)
+
+
+def learn_once(kind, folder, **of_memory):
+    """Return the weights after a step, the gradients of it, and its metrics."""
+    parallel, _, args_class, options = CASES[kind]
+    setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
+    setup |= {"ent_coef": 0.1, "kl_coef": 0.3}
+    trainer = parallel(args_class(prompts=TRAIN, **ONE_STEP | setup | options), **of_memory)
+    for layer in trainer.model.adapters.values():
+        nn.init.normal_(layer.lora_B, std=0.02, generator=torch.Generator().manual_seed(0))
+    trainer.learning_phase(trainer.rollout_phase())
+    parameters = trainer.model.trainable_parameters()
+    metrics = {name: sum(x) / len(x) for name, x in trainer.metrics.items()}
+    metrics["objective"] = trainer.metrics["objective"]
+    found = ([p.detach() for p in parameters], [p.grad for p in parameters])
+    return *(torch.cat([x.flatten() for x in tensors]) for tensors in found), metrics
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_step_is_the_same_by_microbatches_and_with_checkpointing(kind, tmp_path):
+    weights, gradient, metrics = learn_once(kind, tmp_path)
+    for size in (4, 8):
+        _, found, its = learn_once(kind, tmp_path, microbatch_size=size)
+        assert_close(found, gradient, rtol=1e-4, atol=1e-6)
+        for name in ("objective", "grad_norm"):
+            assert_close(torch.tensor(its[name]), torch.tensor(metrics[name]), rtol=1e-4, atol=1e-6)
+    assert torch.equal(learn_once(kind, tmp_path, checkpointing=True)[0], weights)
+    both = learn_once(kind, tmp_path, microbatch_size=4, checkpointing=True)
+    assert_close(both[1], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path):
+    args = GrpoArgs(prompts=TRAIN, batch_size=64, runs_dir=tmp_path, **ONE_STEP)
+    trainers = [DataParallelGrpoTrainer(args, checkpointing=is_on) for is_on in (False, True)]
+    memory = trainers[0].rollout_phase()
+    peaks = [measure_allocated(lambda t=trainer: t.learning_phase(memory)) for trainer in trainers]
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_checkpointing_is_refused_where_it_would_not_happen(folders, tmp_path):
+    args = GrpoArgs(base_model=folders["gpt_neox"], lora_sites=("attn.q",), runs_dir=tmp_path)
+    with pytest.raises(ValueError, match="checkpointing should be False .* gpt_neox"):
+        DataParallelGrpoTrainer(args, checkpointing=True)
+
+
+@pytest.mark.parametrize(("name", "value"), [("microbatch_size", 3), ("microbatch_size", 0)])
+def test_a_microbatch_that_does_not_divide_is_an_error(name, value, tmp_path):
+    with pytest.raises(ValueError, match=name):
+        learn_once("GRPO", tmp_path, **{name: value})
 
 
 # --- A sharded model ----------------------------------------------------------------------------

@@ -13,7 +13,8 @@ When hooks are attached, for other architectures, and where a reader's code comp
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,16 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from utils.models.blocks import NativeModel
+from utils.models.blocks import Block, NativeModel
 from utils.models.fast_path import agrees, find_native, get_parts
 from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time on a CPU, if that is MIN_ROWS or more
 GPU_SHARE = 1 / 160  # of a GPU's memory, which one float32 copy of a chunk's logits may take
 WIDTH = 32  # tokens of a row on which a scorer is tried
+_recomputes: ContextVar[bool] = ContextVar("recomputes", default=False)
 MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
 
 
@@ -439,11 +442,29 @@ class NativeScorer(BridgeScorer):
         return scores
 
 
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Make a forward pass inside keep the input of each block alone: the backward pass computes the
+    block anew. Gradients are the same to the last bit."""
+    before = _recomputes.set(True)
+    try:
+        yield
+    finally:
+        _recomputes.reset(before)
+
+
 def read(native: NativeModel, rows: FlatRows) -> Float[Tensor, "scored d_model"]:
     """Return the final norm's output at the token before each that is scored."""
     x, rotary = native.embed(rows.ids, rows.positions)
+
+    def run(block: Block, x: Float[Tensor, "token d_model"]) -> Float[Tensor, "token d_model"]:
+        return block.finish(x, attend(block.project(x, rotary), block.heads, rows))
+
     for block in native.blocks:
-        x = block.finish(x, attend(block.project(x, rotary), block.heads, rows))
+        if _recomputes.get():
+            x = checkpoint(run, block, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            x = run(block, x)
     return native.normalize_last(x.index_select(0, rows.predictors))
 
 

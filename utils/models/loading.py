@@ -81,12 +81,14 @@ def load_base_model(
     """Boot "embedded" (the model in this repo), one that `utils.models.fetch` has fetched
     ("smollm2"), a local folder, or a model of the Hugging Face hub.
 
-    The device defaults to the GPU if there is one, the dtype to float32. Both are given at the
-    start because a bridge that is moved later stops sharing GPT-2's q, k, v weights with `c_attn`.
+    The device defaults to the GPU if there is one. The dtype defaults to bfloat16 on a GPU that
+    computes in it, and else to float32, as always for the small models in this repo. Both are given
+    at the start because a bridge that is moved later stops sharing GPT-2's q, k, v weights with
+    `c_attn`.
 
     Raises ValueError for a name that cannot be loaded, and for a dtype that is none.
     """
-    exact_dtype = _get_dtype(dtype)
+    exact_dtype = None if dtype is None else _get_dtype(dtype)
     if str(name) == "embedded":
         name = EMBEDDED_MODEL
     if str(name) in MODELS and not Path(name).is_dir():
@@ -110,6 +112,9 @@ def load_base_model(
     except (RuntimeError, AssertionError) as error:  # as PyTorch raises without CUDA
         said = f"device should be one that PyTorch has here, such as cpu, but is {str(device)!r}"
         raise ValueError(f"{said}: {str(error).splitlines()[0]}") from error
+    if exact_dtype is None:
+        is_ours = path.parent == EMBEDDED_MODEL.parent
+        exact_dtype = torch.float32 if is_ours else choose_dtype(torch.device(device))
     kept = _kept.get(str(name))
     if kept is None:
         return _boot(str(name), device, exact_dtype)
@@ -119,8 +124,17 @@ def load_base_model(
     return kept[key].pop() if len(kept[key]) > 1 else _copy(kept[key][0])
 
 
-def _get_dtype(dtype: torch.dtype | str | None) -> torch.dtype:
-    found: Any = torch.float32 if dtype is None else dtype
+def choose_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 for a GPU that computes in it, else float32."""
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def _get_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found: Any = dtype
     if isinstance(found, str):
         found = getattr(torch, found.removeprefix("torch."), found)
     require(
