@@ -15,11 +15,13 @@ ONE_STEP = {
 }  # fmt: skip
 
 
-def load(folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None):
+def load(
+    folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None, device="cpu"
+):
     torch.manual_seed(0)
     given = SITES.get(name, SITES["gpt2"] if name == "embedded" else SITES["llama"])
     sites = sites or (("attn.q", "attn.v") if name in ("phi", "gpt_neox") else given)
-    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device="cpu", dtype=dtype)
+    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device=device, dtype=dtype)
     for parameter in model.trainable_parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from solutions.ch0_sampling import encode_prompts
 from utils.bench import comparisons, ours, trl
 from utils.bench.measuring import measure_peak, run_apart
-from utils.bench.models import LLAMA, Work, make_data, save_embedded, save_llama
+from utils.bench.models import LLAMA, Work, make_data, save_embedded, save_random
 from utils.bench.report import MARKS, PUBLISHED, README, format_report, replace_tables
 from utils.models.loading import EMBEDDED_MODEL
 
@@ -38,7 +38,7 @@ def test_completions_never_end_early(endless, tmp_path):
     work = Work(n_prompts=8, group_size=8, gen_len=60)
     ours.Contestant(endless, work).check_length()
     small = LlamaConfig(**LLAMA.to_dict() | {"num_hidden_layers": 1, "vocab_size": 512})
-    ours.Contestant(save_llama(tmp_path / "llama", small), work).check_length()
+    ours.Contestant(save_random(tmp_path / "llama", small), work).check_length()
     with pytest.raises(ValueError, match="should have 60 tokens"):
         ours.Contestant("embedded", work).check_length()
 

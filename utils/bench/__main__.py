@@ -14,19 +14,21 @@ from pathlib import Path
 
 import torch
 
-from utils.bench import comparisons
-from utils.bench.report import format_report, publish
+from utils.bench import comparisons, gpu
+from utils.bench.report import format_report, publish, summarise
 
 PARTS: dict[str, Callable[[], dict]] = {
     "steps": comparisons.measure_steps,
     "learning": comparisons.measure_learning,
+    "gpu": gpu.measure_gpu,
 }
+DEFAULT = [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
 OUT = Path("runs/bench.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=DEFAULT, metavar="PART")
     parser.add_argument("--publish", action="store_true", help="put the tables into README.md")
     args = parser.parse_args()
     results = json.loads(OUT.read_text()) if OUT.exists() else {}
@@ -34,7 +36,9 @@ def main() -> None:
         print(f"{part} ...", flush=True)
         start = time.perf_counter()
         results[part] = PARTS[part]()
-        results["machine"] = describe_machine()
+        if part != "gpu":  # which says its own
+            results["machine"] = describe_machine()
+        results["summary"] = summarise(results)
         OUT.parent.mkdir(exist_ok=True)
         partial = OUT.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")

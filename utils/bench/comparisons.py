@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.bench.measuring import measure_peak, run_apart
-from utils.bench.models import Work, save_embedded, save_llama
+from utils.bench.models import Work, save_embedded, save_random
 from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
 from utils.models.loading import EMBEDDED_MODEL
 from utils.rewards import reward_fn_addition
@@ -45,7 +45,7 @@ def measure_steps() -> dict:
     """Measure steps against TRL's best: of the embedded model, 128 completions of exactly 40 tokens
     and of up to 40 that end by themselves; of SmolLM2's shape, 16 completions of 20 tokens."""
     with tempfile.TemporaryDirectory() as name:
-        endless, llama = save_embedded(Path(name, "embedded")), save_llama(Path(name, "llama"))
+        endless, llama = save_embedded(Path(name, "embedded")), save_random(Path(name, "llama"))
         return {
             "fixed": compare(endless, Work()),
             "natural": compare(EMBEDDED_MODEL, Work(), is_fixed=False),

@@ -5,9 +5,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from utils.models.corpus import addition_prompt, training_pairs
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
@@ -15,7 +23,8 @@ from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 Between = Callable[[int], bool | None]  # called after each step; True ends the training
 
 # By architecture every linear layer of the blocks.
-SITES = {"gpt2": ALL_LINEAR_SITES, "llama": (*ALL_LINEAR_SITES, "mlp.gate")}
+GATED = (*ALL_LINEAR_SITES, "mlp.gate")
+SITES = {"gpt2": ALL_LINEAR_SITES, "llama": GATED, "qwen2": GATED}
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,17 @@ LLAMA = LlamaConfig(  # SmolLM2-135M's sizes
     rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
     tie_word_embeddings=True,
 )
+QWEN = Qwen2Config(  # Qwen2.5-0.5B's sizes
+    vocab_size=151936,
+    hidden_size=896,
+    intermediate_size=4864,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    tie_word_embeddings=True,
+)
 
 
 def save_embedded(folder: Path) -> Path:
@@ -62,8 +82,14 @@ def save_embedded(folder: Path) -> Path:
 
 
 @torch.no_grad()
-def save_llama(folder: Path, config: LlamaConfig = LLAMA) -> Path:
-    """Save a Llama with random weights that gives its eos a probability of practically 0.
+def save_random(
+    folder: Path,
+    config: PretrainedConfig = LLAMA,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Save a Llama-type model with random weights that gives its eos a probability of practically
+    0.
 
     What the eos's logit reads, and nothing else, is an entry of the embeddings, which no block
     changes, that is 1 at every position.
@@ -72,7 +98,8 @@ def save_llama(folder: Path, config: LlamaConfig = LLAMA) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(config, name, getattr(tokenizer, name))
-    model = LlamaForCausalLM(config)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[0] = 0.0
         layer.mlp.down_proj.weight[0] = 0.0

@@ -14,11 +14,11 @@ from utils.rewards import reward_fn_addition
 class Contestant:
     """Takes steps without a phase's table and log."""
 
-    def __init__(self, folder: Path | str, work: Work, seed: int = 0):
+    def __init__(self, folder: Path | str, work: Work, seed: int = 0, device: str = "cpu"):
         prompts, answers = make_data()
         args = GrpoArgs(
             base_model=folder,
-            device="cpu",
+            device=device,
             seed=seed,
             prompts=prompts,
             columns={"answers": answers},
@@ -45,6 +45,8 @@ class Contestant:
             self.trainer.metrics.clear()
             start = time.perf_counter()
             self.trainer.learning_phase(self.trainer.rollout_phase())
+            if self.trainer.device.type == "cuda":
+                torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
             if between(len(seconds)):
                 break
@@ -52,7 +54,8 @@ class Contestant:
 
     def sample(self, prompts: list[str], seed: int) -> list[str]:
         """Sample a completion of each prompt."""
-        generator, gen_len = torch.Generator().manual_seed(seed), self.work.gen_len
+        generator = torch.Generator(self.trainer.device).manual_seed(seed)
+        gen_len = self.work.gen_len
         return sample_completions(self.trainer.model, prompts, gen_len, generator=generator).texts
 
     def check_length(self) -> None:

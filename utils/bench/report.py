@@ -14,18 +14,48 @@ MARKS = "<!-- bench -->\n", "<!-- end of bench -->\n"
 
 def format_report(results: dict) -> str:
     """Return the parts that were measured, each as a table, ratios first."""
-    parts = {"steps": _format_steps, "learning": _format_learning}
-    machine = results["machine"]
-    lines = [
-        f"Measured on {machine['cores']} cores ({machine['architecture']}, no GPU), PyTorch "
-        f"{machine['torch']}, {machine['threads']} threads. Medians, and in brackets the range."
-    ]
+    parts = {"steps": _format_steps, "learning": _format_learning, "gpu": _format_gpu}
+    lines = []
+    if "machine" in results:
+        machine = results["machine"]
+        lines.append(
+            f"Measured on {machine['cores']} cores ({machine['architecture']}, no GPU), PyTorch "
+            f"{machine['torch']}, {machine['threads']} threads. Medians, and in brackets the range."
+        )
     lines += [format_(results[name]) for name, format_ in parts.items() if name in results]
     return "\n\n".join(lines) + "\n"
 
 
+def summarise(results: dict) -> dict:
+    """Return how many times as fast as TRL's our steps are, by the medians."""
+    summary: dict[str, dict[str, float]] = {}
+    if "steps" in results:
+        summary["against_trl"] = {
+            name: _divide(row["seconds"]["trl"], row["seconds"]["ours"])
+            for name, row in results["steps"].items()
+        }
+    if "gpu" in results:
+        summary["against_trl_gpu"] = {
+            shape: _divide(get_fastest(sides)[1]["seconds"], sides["ours"]["seconds"])
+            for shape, sides in results["gpu"]["shapes"].items()
+        }
+    return summary
+
+
+def _divide(theirs: list[float], ours: list[float]) -> float:
+    return statistics.median(theirs) / statistics.median(ours)
+
+
+def get_fastest(sides: dict[str, dict]) -> tuple[str, dict]:
+    """Return TRL's fastest configuration, by name, of those that ran."""
+    ran = {name: side for name, side in sides.items() if name != "ours" and "seconds" in side}
+    return min(ran.items(), key=lambda item: statistics.median(item[1]["seconds"]))
+
+
 def publish(results: dict) -> None:
-    """Keep `results` and put their tables into the README."""
+    """Keep `results`, beside earlier ones of other parts, and put their tables into the README."""
+    results = json.loads(PUBLISHED.read_text()) | results
+    results["summary"] = summarise(results)
     PUBLISHED.write_text(json.dumps(results, indent=1) + "\n")
     README.write_text(replace_tables(README.read_text(), format_report(results)))
 
@@ -90,3 +120,24 @@ def _format_learning(result: dict) -> str:
     pairs = zip(result["runs"]["trl"], result["runs"]["ours"], strict=True)
     both = [a["seconds"] / b["seconds"] for a, b in pairs if a["steps"] and b["steps"]]
     return table + (f"\n\nSooner by a factor of {_spread(both)}." if both else "")
+
+
+def _format_gpu(result: dict) -> str:
+    rows = []
+    for shape, sides in result["shapes"].items():
+        for side, found in sides.items():
+            if "error" in found:
+                rows.append((shape, side, f"did not run: {found['error'][:60]}", *[""] * 4))
+                continue
+            parts = [f"{found[part]:.2f}" for part in ("sampling", "reference", "update")]
+            step = _spread(found["seconds"])
+            rows.append((shape, side, step, *parts, f"{found['peak_gb']:.1f}"))
+    headers = ("one GRPO step of 16 × 8", "", "seconds", *"sampling reference update".split())
+    machine = result["machine"]
+    ratios = summarise({"gpu": result})["against_trl_gpu"]
+    said = "; ".join(f"{shape}: {ratio:.1f} times" for shape, ratio in ratios.items())
+    return "\n\n".join([
+        f"On one {machine['gpu']}, PyTorch {machine['torch']}, in bfloat16:",
+        _table(rows, *headers, "peak GB"),
+        f"As fast as TRL in its fastest configuration: {said}.",
+    ])  # fmt: skip

@@ -45,6 +45,8 @@ class _AfterStep(TrainerCallback):
         self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **_):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.start)
         if self.between(len(self.seconds)):
             control.should_training_stop = True
@@ -60,6 +62,7 @@ class Contestant:
         work: Work,
         seed: int = 0,
         attn_implementation: str = "sdpa",
+        dtype: torch.dtype = torch.float32,
         **options: Any,
     ):
         torch.manual_seed(seed)
@@ -88,7 +91,7 @@ class Contestant:
         }
         self.work = work
         model = AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation=attn_implementation, dtype=torch.float32
+            folder, attn_implementation=attn_implementation, dtype=dtype
         )
         self.trainer = GRPOTrainer(
             model=model,
