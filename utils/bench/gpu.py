@@ -71,7 +71,7 @@ def _measure_alone(measure: Callable[[], dict]) -> dict:
         found = measure()
     except Exception as error:  # of another library, of any kind
         return {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-    return found | {"peak_gb": torch.cuda.max_memory_allocated() / 2**30}
+    return {"peak_gb": torch.cuda.max_memory_allocated() / 2**30} | found
 
 
 def measure_ours(folder: Path, work: Work) -> dict:
@@ -84,7 +84,15 @@ def measure_ours(folder: Path, work: Work) -> dict:
     methods = {"sampling": "sample_and_score", "reference": "get_ref_logprobs"}
     clock = Clock(contestant.trainer, methods)
     steps = contestant.train(ROUNDS + 1, lambda _: clock.end_step())
-    return clock.summarise(steps) | {"decoder": get_decoder(contestant.trainer.model).why}
+    peak = torch.cuda.max_memory_allocated()
+    trainer = contestant.trainer
+    samples, _ = trainer.sample_and_score(work.n_prompts, work.group_size)
+    off = (samples.logprobs - trainer.get_sample_logprobs(samples)).abs()
+    return clock.summarise(steps) | {
+        "peak_gb": peak / 2**30,
+        "decoder": get_decoder(trainer.model).why,
+        "off": {"mean": off.mean().item(), "most": off.max().item()},  # of sampler and scorer
+    }
 
 
 def measure_trl(folder: Path, work: Work, options: dict[str, Any]) -> dict:

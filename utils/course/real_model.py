@@ -125,8 +125,6 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     """Train one run and return its row of the summary."""
     shutil.rmtree(out / name, ignore_errors=True)  # of an earlier run
     run = {"base_model": folder, "name": name, "runs_dir": out, "seed": seed}
-    if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-        run["dtype"] = torch.bfloat16
     args = task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
     trainer = task.trainer_class(args)
     print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)

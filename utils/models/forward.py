@@ -30,7 +30,7 @@ from utils.models.fast_path import agrees, find_native, get_parts
 from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time on a CPU, if that is MIN_ROWS or more
-GPU_SHARE = 1 / 160  # of a GPU's memory, which one float32 copy of a chunk's logits may take
+GPU_SHARE = 1 / 512  # of a GPU's memory, which one float32 copy of a chunk's logits may take
 WIDTH = 32  # tokens of a row on which a scorer is tried
 _recomputes: ContextVar[bool] = ContextVar("recomputes", default=False)
 MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
