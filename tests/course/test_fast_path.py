@@ -9,9 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.course.helpers import randomize
+from utils.bench.models import save_random
 from utils.grading.substitution import build_module
 from utils.models import forward
 from utils.models.decoding import Decoder, get_decoder
@@ -81,11 +83,11 @@ def build_chapters(old: str | re.Pattern = "", new=""):
         yield f"{chapter}_now", module
 
 
-def train(monkeypatch, folder, *edit):
+def train(monkeypatch, folder, *edit, **given):
     """The trained numbers, and what was said."""
     for name, module in build_chapters(*edit):
         monkeypatch.setitem(sys.modules, name, module)
-    args = module.RLHFArgs(**TASK, runs_dir=folder, name=f"run-{len(edit)}")
+    args = module.RLHFArgs(**TASK, runs_dir=folder, name=f"run-{len(edit)}", **given)
     trainer = module.RLHFTrainer(args)
     torch.manual_seed(0)
     randomize(trainer.model)
@@ -120,6 +122,26 @@ def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeyp
     assert (numbers - unedited[0]).abs().max() > 1e-4
     assert len(said) == is_said  # once, and not in each minibatch
     assert unedited[1] == []
+
+
+@pytest.mark.takes_long
+@pytest.mark.parametrize("name", [name for name in EDITS if name != "a tanh"])  # lacks a cast
+def test_an_edit_is_noticed_in_bfloat16_too(name, tmp_path, monkeypatch):
+    old, new, is_said = EDITS[name]
+    _, said = train(monkeypatch, tmp_path, old, new, dtype=torch.bfloat16)
+    assert len(said) == is_said
+
+
+def test_rounding_in_a_deep_model_in_bfloat16_is_not_taken_for_an_edit(tmp_path):
+    sizes = {"num_hidden_layers": 30, "hidden_size": 64, "intermediate_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+    folder = save_random(tmp_path / "deep", LlamaConfig(**sizes, **heads, initializer_range=0.1))
+    model = TransformerWithValueHeadLora.from_pretrained(
+        folder, sites=("attn.q", "mlp.out"), device="cpu", dtype=torch.bfloat16
+    )
+    scorer = get_scorer(model)
+    assert type(scorer) is NativeScorer
+    assert scorer.gives_the_same("the KL")
 
 
 # Names of given code, which a reader may change.

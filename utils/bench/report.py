@@ -126,6 +126,7 @@ def _format_gpu(result: dict) -> str:
     rows = []
     for shape, sides in result["shapes"].items():
         for side, found in sides.items():
+            side = "here" if side == "ours" else side
             if "error" in found:
                 rows.append((shape, side, f"did not run: {found['error'][:60]}", *[""] * 4))
                 continue

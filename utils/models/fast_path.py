@@ -31,8 +31,12 @@ OBSERVED = ("transformers.", "transformer_lens.", "torch.distributed.fsdp.")  # 
 PLAIN, FUNCTION = (bool, int, float, str), (FunctionType, MethodType)
 UNTOLD = ("__annotations__", "__doc__")  # of a class
 MAX_REPR = 300  # characters of a global
-TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.1  # of a norm, and in shorter dtypes: rounding, with room
+TOLERANCE = 1e-3  # of a norm: rounding, with room
 SIZE = 0.3  # of the random numbers, so that what is trained changes what comes out
+# In shorter dtypes. Thirty blocks with larger numbers make more of a rounding than of an edit, and
+# with smaller ones a KL is rounding alone: SmolLM2's log-probs are off by 0.01 in bfloat16, its
+# gradients and KL by up to 0.15.
+ROUGH_TOLERANCE, ROUGHEST_TOLERANCE, ROUGH_SIZE = 0.08, 0.25, 0.15
 SCALING = 8  # for which that is so: of adapters that are scaled otherwise, B is larger or smaller
 MAX_KNOWN = 100  # states of a model's code that are remembered
 
@@ -186,9 +190,10 @@ def randomized(model: Any) -> Iterator[list[Any]]:
     scalings = {id(layer.lora_B): layer.scaling for layer in layers}
     saved = [p.data.clone() for p in parameters]
     generator = torch.Generator().manual_seed(0)
+    general = ROUGH_SIZE if is_short(next(parts.base.parameters()).dtype) else SIZE
     try:
         for p in parameters:
-            size = SIZE / p.shape[0] ** 0.5 if p.ndim else SIZE
+            size = general / p.shape[0] ** 0.5 if p.ndim else general
             size = size * SCALING / float(scalings.get(id(p), SCALING))
             p.data.copy_(size * torch.randn(p.shape, generator=generator))
         yield [p for p in parameters if p.requires_grad]
@@ -197,12 +202,19 @@ def randomized(model: Any) -> Iterator[list[Any]]:
             p.data.copy_(numbers)
 
 
+def is_short(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits < 32
+
+
 def find_difference(
     found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
 ) -> str | None:
     """Return the first thing that differs by more than rounding does in a dtype, in words."""
-    tolerance = TOLERANCE if torch.finfo(dtype).bits >= 32 else ROUGH_TOLERANCE
     for name, right in expected.items():
+        tolerance = TOLERANCE
+        if is_short(dtype):
+            is_roughest = "gradient" in name or "KL" in name
+            tolerance = ROUGHEST_TOLERANCE if is_roughest else ROUGH_TOLERANCE
         if found[name].shape != right.shape:
             return f"{name}: shape {list(found[name].shape)} for {list(right.shape)}"
         off, size = (x.double().norm().item() for x in (found[name] - right, right))
