@@ -1436,7 +1436,7 @@ def _is_the_same_model(observed, reference):
     if observed["hooks left behind"] > 0:
         return "hooks are left behind"
     if observed["merged() once more"] != "no error":
-        return "after errors inside merged(), entering it once more is an error"
+        return "after errors inside merged(), entering it again is an error"
     return None
 
 
