@@ -528,7 +528,7 @@ class ReplayMemory(ReplayMinibatch):
         )
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
-        """Yield every row once per epoch, in a new random order each time, all fields alike.
+        """Yield every row once per epoch, in a new random order each time, the same for all fields.
 
         `num_minibatches` an epoch, as even as whole groups allow.
         """
@@ -805,7 +805,7 @@ class RLHFTrainer:
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """Return the exact KL from the reference, of which nothing is kept; `scored` as above."""
+        """Return the exact KL from the reference, keeping none of its logits; `scored` as above."""
         kl = self._read_scores(minibatch, scored).calc_mean_kl(minibatch.mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl

@@ -1362,7 +1362,7 @@ def _rows_that_do_not_divide(observed, reference):
         if not torch.equal(observed[f"x of {name}"], reference["x"][rows]):
             return "with groups too, all fields should be shuffled the same way"
         if any(len(rows) != 4 * len((rows // 4).unique()) for rows in minibatches):
-            return "group_size rows that follow one another should be in one minibatch"
+            return "group_size consecutive rows should be in one minibatch"
         if n_groups == 24 and (epochs[0] // 4).diff().ge(0).all():
             return "groups should come in a random order"
     return None
