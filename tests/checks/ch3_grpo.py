@@ -968,7 +968,7 @@ def _find_wrong_groups(observed) -> str | None:
             "here there are 3 prompts with 12 completions each"
         )
     if observed.get("prompts of the first rollout") == observed["prompts"]:
-        return "a second rollout should draw its prompts anew"
+        return "a second rollout should draw new prompts"
     texts = observed["texts"] + observed.get("texts of the first rollout", [])
     if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
         return "each completion of a group should be sampled on its own; here all are the same"
