@@ -35,8 +35,8 @@ def get_logprobs(
     """Return the log-probability, in nats, of each token after the first `prefix_len`.
 
     log p(token_t) = z[token_t] - logsumexp(z), where z = logits[t - 1] / temperature: the logits at
-    a position predict the next one. A gather and a logsumexp suffice; a log-softmax over the whole
-    vocabulary is never stored.
+    a position predict the next one. A gather and a logsumexp are enough; a log-softmax over the
+    whole vocabulary is never stored.
 
     Raises ValueError if `prefix_len` is not in [1, seq] or `temperature` is not positive.
     """
@@ -50,18 +50,18 @@ def get_logprobs(
 
 
 def at_least_float32(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return `x`, in float32 if its dtype is shorter: bfloat16 has two to three decimal digits."""
+    """Return `x`, in float32 if its dtype has fewer bits: bfloat16 has 2 to 3 decimal digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def select_completion(
     per_position: Float[Tensor, "batch seq *rest"], prefix_len: int
 ) -> Float[Tensor, "batch completion *rest"]:
-    """Move what a model says at each position to the token that it speaks about.
+    """Line up what a model says at each position with the token that it's about.
 
     Entry t of the result belongs to token `prefix_len + t`, and was computed one position earlier,
     from the tokens before it: with prefix_len 3 and 5 positions, what positions 2 and 3 say is
-    about tokens 3 and 4. Every shift between logits or values and tokens is made here.
+    about tokens 3 and 4. Every shift between logits or values and tokens happens here.
     """
     return per_position[:, prefix_len - 1 : -1]
 
@@ -70,7 +70,7 @@ def select_completion(
 def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]:
     """Return the entropy of softmax(logits), in nats: H = -sum_v p_v log p_v.
 
-    A logit of -inf has p = 0 and counts 0 (the limit of p log p), in the gradient too.
+    A logit of -inf has p = 0 and counts as 0 (the limit of p log p), in the gradient too.
     """
     logprobs = at_least_float32(logits).log_softmax(-1)
     # 0 * -inf is nan, so the impossible tokens leave before the product.
@@ -82,7 +82,7 @@ def calc_entropy(logits: Float[Tensor, "*rest vocab"]) -> Float[Tensor, "*rest"]
 def masked_mean(
     values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], dim: int | None = None
 ) -> Float[Tensor, "..."]:
-    """Return the mean of `values` where `mask` is true, of all or along `dim`; 0 where none is.
+    """Return the mean of `values` where `mask` is true, overall or along `dim`; 0 where none is.
 
     What is masked out is replaced before the sum, so that nan and inf there reach neither the
     result nor the gradient (multiplying by the mask would not do: 0 * nan = nan). The arguments
@@ -105,10 +105,10 @@ def sample_next_token(
 ) -> Int[Tensor, "batch"]:
     """Draw one token per row from softmax(logits / temperature), after top-k, then top-p.
 
-    top-k keeps the k likeliest tokens. top-p keeps the fewest likeliest of those that remain whose
-    probabilities reach p, the token that crosses p included (Holtzman et al., section 3.1).
-    Temperature 0 takes the likeliest token; a k beyond the vocabulary and a p of 1 keep all. The
-    logits stay as they were.
+    top-k keeps the k likeliest tokens. top-p keeps the smallest set of the likeliest remaining
+    tokens whose probabilities reach p, including the token that crosses p (Holtzman et al., section
+    3.1). Temperature 0 takes the likeliest token; a k beyond the vocabulary and a p of 1 keep all.
+    The logits stay as they were.
 
     Raises ValueError for a negative temperature, top_k < 1 or top_p outside (0, 1].
     """
@@ -140,8 +140,8 @@ def get_completion_mask(
 ) -> Bool[Tensor, "batch completion"]:
     """Mark the tokens that are trained on: those up to and including the first eos.
 
-    The eos is in: ending is a decision of the policy like any other. The pad id plays no part, so
-    this holds where pad and eos are one token.
+    The eos is included: ending is a decision of the policy like any other. The pad id isn't used,
+    so this also works if pad and eos are the same token.
     """
     require(
         isinstance(eos_token_id, int), f"eos_token_id should be an integer, but is {eos_token_id!r}"
@@ -154,7 +154,7 @@ def get_completion_mask(
 def left_pad(
     sequences: list[list[int]], pad_token_id: int
 ) -> tuple[Int[Tensor, "batch seq"], Int[Tensor, "batch seq"]]:
-    """Pad on the left to one length: return ids, and a mask that is 1 on the real tokens.
+    """Pad on the left to a common length: return ids, and a mask that is 1 on the real tokens.
 
     The mask comes from the lengths, not from the pad id, which may be a real token as well. The
     given lists stay as they were.
@@ -203,13 +203,14 @@ def get_samples(
 ) -> Samples:
     """Sample one completion for each prompt, with a key-value cache, until all rows have ended.
 
-    `model` is a TransformerBridge, or anything that is called as one and has its `tokenizer` and
-    `cfg`. The bos is prepended if the tokenizer has one. Each step feeds the newest token only, but
-    the attention mask of everything so far: it says which cached positions are padding. The tensors
-    may stand in a later backward pass, as those made under `no_grad` may (not `inference_mode`).
+    `model` is a TransformerBridge, or anything that's called the same way and has its `tokenizer`
+    and `cfg`. The bos is prepended if the tokenizer has one. Each step feeds only the newest token,
+    but the attention mask of everything so far: it says which cached positions are padding. The
+    tensors can be used in a later backward pass, which is true of those made under `no_grad` (not
+    `inference_mode`).
 
-    Raises ValueError for an empty list of prompts, a prompt without tokens (an empty one, where no
-    bos is prepended), `max_new_tokens` < 1, and a prompt that leaves too little of the model's
+    Raises ValueError for an empty list of prompts, a prompt without tokens (an empty one, if no bos
+    is prepended), `max_new_tokens` < 1, and a prompt that leaves too little room in the model's
     context.
     """
     require(
@@ -246,7 +247,7 @@ def _generate(
 ) -> Int[Tensor, "batch completion"]:
     """Sample token after token until all rows have ended; the pad id follows a row's eos.
 
-    The eos is the tokenizer's, the pad id `get_pad_token_id` of it.
+    The eos is the tokenizer's; the pad id is `get_pad_token_id` of it.
     """
     eos_token_id, pad_token_id = model.tokenizer.eos_token_id, get_pad_token_id(model.tokenizer)
     step_ids, cache = prompt_ids, None

@@ -39,9 +39,9 @@ ATTENTION_SITES = ("attn.q", "attn.k", "attn.v", "attn.o")
 class LoraLayer(nn.Module):
     """Add x A B alpha / rank to the output of a linear layer (LoRA, section 4.1).
 
-    x is the layer's input, A and B are trained, and alpha / rank keeps the size of the change alike
-    when another rank is tried. `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in), `lora_B`
-    [rank d_out] at zero, so that a new adapter changes nothing.
+    x is the layer's input, A and B are trained, and alpha / rank keeps the size of the change
+    similar when you try a different rank. `lora_A` [d_in rank] starts uniform in ±1/sqrt(d_in),
+    `lora_B` [rank d_out] at zero, so that a new adapter changes nothing.
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int = 4, alpha: float = 32):
@@ -56,7 +56,7 @@ class LoraLayer(nn.Module):
     def forward(self, x: Float[Tensor, "... d_in"]) -> Float[Tensor, "... d_out"]:
         """Multiply through the rank, in the adapter's dtype; A B itself is never formed.
 
-        x may be of another dtype, such as bfloat16: it is cast to the adapter's.
+        x may have a different dtype, such as bfloat16: it is cast to the adapter's.
         """
         require(x.shape[-1] == self.d_in, f"x should end in {self.d_in}, but is {list(x.shape)}")
         return (x.to(self.lora_A.dtype) @ self.lora_A * self.scaling) @ self.lora_B
@@ -71,8 +71,8 @@ def make_lora_hooks(site: str, layer: LoraLayer) -> list[tuple[str, Callable]]:
 
     One reads the input at `site.hook_in`, the other adds to the output at `site.hook_out`, in the
     output's dtype. Either may carry head axes, one or several, after batch and seq (q, k, v on the
-    way out, o on the way in). The input is held between the two hooks only: where a forward breaks
-    off, until the next one. Each is called as `function(activation, hook=point)`.
+    way out, o on the way in). The input is held only between the two hooks (or until the next
+    forward pass, if one breaks off). Each is called as `function(activation, hook=point)`.
     """
     inputs: list[Tensor] = []
 
@@ -160,7 +160,7 @@ class TransformerWithLora(nn.Module):
     ) -> "TransformerWithLora":
         """Put adapters on "embedded", a local folder or a model of the Hugging Face hub.
 
-        The model is of the class that this is called on: chapter 2 makes a subclass.
+        The model is an instance of the class that this is called on: chapter 2 makes a subclass.
         """
         return cls(load_base_model(name, device, dtype), rank, alpha, sites)
 
@@ -197,7 +197,7 @@ class TransformerWithLora(nn.Module):
         The bridge derives position ids from the mask, which matters under left padding. `kwargs` go
         to the bridge: with `return_type="logits_and_cache"` the result is (logits, cache).
 
-        Raises ValueError, which names attention_mask, for one of another shape, which the bridge
+        Raises a ValueError that names attention_mask if it has a different shape, which the bridge
         would broadcast: it should cover the cached positions too,
         `past_key_values.get_seq_length()` of them.
         """
@@ -238,7 +238,7 @@ class TransformerWithLora(nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator["TransformerWithLora"]:
-        """Switch the adapters off inside: that is the frozen model, without a second copy.
+        """Switch the adapters off inside: that's the frozen model, without a second copy.
 
         Gradients are recorded inside exactly when they are outside.
         Entering it inside `reference()` or `merged()` is an error.
@@ -251,11 +251,11 @@ class TransformerWithLora(nn.Module):
         """Put W + A B alpha / rank in place of W inside, without hooks: faster sampling.
 
         The sum is rounded to the weights' dtype once, so in bfloat16 it differs visibly from the
-        hooked model. On leaving, also after an error or amid the merging, the saved weights are put
-        back bit for bit (subtracting what was added would not). They are written through `.data`,
-        which autograd does not see: a forward before `with merged()` and its backward after it are
-        safe, a backward inside is not. The adapters are read once, on entering. Entering it inside
-        `reference()` or `merged()` is an error.
+        hooked model. On leaving, even after an error or in the middle of merging, the saved weights
+        are put back bit for bit (subtracting what was added wouldn't do that). They are written
+        through `.data`, which autograd does not see: a forward pass before `with merged()` and its
+        backward pass after it are safe, a backward pass inside isn't. The adapters are read once,
+        on entering. Entering it inside `reference()` or `merged()` is an error.
         """
         with self._in_mode("merged"):
             weights = [linear.weight.data for linear in self._linears.values()]
@@ -279,7 +279,7 @@ class TransformerWithLora(nn.Module):
         return {"adapters": list(self._layers.parameters())}
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """Return what is trained, of every part: of those that a subclass adds too."""
+        """Return what is trained, from every part, including those that a subclass adds."""
         return [parameter for part in self.trainable_parts().values() for parameter in part]
 
     def trainable_state(self) -> dict[str, Tensor]:
@@ -310,8 +310,8 @@ class TransformerWithLora(nn.Module):
     def save_adapter(self, path: str | Path) -> None:
         """Write everything that is trained to a safetensors file, named as in `trainable_state`.
 
-        Its metadata notes "scaling", alpha / rank, as `str(float(...))`:
-        `load_adapter` compares it as a number.
+        Its metadata records "scaling", alpha / rank, as `str(float(...))`: `load_adapter` compares
+        it as a number.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -323,8 +323,8 @@ class TransformerWithLora(nn.Module):
     def load_adapter(self, path: str | Path) -> None:
         """Read what `save_adapter` wrote, into the parameters that are there, in their dtype.
 
-        Raises ValueError if the file is missing or damaged, or of other sites, shapes or scaling;
-        then no parameter changes.
+        Raises ValueError if the file is missing or damaged, or has different sites, shapes or
+        scaling; no parameter changes then.
         """
         require(Path(path).is_file(), f"path should be an adapter file, but {path} is not there")
         try:
@@ -359,8 +359,8 @@ def calc_sft_loss(
 ) -> Float[Tensor, ""]:
     """Return the mean of -log p(token_t), in nats, over the targets: cross-entropy (minimised).
 
-    `loss_mask` is true where `tokens[t]` is a target. The first token has no prediction and never
-    is one. Without any target the loss is 0.
+    `loss_mask` is true where `tokens[t]` is a target. The first token has no prediction and is
+    never one. Without any target the loss is 0.
     """
     is_target = loss_mask[:, 1:]
     # Chosen before the softmax: the other logits and tokens reach neither loss nor gradient.

@@ -69,10 +69,10 @@ def reward_fn_char_count(samples: list[str], char: str = ".") -> Float[Tensor, "
 
 
 def reward_fn_sentiment(samples: list[str]) -> Float[Tensor, "batch"]:
-    """Return each completion's sentiment, in [-1, 1], by the word lists of the reviews' corpus.
+    """Return each completion's sentiment, in [-1, 1], from the word lists of the review corpus.
 
-    (positive - negative) / (positive + negative) words, in any case; 0 where neither occurs. A word
-    is a run of letters, whatever is around it: "great", *lovely* and [dull] count.
+    (positive - negative) / (positive + negative) words, in any case; 0 if neither occurs. A word is
+    a run of letters, whatever is around it: "great", *lovely* and [dull] count.
     """
     rewards = []
     for text in samples:
@@ -165,8 +165,8 @@ def compute_token_rewards(
     """Return the score on the last true position, minus kl_coef * k1 at every true position.
 
     k1 = logprobs - ref_logprobs, a one-sample estimate of the KL (Ziegler et al., eq. 2). It is
-    detached: as a reward it is a number that the policy is paid, not a loss. Outside the mask,
-    where log-probs may be NaN, the reward is 0.
+    detached: as a reward it's a number that the policy is paid, not a loss. Outside the mask, where
+    log-probs may be NaN, the reward is 0.
 
     Raises ValueError if log-probs are missing where kl_coef is not 0.
     """
@@ -242,9 +242,9 @@ def calc_clipped_surrogate_objective(
     """Return the masked mean of min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef_high) A).
 
     PPO, eq. 7, with ratio = exp(logprobs - old_logprobs); `clip_coef_high` is `clip_coef` unless
-    given. The minimum takes away what the policy would gain beyond the interval, and leaves what
-    it would lose there. `old_logprobs` and `advantages` are constants: detached. NaN outside the
-    mask has no effect, in a gradient either; with no true position the result is 0.
+    given. The minimum takes away what the policy would gain beyond the interval, and leaves what it
+    would lose there. `old_logprobs` and `advantages` are constants: detached. NaN outside the mask
+    affects neither the result nor a gradient; with no true position the result is 0.
     """
     high = clip_coef if clip_coef_high is None else clip_coef_high
     ratio = calc_ratio(logprobs, old_logprobs, mask)
@@ -280,9 +280,9 @@ def calc_value_function_loss(
 
     The 1/2, a convention of PPO implementations, cancels the 2 of the square's gradient.
 
-    With `clip_coef`, elementwise the larger of that and the error of values held within clip_coef
-    of `old_values` (the value clipping of the N+ details). `old_values` and `returns` are
-    constants: detached. NaN outside the mask has no effect, in a gradient either; with no true
+    With `clip_coef`, it's elementwise the larger of that error and the error of values held within
+    clip_coef of `old_values` (the value clipping of the N+ details). `old_values` and `returns` are
+    constants: detached. NaN outside the mask affects neither the loss nor a gradient; with no true
     position the loss is 0.
     """
     values = values.masked_fill(~mask, 0.0)
@@ -303,8 +303,8 @@ def calc_entropy_bonus(
 ) -> Float[Tensor, ""]:
     """Return ent_coef times the masked mean of the policy's entropy, in nats.
 
-    NaN outside the mask has no effect, in a gradient either; with no true position the bonus is 0.
-    Logits in the hundreds, or -inf, give no NaN, in the gradient either.
+    NaN outside the mask affects neither the bonus nor a gradient; with no true position the bonus
+    is 0. Logits in the hundreds, or -inf, don't give NaN, not even in the gradient.
     """
     entropies = calc_entropy(logits[mask])  # [true positions]: nothing is computed for the others
     return ent_coef * entropies.sum() / max(entropies.numel(), 1)
@@ -320,8 +320,8 @@ def calc_kl_penalty(
     """Return kl_coef times the masked mean of the exact KL(policy ‖ reference), nats per token.
 
     KL = sum_v p_v (log p_v - log q_v), over the whole vocabulary and not from the sampled token.
-    The reference is a constant: detached. NaN outside the mask has no effect, in a gradient either;
-    with no true position the penalty is 0.
+    The reference is a constant: detached. NaN outside the mask affects neither the penalty nor a
+    gradient; with no true position the penalty is 0.
     """
     logprobs = at_least_float32(logits[mask]).log_softmax(-1)  # [true positions, vocab]
     ref_logprobs = at_least_float32(ref_logits.detach()[mask]).log_softmax(-1)
@@ -336,10 +336,10 @@ def calc_kl_penalty(
 
 @dataclass
 class RLHFArgs:
-    """Say what a run is made of. The defaults learn good moods of film reviews, on the embedded
-    model.
+    """Say what a run is made of. The defaults teach the embedded model to write film reviews in a
+    good mood.
 
-    Raises ValueError for an argument that its type does not allow, when it is made.
+    Raises ValueError when it is made with an argument that its type doesn't allow.
     """
 
     # The run
@@ -455,7 +455,7 @@ def get_optimizer_and_scheduler(
 ) -> tuple[torch.optim.AdamW, torch.optim.lr_scheduler.LambdaLR]:
     """Return AdamW that maximises, with a group for each part of the model, and its schedule.
 
-    `model.trainable_parts()` gives the parts: "adapters", which learn at `base_lr`, and, where the
+    `model.trainable_parts()` gives the parts: "adapters", which learn at `base_lr`, and, if the
     model has one, "value_head", at `head_lr`.
 
     At step k (one per phase) the learning rates are scaled by (k + 1) / warmup_steps while
@@ -479,7 +479,7 @@ def get_optimizer_and_scheduler(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayMinibatch:
-    """Hold some rows of a rollout; a field is None where it was not computed."""
+    """Hold some rows of a rollout; a field is None if it wasn't computed."""
 
     input_ids: Int[Tensor, "rows seq"]
     attention_mask: Int[Tensor, "rows seq"]
@@ -513,11 +513,11 @@ class ReplayMemory(ReplayMinibatch):
     """Hold all rows of a rollout, one per completion, and how learning cuts them into minibatches.
 
     `ReplayMemory(input_ids=..., mask=..., ...)`; each field of `ReplayMinibatch` is an attribute,
-    and in every minibatch too. `group_size` rows that follow one another are a group, which is
-    never split between minibatches.
+    and in every minibatch too. `group_size` consecutive rows are a group, which is never split
+    between minibatches.
 
-    Raises ValueError, with the name, for a field with another number of rows than the first, and
-    for a `group_size` that does not divide the rows.
+    Raises ValueError, with the name, for a field with a different number of rows than the first,
+    and for a `group_size` that doesn't divide the number of rows.
     """
 
     num_minibatches: int = 1
@@ -535,7 +535,7 @@ class ReplayMemory(ReplayMinibatch):
         )
 
     def get_minibatches(self, generator: torch.Generator | None = None) -> list[ReplayMinibatch]:
-        """Yield every row once per epoch, in a new random order each time, all fields alike.
+        """Yield every row once per epoch, in a new random order each time, the same for all fields.
 
         `num_minibatches` an epoch, as even as whole groups allow.
         """
@@ -591,7 +591,7 @@ def make_replay_memory(
 
 
 class RLHFTrainer:
-    """Train by PPO, `args.total_phases` times:
+    """Train with PPO, `args.total_phases` times:
 
         rollout_phase    sample completions, score them, compute advantages -> ReplayMemory
         learning_phase   for each minibatch: compute_rlhf_objective, backward, optimizer step
@@ -689,7 +689,7 @@ class RLHFTrainer:
     def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield input ids and attention masks, one minibatch after the other.
 
-        Scoring by minibatches takes no more memory than learning does.
+        Scoring in minibatches takes no more memory than learning does.
         """
         rows = self.args.minibatch_size
         return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
@@ -701,12 +701,12 @@ class RLHFTrainer:
         prompt_len: int,
     ) -> Scores:
         """Return `logprobs` and `entropies` of completions at the sampling temperature, and
-        `values` where the model has a value head, each [batch completion]; mask them before use.
+        `values` if the model has a value head, each [batch completion]; mask them before use.
         The entropies carry a gradient unless `ent_coef` is 0.
 
-        What `get_logprobs`, `calc_entropy` and `select_completion` make of the model's logits and
-        values, faster (`utils/models/forward.py`); if a trial on a few tokens differs, these
-        functions run instead. Inside `reference()`, under the reference.
+        They're what `get_logprobs`, `calc_entropy` and `select_completion` would make of the
+        model's logits and values, only faster (`utils/models/forward.py`); if a trial on a few
+        tokens differs, these functions run instead. Inside `reference()`, under the reference.
         """
         args = self.args
         return get_scorer(self.model, self.get_formulas()).measure(
@@ -729,7 +729,7 @@ class RLHFTrainer:
 
     def get_old_logprobs(self, minibatch: ReplayMinibatch, logprobs: Tensor) -> Tensor:
         """Return log-probs of the policy that sampled: with one update per rollout it is the one
-        that learns, whose own `logprobs` stand in.
+        that learns, so its own `logprobs` will do.
         """
         return minibatch.logprobs if self.args.updates_per_rollout > 1 else logprobs.detach()
 
@@ -744,8 +744,8 @@ class RLHFTrainer:
     def rollout_phase(self) -> ReplayMemory:
         """Sample, then score under the policy and the reference, at the sampling temperature.
 
-        The old log-probs come from the forward pass that the ratio is taken with later, so that the
-        first ratio is 1. No field carries a gradient, and no logits are kept.
+        The old log-probs come from the same kind of forward pass that the ratio uses later, so that
+        the first ratio is 1. No field carries a gradient, and no logits are kept.
         """
         args = self.args
         # (1) sample, (2) score
@@ -768,9 +768,9 @@ class RLHFTrainer:
         by the sampling temperature.
 
         Each part is a mean times its coefficient, which enters once. `measure_entropy` and
-        `measure_kl` record what they give. Records clip_frac and approx_kl by `record_ratios`, and
-        in `self.metrics["value_loss"]` what is subtracted for the values, with vf_coef in it. The
-        exact KL counts if `args.kl_in` is "loss". No logits are kept.
+        `measure_kl` record what they return. Records clip_frac and approx_kl by `record_ratios`,
+        and in `self.metrics["value_loss"]` what is subtracted for the values, with vf_coef in it.
+        The exact KL is included if `args.kl_in` is "loss". No logits are kept.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
@@ -812,7 +812,7 @@ class RLHFTrainer:
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
-        """Return the exact KL from the reference, of which nothing is kept; `scored` as above."""
+        """Return the exact KL from the reference, keeping none of its logits; `scored` as above."""
         kl = self._read_scores(minibatch, scored).calc_mean_kl(minibatch.mask)
         self.metrics["kl_exact"].append(kl.item())
         return kl
@@ -863,12 +863,12 @@ class RLHFTrainer:
         self.scheduler.step()
 
     def train(self) -> list[dict[str, float]]:
-        """Run the phases that are left, all of them, and return the history: the model is then that
-        of the last phase. `self.phase` counts the phases that are done; count one before
+        """Run all the phases that are left and return the history: the model is then that of the
+        last phase. `self.phase` counts the phases that are done; count one before
         `run.end_phase()`, which writes the count.
 
-        Stopped by Ctrl-C or an error, it goes back to the start of the phase, saves that, and says
-        how to go on. Raises ValueError if `args.name` is the name of an earlier run.
+        If Ctrl-C or an error stops it, it goes back to the start of the phase, saves that, and
+        says how to go on. Raises ValueError if `args.name` is the name of an earlier run.
         """
         with Run(self) as run:
             while self.phase < self.args.total_phases:
@@ -895,8 +895,8 @@ class RLHFTrainer:
         return copy.deepcopy(state)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Go on from a checkpoint, in its folder: `train()` gives what an unbroken run would. On
-        another kind of device, which has other random numbers, it goes on with those.
+        """Go on from a checkpoint, in its folder: `train()` gives what an uninterrupted run would.
+        On another kind of device, which has other random numbers, it goes on with those.
 
         Raises ValueError if it is missing or damaged, or was made with other arguments.
         """

@@ -1,7 +1,8 @@
 """Chapter 3: the GRPO trainer, which drops the value head.
 
 Builds group-relative policy optimisation: several completions per prompt, and the mean of their
-rewards in place of a learned value. Against chapter 2, everything that served the values goes.
+rewards in place of a learned value. Compared with chapter 2, everything that served the values
+goes.
 
 Simplified: the reference is fixed (the paper's outer loop refreshes it), one reward per completion
 in the trainer (`process_advantages` shows the step-wise one).
@@ -34,7 +35,7 @@ def group_advantages(
 ) -> Float[Tensor, "batch"]:
     """Return A = (reward - mean of its group) / scale (GRPO, section 4.1.2). Detached.
 
-    scale is "group": the group's std + eps, so that every prompt weighs alike, however small its
+    scale is "group": the group's std + eps, so that every prompt weighs the same, however small its
     differences; "batch": the std of all raw rewards of the batch + eps, one scale for all prompts;
     "none": 1 (Dr. GRPO). A group whose rewards are all equal gives exact zeros: it has nothing to
     compare. Standard deviations have ddof 1.
@@ -66,13 +67,13 @@ def process_advantages(
     completion_len: int,
     eps: float = 1e-4,
 ) -> Float[Tensor, "batch completion"]:
-    """Return advantages from rewards of single steps (GRPO, section 4.1.3). Detached.
+    """Return advantages from rewards of individual steps (GRPO, section 4.1.3). Detached.
 
     The rewards of all steps of a group are normalised together, by their mean and std + eps. A
     token gets the sum of the normalised rewards of the steps that end at it or later: `step_ends`
-    are 0-based positions, inclusive, in any order and of any integer type; steps that end at one
-    token all count. After the last end, and in a row without steps, it is 0. A group with fewer
-    than two steps, or whose steps are all rewarded alike, gives zeros. Stds have ddof 1.
+    are 0-based positions, inclusive, in any order and of any integer type; steps that end at the
+    same token all count. After the last end, and in a row without steps, it is 0. A group with
+    fewer than two steps, or whose steps all have the same reward, gives zeros. Stds have ddof 1.
 
     Raises a ValueError that names `group_size` if it is below 2 or does not divide the rows, and
     one that names `step_ends` if the lists do not match or an end is outside the completion.
@@ -123,10 +124,10 @@ def calc_single_update_objective(
 
     With one update per rollout (as in GRPO, section 4.2) the old policy is the current one: the
     ratio is 1 and never clips, and only its gradient remains, that of the log-probability.
-    `calc_grpo_objective` then gives the same gradient; this is all of it that is at work.
+    `calc_grpo_objective` then gives the same gradient; this is the only part of it at work.
 
     What is masked out may be NaN or inf, and reaches neither the value nor the gradient. An empty
-    completion counts 0. Detach `advantages`: no gradient reaches them.
+    completion counts as 0. Detach `advantages`: no gradient reaches them.
     """
     logprobs = logprobs.masked_fill(~mask, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
@@ -140,7 +141,7 @@ def calc_per_token_kl(
     """Return the k3 estimate of KL(policy ‖ reference) at each token (GRPO, eq. 4).
 
     k3 = exp(d) - 1 - d with d = ref_logprobs - logprobs, never negative. `expm1` keeps the digits
-    that exp(d) - 1 loses where d is small. Detach `ref_logprobs`: no gradient reaches them.
+    that exp(d) - 1 loses when d is small. Detach `ref_logprobs`: no gradient reaches them.
     """
     d = ref_logprobs.detach() - logprobs
     return torch.expm1(d) - d
@@ -160,7 +161,7 @@ def calc_grpo_objective(
     """Average min(ratio A, clip(ratio) A) - beta k3 over each completion, then over the batch.
 
     GRPO, eq. 3. ratio = exp(logprobs - old_logprobs), clipped to [1 - clip_coef, 1 +
-    clip_coef_high] (`clip_coef` unless given; 0 is given). An empty completion counts 0. Detach
+    clip_coef_high] (`clip_coef` unless given; 0 is given). An empty completion counts as 0. Detach
     `old_logprobs`, `ref_logprobs` and `advantages`: no gradient reaches them. What is masked out
     may be NaN or inf in each tensor, and reaches neither the value nor the gradient. With beta 0
     `ref_logprobs` is not read.
@@ -201,7 +202,7 @@ class GrpoArgs(RLHFArgs):
     """Say what a GRPO run is made of. A rollout has batch_size completions of batch_size /
     group_size prompts. `kl_coef` is the paper's beta, `kl_in` is "loss".
 
-    What concerns values and the rewards of tokens, the last group of `RLHFArgs`, is not read.
+    The fields about values and token rewards, the last group in `RLHFArgs`, are not read.
     """
 
     kl_in: Literal["loss"] = "loss"
@@ -230,9 +231,9 @@ def make_grpo_memory(
     """Turn a GRPO rollout's scores into advantages, one per completion, and a memory.
 
     Its fields are `input_ids`, `attention_mask`, `mask`, `logprobs`, `ref_logprobs` (or None) and
-    `advantages`, by `args.advantage_scale`. Every field is stored detached. Minibatches hold whole
-    groups: they are cut by `num_minibatches`, `batches_per_learning_phase` and `group_size` of
-    `args`.
+    `advantages`, scaled by `args.advantage_scale`. Every field is stored detached. Minibatches hold
+    whole groups: they are cut by `num_minibatches`, `batches_per_learning_phase` and `group_size`
+    of `args`.
     """
     return ReplayMemory(
         num_minibatches=args.num_minibatches,
@@ -248,7 +249,7 @@ def make_grpo_memory(
 
 
 class GrpoTrainer(RLHFTrainer):
-    """Train by GRPO: chapter 2's trainer, with whole groups in place of a value head."""
+    """Train with GRPO: chapter 2's trainer, with whole groups in place of a value head."""
 
     args: GrpoArgs
     args_class = GrpoArgs
@@ -261,7 +262,7 @@ class GrpoTrainer(RLHFTrainer):
         `batch_size` counts completions: `sample_and_score` gives `group_size` of them, side by
         side, for each prompt. `get_sample_logprobs` gives the old log-probs; with one update per
         rollout the sampler's own may stand in for them. The reference scores with either `kl_kind`,
-        as kl_k3 is recorded, but not with kl_coef 0: `get_ref_logprobs`.
+        because kl_k3 is recorded, but not with kl_coef 0: `get_ref_logprobs`.
         """
         args = self.args
         # (1) sample, (2) score
@@ -306,8 +307,8 @@ def measure_loss_and_gradient_at_start(trainer: GrpoTrainer) -> tuple[float, flo
     """Return GRPO's objective, without KL and entropy, on a fresh rollout, and its gradient's norm.
 
     The objective itself, which is maximised, not a loss; the norm of the adapters' gradients taken
-    together. The old log-probs are those of the same forward, at the sampling temperature, so every
-    ratio is 1, and each group's advantages sum to 0: the objective is 0 up to rounding. Its
+    together. The old log-probs are those of the same forward pass, at the sampling temperature, so
+    every ratio is 1, and each group's advantages sum to 0: the objective is 0 up to rounding. Its
     gradient is not: watch the reward, not the objective. The trainer's parameters, generator and
     metrics are left as they were.
 

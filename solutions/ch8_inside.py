@@ -1,11 +1,11 @@
 """Chapter 8: what did RL change inside?
 
 Builds the instruments that look into a policy that was trained with adapters: where its KL is,
-which adapters carry it and how much of each, what the layers already know, and whether a change of
-one activation does what the training did. The frozen reference is the same model with the adapters
-off, so every comparison is between two runs of one model.
+which adapters carry it and how much of each, what the layers already know, and whether changing one
+activation does what the training did. The frozen reference is the same model with the adapters off,
+so every comparison is between two runs of one model.
 
-Simplified: one direction for all prompts, one activation at a time, and adapters only, where a
+Simplified: one direction for all prompts, one activation at a time, and adapters only, whereas a
 model that was trained as a whole would have differences in every weight.
 
 Papers: the logit lens (nostalgebraist, 2020); activation patching (Meng et al., 2022,
@@ -37,7 +37,7 @@ def measure_kl_by_position(
 
     Entry t is the mean, over the completions that have a token t, of the KL between the two
     distributions of that token, given what the policy wrote before it. It is 0 where no completion
-    is so long.
+    is that long.
     """
     ids, attention_mask = samples.input_ids, samples.attention_mask
     logits = model(ids, attention_mask)
@@ -52,7 +52,7 @@ def measure_kl_by_position(
 
 @contextmanager
 def restoring_adapters(model: TransformerWithLora) -> Iterator[TransformerWithLora]:
-    """Put the adapters back bit for bit on leaving, also after an error, whatever was done to them
+    """Put the adapters back bit for bit on leaving, even after an error, whatever was done to them
     inside."""
     saved = {name: tensor.clone() for name, tensor in model.trainable_state().items()}
     try:
@@ -65,11 +65,11 @@ def restoring_adapters(model: TransformerWithLora) -> Iterator[TransformerWithLo
 def only_adapters(
     model: TransformerWithLora, keep: Callable[[str], bool]
 ) -> Iterator[TransformerWithLora]:
-    """Leave on, inside, the adapters whose site passes `keep`; the others add nothing.
+    """Inside, leave on the adapters whose site passes `keep`; the others add nothing.
 
-    `keep` gets the full name of a site, such as "blocks.0.attn.q". It holds for all that the model
-    does inside, `merged()` and sampling included. On leaving, also after an error, the adapters are
-    as before, bit for bit.
+    `keep` gets the full name of a site, such as "blocks.0.attn.q". This holds for everything the
+    model does inside, including `merged()` and sampling. On leaving, even after an error, the
+    adapters are as before, bit for bit.
     """
     with restoring_adapters(model):
         for site, layer in model.adapters.items():
@@ -80,12 +80,13 @@ def only_adapters(
 
 @contextmanager
 def truncate_rank(model: TransformerWithLora, rank: int) -> Iterator[TransformerWithLora]:
-    """Cut each adapter's product, inside, to its `rank` largest singular directions.
+    """Inside, cut each adapter's product to its `rank` largest singular directions.
 
     The product A B alpha / rank = sum_i s_i u_i v_i, with singular values s_1 >= s_2 >= ...; the
     sum is cut off after `rank` terms, which leaves the best approximation of that rank. An adapter
-    that has no more of them is left alone. It holds for all that the model does inside, `merged()`
-    and sampling included. On leaving, also after an error, the adapters are as before, bit for bit.
+    that has no more of them is left alone. This holds for everything the model does inside,
+    including `merged()` and sampling. On leaving, even after an error, the adapters are as before,
+    bit for bit.
 
     Raises ValueError unless `rank` is at least 1.
     """
@@ -114,7 +115,8 @@ def get_logit_lens(
     """Return the logits that each block's output gives when it is read as if it were the last.
 
     The unembedding is applied to the output of each block after the final layer norm, affine part
-    included, so that the last layer's are the model's logits. At least in float32. No hook stays.
+    included, so that the last layer's are the model's logits. In at least float32. No hook is left
+    behind.
     """
     outputs: list[Tensor] = []
 
@@ -171,14 +173,14 @@ def patch(
     position: int | None = None,
     attention_mask: Int[Tensor, "batch seq"] | None = None,
 ) -> Float[Tensor, "batch seq vocab"]:
-    """Return the reference's logits with `source` in the place of its activation at a hook point.
+    """Return the reference's logits with `source` in place of its activation at a hook point.
 
     `source` is the activation of another run on the same tokens, such as the policy's. With a
-    `position`, a column which may be negative, it is put in there alone; the reference's own
-    activation stays everywhere else. All that comes after the hook point is computed anew. No hook
-    stays, and the adapters are on again, also after an error.
+    `position`, a column, which may be negative, it is put in only there; the reference's own
+    activation stays everywhere else. Everything after the hook point is recomputed. No hook is left
+    behind, and the adapters are on again, even after an error.
 
-    Raises ValueError if `source` has another shape than the activation.
+    Raises ValueError if `source` has a different shape from the activation.
     """
 
     def put_in(x: Float[Tensor, "batch seq *rest"], hook) -> Float[Tensor, "batch seq *rest"]:
@@ -220,11 +222,11 @@ def steer(
     direction: Float[Tensor, "d_model"],
     scale: float = 1.0,
 ) -> Iterator[TransformerWithLora]:
-    """Run the reference, inside, with scale * direction added at the last prompt token.
+    """Inside, run the reference with scale * direction added at the last prompt token.
 
     A forward pass over several columns reads left-padded prompts: their last column is changed. One
     over a single column is a step of sampling with a cache, which comes after the prompt: it is
-    left as it is. On leaving, also after an error, the hook is gone and the adapters are on again.
+    left as it is. On leaving, even after an error, the hook is gone and the adapters are on again.
     """
 
     def add_direction(

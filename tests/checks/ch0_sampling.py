@@ -156,7 +156,7 @@ def keeps_a_distribution(function, *args):
                 kept += [bool((off.abs() < 0.03).all()) for off in sums if len(off)]
             else:
                 kept.append(bool((torch.cat(sums).abs() < 1e-3).any()))
-    storing = "the storing of a log-softmax over the vocabulary for the backward pass"
+    storing = "storing a log-softmax over the vocabulary for the backward pass"
     return {"the result": output, storing: any(kept)}
 
 
@@ -213,7 +213,7 @@ def entropy_of_huge_logits(student, rng):
 
 @check("calc_entropy", expected=entropy_of_possible_tokens, tier="hardening")
 def impossible_tokens(student, rng):
-    """Logits of -inf, as top-k leaves them, count 0, in the gradient too; one to three axes"""
+    """Logits of -inf, as top-k leaves them, count as 0, in the gradient too; one to three axes"""
     mask = ragged_mask(rng, 4, 6)
     logits = poison(rng.normal(4, 6), mask, -torch.inf)
     logits[:, 0] = rng.normal(4)
@@ -298,7 +298,7 @@ def gradient_of_the_mean(student, rng):
 
 @check("masked_mean", tier="hardening")
 def nothing_to_average(student, rng):
-    """0 where no position is true, with gradient 0, though NaN stands there; rows of no position"""
+    """0 where no position is true, with gradient 0, even with NaN there; rows with no positions"""
     values = rng.normal(2, 3)
     mask = torch.zeros(2, 3, dtype=torch.bool)
     beyond = poison(values, mask)
@@ -561,17 +561,17 @@ def hard_logits(student, rng):
 
 def _draws_from_few(observed, reference):
     if not torch.isin(observed["draws"], reference["kept"]).all():
-        return "of a large vocabulary, tokens are drawn that top_k leaves out"
+        return "with a large vocabulary, tokens that top_k leaves out are drawn"
     if len(observed["draws"].unique()) == 1:  # by chance far below 1e-9: they are about alike
-        return "of a large vocabulary, one and the same token is drawn each time"
+        return "with a large vocabulary, the same token is drawn each time"
     if len(observed["draws of 4,500"].unique()) < 1500:  # 2,190 are to be expected
-        return "of a large vocabulary, top_p leaves out tokens that it takes to reach p"
+        return "with a large vocabulary, top_p leaves out tokens that are needed to reach p"
     return None
 
 
 @check("sample_next_token", slow=True, holds=_draws_from_few, tier="hardening")
 def large_vocabulary(student, rng):
-    """50,000 tokens: no draw that top_k leaves out, however unlikely; top_p over 5,000 tokens"""
+    """50,000 tokens: never one that top_k leaves out, even rarely; top_p over 5,000 tokens"""
     logits = rng.normal(1, 50_000)
     kept = logits[0].topk(5).indices
     draws = student.sample_next_token(logits.repeat(300, 1), top_k=5, generator=rng.new_generator())
@@ -700,11 +700,11 @@ def _sample(student, model, *args, **kwargs):
         "the attention of the prompts": prompt,
         "the completion's ids": samples.completion_ids * samples.completion_mask,
         "texts": samples.texts,
-        "the number of ids that are no tokens": sum(
+        "the number of ids that aren't tokens": sum(
             int(((ids < 0) | (ids >= models.SPECIAL["vocab_size"])).sum())
             for ids in (samples.input_ids, samples.completion_ids)
         ),
-        "the number of inference tensors, which no backward pass takes,": sum(
+        "the number of inference tensors, which a backward pass can't use,": sum(
             tensor.is_inference() for tensor in [*tensors, samples.completion_ids]
         ),
         "gradients are recorded afterwards": torch.is_grad_enabled(),
@@ -772,7 +772,7 @@ def _greedy(student, model, prompts, rng, max_new_tokens=8, **options):
     for hook in hooks:
         hook.remove()
     once = found["the ids of real tokens"].numel()
-    again = "the number of positions that run again, where a key-value cache would hold them,"
+    again = "the number of positions run again that a key-value cache would hold,"
     return found | {again: max(0, sum(ran) - once)}
 
 
@@ -802,7 +802,7 @@ def greedy_llama(student, rng):
 
 @check("get_samples", public=True, expected=_greedy_by_hugging_face("ending"), float64=False)
 def greedy_until_the_end(student, rng):
-    """Rows end at different steps, all of them or not, none by its prompt's eos; one prompt"""
+    """Rows end at different steps, all or some, none because of its prompt's eos; one prompt"""
     # Greedy, "A<eos>" goes on; of the others one has 10 tokens, a bos among them, the most.
     prompts = [*models.ENDING_PROMPTS, "No<eos> plot", "0 and", "A<eos>", ""]
     model = _boot(student, "ending")
@@ -839,7 +839,7 @@ def _fits_the_model(observed, reference):
         return "the same generator should give the same completions"
     first = observed["seed a"][:, :1]
     if torch.equal(first, observed["seed b, first tokens"]):
-        return "another generator should give other completions"
+        return "a different generator should give different completions"
     if torch.equal(first, observed["seed a, later, first tokens"]):
         return "a generator should move on from one call to the next"
     if torch.equal(observed["no generator"], observed["no generator again"]):
@@ -863,15 +863,15 @@ def _fits_the_model(observed, reference):
         if models.SPECIAL["eos_token_id"] in completion[:-1].tolist():
             return "the completion mask should end at the first eos"
         if models.load_tokenizer().decode(completion, skip_special_tokens=True) != text:
-            return "texts should be the completions decoded, where a prompt comes twice too"
+            return "texts should be the decoded completions, even if a prompt comes twice"
     scored = models.score_unpadded("ending", rows)
     logits = torch.cat([z[start - 1 : -1] for z, start in zip(scored, starts, strict=True)])
     tokens = torch.cat(completions)[:, None]
     if ((logits > logits.gather(1, tokens)).sum(1) >= SAMPLING["top_k"]).any():
-        return "a token was drawn that top_k leaves out"
+        return "a token that top_k leaves out was drawn"
     probs = torch.stack([probabilities(at_token, **SAMPLING) for at_token in logits])
     if (probs.gather(1, tokens) == 0).any():
-        return "a token was drawn that top_p leaves out"
+        return "a token that top_p leaves out was drawn"
     logprobs = probs.log().masked_fill(probs == 0, 0.0)
     from_mean = logprobs - (probs * logprobs).sum(1, keepdim=True)
     surprise, variance = from_mean.gather(1, tokens).sum(), (probs * from_mean.square()).sum()
@@ -987,9 +987,9 @@ def _follows_the_weights(observed, reference):
         return "at temperature 0 the likeliest token should be taken"
     moved = (observed["greedy"] + reference["moved by"]) % 512
     if not torch.equal(observed["with another unembedding"], moved):
-        return "where the weights have changed since the last call, so should what is sampled"
+        return "if the weights have changed since the last call, so should what is sampled"
     if observed["the text of a line break"] != "\n":
-        return "texts should be the completions decoded, with white space at their ends too"
+        return "texts should be the decoded completions, including white space at their ends"
     return None
 
 

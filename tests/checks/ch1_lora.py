@@ -112,9 +112,9 @@ def _starts_right(observed, reference):
         d_in, which, bound = sizes[0], f"LoraLayer{sizes}", f"±1/sqrt({sizes[0]})"
         shapes = sorted(list(found[name].shape) for name in ("lora_A", "lora_B"))
         if (trained := found["shapes of what is trained"]) != shapes:
-            return f"{which} trains shapes {trained}, where A and B have {shapes}"
+            return f"{which} trains shapes {trained}, but A and B have {shapes}"
         if (matrices := found["shapes of its matrices"]) != shapes:
-            return f"{which} has parameters of {matrices}, where A and B have {shapes}"
+            return f"{which} has parameters of {matrices}, but A and B have {shapes}"
         if (n_listed := found["parameters listed for two"]) != 2 * found["parameters"]:
             return f"a module of two {which} lists {n_listed} parameters: layers should differ"
         entries = found["lora_A"].double().flatten() * math.sqrt(d_in)
@@ -344,7 +344,7 @@ def _keeps_the_dtype(observed, reference):
             return f"{name}: the input should go on as it is"
         differs = observed[name] != observed[f"{name}, with gradients"]
         if differs.float().mean() > 0.2:  # one more or less by rounding
-            return f"{name}: under no_grad the output is another, so the first ratio is not 1"
+            return f"{name}: under no_grad the output is different, so the first ratio is not 1"
         for of in ("x", "out", "lora_A", "lora_B"):
             yours, expected = (
                 found[f"{name}, the gradients"][f"the gradient for {of}"].double()
@@ -1163,7 +1163,7 @@ def _close_in_bfloat16(observed, reference):
         if not error < 0.1:
             return f"{name}: wrong by more than rounding in bfloat16"
     if (observed["under no_grad"] - observed["logits"]).abs().mean() > 1e-3:
-        return "under no_grad the logits are others: the first ratio of PPO would not be 1"
+        return "under no_grad the logits are different: PPO's first ratio would not be 1"
     return None
 
 
@@ -1430,13 +1430,13 @@ def _is_the_same_model(observed, reference):
         "other weights changed",
     ):
         if observed[name]:
-            return f"{name}: {observed[name]}, where none should"
+            return f"{name}: {observed[name]}, but none should"
     if (errors := observed["errors"]) != reference["errors"]:
         return f"an error inside merged() should pass on, but what came out is {errors}"
     if observed["hooks left behind"] > 0:
         return "hooks are left behind"
     if observed["merged() once more"] != "no error":
-        return "after errors inside merged(), entering it once more is an error"
+        return "after errors inside merged(), entering it again is an error"
     return None
 
 
@@ -1733,19 +1733,19 @@ def _is_loaded(observed, reference):
         if (loaded - fresh).abs().max() <= 1e-6:
             return "saving to a path again, or loading again, should give the newest values"
         how = "slightly" if difference < 0.2 else "altogether"
-        return f"the model that loaded gives {how} other logits than the one that saved"
+        return f"the model that loaded gives {how} different logits from the one that saved"
     if (observed["logits loaded, B = 0"].double() - fresh).abs().max() > 1e-6:
-        return "a new adapter, whose B is 0, should be saved and loaded as well"
+        return "a new adapter, whose B is 0, should be saved and loaded too"
     if not torch.equal(observed["frozen model before"], observed["frozen model afterwards"]):
         return "loading should not change the base"
     if observed["weights of the base that require a gradient"]:
         return "after loading, weights of the base require a gradient: they should stay frozen"
     if observed["a head is lost"]:
-        return "of a subclass with one more part, as chapter 2's head, that part is lost"
+        return "in a subclass with one more part, like chapter 2's head, that part is lost"
     if observed["not trained after loading"] != 0:
         return "after loading, some trainable parameters get no gradient"
     if not observed["the same parameters"]:
-        return "load_adapter should write into the parameters that there are: an optimizer has them"
+        return "load_adapter should write into the existing parameters: an optimizer has them"
     return None
 
 
@@ -1756,7 +1756,7 @@ def _holds_the_adapters(observed, reference):
         return "save_adapter should write the file at its path, and touch no other"
     trained, saved = reference["numbers that are trained"], observed["numbers in the file"]
     if observed["numbers that are trained"] != trained or not 0 <= saved - trained <= 100:
-        return f"the file holds {saved} numbers, where the adapters have {trained}"
+        return f"the file holds {saved} numbers, but the adapters have {trained}"
     return _is_loaded(observed, reference)
 
 
@@ -1849,7 +1849,7 @@ def saved_from_eleven_blocks(student, rng):
 
 @check("TransformerWithLora.save_adapter", points=2, holds=_holds_the_adapters, tier="hardening")
 def every_site_is_saved(student, rng):
-    """Every site of Llama in bfloat16, in another order when loading; a path without a suffix"""
+    """Every site of Llama in bfloat16, in a different order when loading; a path with no suffix"""
     sites, dtype = SITES["llama"], torch.bfloat16  # the adapters are in float32, in the file too
     return _save_and_load(student, rng, "llama", sites, sites[::-1], Path, "adapter", dtype)
 
@@ -1892,7 +1892,7 @@ def loaded_into_eleven_blocks(student, rng):
 
 @check("TransformerWithLora.load_adapter", beside=True, tier="hardening")
 def refused_files_change_nothing(student, rng):
-    """Another scaling, or a last matrix that doesn't fit: no parameter changes"""
+    """A different scaling, or a last matrix that doesn't fit: no parameter changes"""
     with tempfile.TemporaryDirectory() as folder:
         _, path = _save_random(student, rng, folder, alpha=7)
         with safe_open(str(path), framework="pt") as file:
@@ -2054,7 +2054,7 @@ def sft_loss_and_gradient(student, logits, tokens, loss_mask) -> dict[str, Tenso
 
 @check("calc_sft_loss", public=True, expected=1.5 * math.log(2))
 def worked_sft_loss(student, rng):
-    """Targets of probability 1/2 and 1/4, one row: (log 2 + log 4) / 2 = 1.0397"""
+    """Targets with probability 1/2 and 1/4, one row: (log 2 + log 4) / 2 = 1.0397"""
     probs = [[0.5, 0.25, 0.25], [0.25, 0.25, 0.5], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]]
     tokens, loss_mask = [[2, 0, 1, 1]], [[False, True, True, False]]
     logits = rng.tensor([probs]).log()

@@ -311,7 +311,7 @@ def equal_rewards(student, rng):
 
 @check("compute_token_rewards", public=True, expected=[[0, 5, 0], [0, 0, -2], [0, 0, 0], [1, 0, 0]])
 def worked_scores(student, rng):
-    """Scores 5, -2, 9, 1 of completions with 2, 3, 0 and 1 tokens; no KL"""
+    """Scores 5, -2, 9, 1 for completions with 2, 3, 0 and 1 tokens; no KL"""
     mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]]).bool()
     return student.compute_token_rewards(rng.tensor([5.0, -2.0, 9.0, 1.0]), mask)
 
@@ -359,7 +359,7 @@ def scores_alone(student, rng):
 
 @check("compute_token_rewards", expected=token_rewards_by_loops, tier="hardening")
 def token_reward_edges(student, rng):
-    """One row of one token, no token at all, rows without an end, 150 rows"""
+    """One row of one token, no tokens at all, rows without an end, 150 rows"""
     masks = {
         "one token": torch.tensor([[True]]),
         "one of three": torch.tensor([[True, False, False]]),
@@ -688,7 +688,7 @@ def rare_tokens_and_large_advantages(student, rng):
 
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
 def surrogate_edges(student, rng):
-    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no tokens (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_clipped_surrogate_objective, surrogate_inputs)
 
 
@@ -769,7 +769,7 @@ def every_case_of_the_value_clip(student, rng):
 
 @check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
 def large_value_losses(student, rng):
-    """A return, a value and an old value around 1000, each at another position: no digits lost"""
+    """A return, a value and an old value around 1000, each at a different place: no digits lost"""
     mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
     tensors = value_inputs(rng, mask)
     for name, column in zip(tensors, rng.permutation(3).tolist(), strict=True):
@@ -784,7 +784,7 @@ def large_value_losses(student, rng):
 
 @check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
 def value_loss_edges(student, rng):
-    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no tokens (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_value_function_loss, value_inputs, 0.3, 0.2)
 
 
@@ -841,7 +841,7 @@ def entropy_bonus_of_hard_logits(student, rng):
 
 @check("calc_entropy_bonus", expected=entropy_bonus_by_categorical, tier="hardening")
 def entropy_bonus_edges(student, rng):
-    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no tokens (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_entropy_bonus, policy_logits, 0.3)
 
 
@@ -912,7 +912,7 @@ def hard_kl_penalties(student, rng):
 
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions, tier="hardening")
 def kl_penalty_edges(student, rng):
-    """One token, no token (0), 1103 tokens, 150 rows; the inputs stay as they were"""
+    """One token, no tokens (0), 1103 tokens, 150 rows; the inputs stay as they were"""
     return call_on_edges(rng, student.calc_kl_penalty, two_logits, 0.3)
 
 
@@ -1009,7 +1009,7 @@ def _head_is_a_part_of_the_model(observed, reference):
     if torch.allclose(observed["logits"], observed["by reference"], atol=1e-2):
         return "the adapters should be on in forward_with_value_head"
     if observed["hooks more after a second call"] > 0:
-        return "each call leaves a hook behind, which goes on running at every later forward"
+        return "each call leaves a hook behind, which goes on running in every later forward pass"
     if observed["trainable"] != reference["trainable"]:
         return "trainable_parameters() should hold the adapters and the head"
     return None
@@ -1025,7 +1025,7 @@ def _count_hooks(model) -> int:
     holds=_head_is_a_part_of_the_model,
 )
 def head_and_model(student, rng):
-    """The head is trained, saved and loaded with the adapters; merged() and reference() hold"""
+    """The head is trained, saved and loaded with the adapters; merged() and reference() work"""
     sites = ("attn.q", "mlp.out")
     model = make_model(student.TransformerWithValueHeadLora, rng, sites=sites)
     samples = make_samples(rng, rows=3)
@@ -1204,7 +1204,7 @@ def learning_rates(student, rng):
 
 @check("get_optimizer_and_scheduler", public=True, points=2, expected=_adam_by_hand)
 def steps_of_adam(student, rng):
-    """Three steps uphill by AdamW: eps 1e-5 beside tiny gradients, no weight decay, both parts"""
+    """Three steps uphill with AdamW: eps 1e-5 and tiny gradients, no weight decay, both parts"""
     model = make_model(student.TransformerWithValueHeadLora, rng)
     args = _make_args(student, warmup_steps=0, base_lr=1.0, head_lr=0.5)  # large beside rounding
     optimizer, _ = student.get_optimizer_and_scheduler(args, model)
@@ -1218,7 +1218,7 @@ def steps_of_adam(student, rng):
 
 @check("get_optimizer_and_scheduler", public=True)
 def what_is_trained(student, rng):
-    """One group for each part, frozen weights in none; for a model without a head too"""
+    """One group for each part, frozen weights in none of them; also for a model without a head"""
     found = {}
     for model_class, kind in (
         (student.TransformerWithValueHeadLora, "shallow"),
@@ -1272,10 +1272,10 @@ def _every_row_once_an_epoch(observed, reference):
     by_mask, by_numbers = observed["rows"][..., 4], observed["rows"][..., [0, 1, 2, 3, 5, 6, 7, 8]]
     shift = reference["rows"][..., 0].min()
     if not torch.equal(by_numbers - shift, by_mask[..., None].expand_as(by_numbers)):
-        return "all fields should be shuffled alike: a row's fields come from different rows"
+        return "all fields should be shuffled the same way: a row's fields come from different rows"
     orders = by_mask.reshape(-1, 24).tolist()  # three epochs of each of two calls
     if any(sorted(order) != list(range(24)) for order in orders):
-        return "every row should come exactly once an epoch"
+        return "every row should come exactly once per epoch"
     if list(range(24)) in orders:
         return "the rows should come in a random order"
     if len(set(map(tuple, orders))) < len(orders):
@@ -1290,7 +1290,7 @@ def _every_row_once_an_epoch(observed, reference):
         return "rows that follow one another mostly land in the same minibatch: mix them"
     lengths = torch.tensor([[row.bit_count() for row in rows] for rows in by_mask.tolist()]).float()
     if lengths.var(1).mean() < 0.25 * lengths.var():  # by chance: near 1, and 0.13 off
-        return "rows of like length mostly land in the same minibatch: mix them"
+        return "rows of similar length mostly land in the same minibatch: mix them"
     return None
 
 
@@ -1325,7 +1325,7 @@ def fields_and_dtypes(student, rng):
 
 @check("ReplayMemory", tier="hardening")
 def rows_that_do_not_fit(student, rng):
-    """A field with one row fewer or more than the others; a group_size that does not divide"""
+    """A field with one row fewer or more than the others; a group_size that doesn't divide them"""
     rows, name = rng.integer(5, 9), choose(rng, ("logprobs", "advantages", "returns"))
     names = ("input_ids", "attention_mask", "mask", "logprobs", "advantages", "returns")
     fields = {other: rng.normal(rows, 2) for other in names if other != name}
@@ -1360,9 +1360,9 @@ def _rows_that_do_not_divide(observed, reference):
         if not torch.equal(epochs.sort().values, torch.arange(4 * n_groups).expand(2, -1)):
             return "with groups too, every row should come once an epoch"
         if not torch.equal(observed[f"x of {name}"], reference["x"][rows]):
-            return "with groups too, all fields should be shuffled alike"
+            return "with groups too, all fields should be shuffled the same way"
         if any(len(rows) != 4 * len((rows // 4).unique()) for rows in minibatches):
-            return "group_size rows that follow one another should be in one minibatch"
+            return "group_size consecutive rows should be in one minibatch"
         if n_groups == 24 and (epochs[0] // 4).diff().ge(0).all():
             return "groups should come in a random order"
     return None
@@ -1515,13 +1515,13 @@ def memory_of_raw_rewards(student, rng):
 
 @check("make_replay_memory", expected=memory_by_loops, tier="hardening")
 def memory_with_an_outlier(student, rng):
-    """One score of 150 far off: (150 - 1) / sqrt(150) = 12.2 standard deviations, which stay"""
+    """One outlier among 150 scores: (150 - 1) / sqrt(150) = 12.2 standard deviations, which stay"""
     return _make_memory(student, rng, rows=150, outlier=1000.0)
 
 
 @check("make_replay_memory", expected=memory_by_loops, rtol=1e-3, tier="hardening")
 def memory_of_nearly_equal_rewards(student, rng):
-    """Scores or advantages that hardly differ, or don't; a single completion; one token"""
+    """Scores or advantages that hardly differ, or not at all; a single completion; one token"""
     cases = {
         "6 rows": {"spread": 1e-5, "mean": 3e-5},
         "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
@@ -1584,7 +1584,7 @@ def _is_a_rollout(**options):
         if observed["logits"]:
             return f"a memory should hold no logits, but holds {observed['logits']}"
         if observed["prompts"][::2] == observed["prompts"][1::2]:
-            return "each row should have a prompt drawn for it alone; here two follow each other"
+            return "each row should have a prompt of its own; here each comes twice in a row"
         if (others := observed.get("prompts of the first rollout")) is not None:
             if others == observed["prompts"]:
                 return (
@@ -2148,7 +2148,7 @@ def epochs_and_minibatches(student, rng):
     atol=2e-5,
 )
 def minibatches_count_alike(student, rng):
-    """Three minibatches of 18 rows of different lengths: a step for each, by its tokens' mean"""
+    """Three minibatches of 18 rows of different lengths: a step for each, with its tokens' mean"""
     return _learn(
         student,
         rng,
@@ -2174,7 +2174,7 @@ def _is_a_run_that_learns(observed, reference):
     """Phases of 32 completions, one step of the schedule each, and what was learned."""
     phases, asked = observed["rewarded"] / 32, reference["rewarded"] // 32
     if phases != asked:
-        return f"{phases:g} phases were run, where total_phases is {asked}"
+        return f"{phases:g} phases were run, but total_phases is {asked}"
     rate = observed["mean rate"]
     if rate > 0 and not math.isclose(rate, reference["mean rate"], rel_tol=1e-4):
         return "the learning rates are not those of a schedule that takes one step a phase"
@@ -2205,7 +2205,7 @@ def phases_are_counted(student, rng):
 
 @check("RLHFTrainer.train", public=True, slow=True, holds=_is_a_run_that_learns)
 def a_short_run_that_learns(student, rng):
-    """Nine phases of PPO for full stops: at the end at least half as many again"""
+    """Nine phases of PPO for full stops: at least half as many again at the end"""
     rewarded, rates = [], []
 
     def reward_fn(samples):

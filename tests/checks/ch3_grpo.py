@@ -120,7 +120,7 @@ def the_level_of_a_prompt(student, rng):
 
 @check("group_advantages", points=2, expected=advantages_by_statistics, tier="hardening")
 def rewards_of_small_spread(student, rng):
-    """Stds of 1e-3, 1e-5 and 1e-7, where the eps counts; its default, and one that is given"""
+    """Stds of 1e-3, 1e-5 and 1e-7, where the eps matters; its default, and one that is given"""
     return {
         f"spread {spread}": {
             "default eps": _every_scale(student, rewards, 4),
@@ -140,7 +140,7 @@ def rewards_of_small_spread(student, rng):
     tier="hardening",
 )
 def constant_groups(student, rng):
-    """Groups of equal rewards such as 0.1 give exact zeros, beside another group and alone"""
+    """Groups of equal rewards such as 0.1 give exact zeros, next to another group and alone"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3]), rng.uniform(3, low=-1e4, high=1e4)])
     constant = values.repeat_interleave(7)
     both = torch.cat([rng.normal(7, mean=2), constant])
@@ -443,7 +443,7 @@ def ragged_objectives(student, rng):
 
 @check("calc_grpo_objective", public=True, points=2, seeds=2, expected=objective_by_cases)
 def clips_and_beta(student, rng):
-    """Other clip_coef, clip_coef_high and beta; by position too; no reference at beta 0"""
+    """Different clip_coef, clip_coef_high and beta; by position too; no reference at beta 0"""
     mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
     logprobs, old, ref = ragged_logprobs(rng, mask, with_ref=True).values()
     f = student.calc_grpo_objective
@@ -704,7 +704,7 @@ def after_the_last_end(student, rng):
 
 @check("process_advantages", expected=process_by_statistics, tier="hardening")
 def steps_of_small_spread(student, rng):
-    """Stds near 1e-3 and 1e-7, where the eps counts; its default, and others; a high level"""
+    """Stds near 1e-3 and 1e-7, where the eps matters; its default, and others; a high level"""
     rewards, ends = rewarded_steps(rng, [3, 1, 2, 4], 6)
     rewards = [r / 2000 for r in rewards]
     f = student.process_advantages
@@ -718,7 +718,7 @@ def steps_of_small_spread(student, rng):
 
 @check("process_advantages", seeds=2, expected=process_by_statistics, tier="hardening")
 def groups_without_differences(student, rng):
-    """All steps rewarded alike, or no steps at all: zeros; two steps that differ: no zeros"""
+    """All steps with the same reward, or no steps at all: zeros; two steps that differ: no zeros"""
     values = rng.integers(-5, 5, 4).tolist()
     rewards = [[float(v)] * n for v in values for n in (4, 3)]  # numbers whose mean is exact
     rewards += [[], [], rng.normal(1).tolist(), rng.normal(1).tolist()]
@@ -866,7 +866,7 @@ def _whole_groups(observed, reference):
         if not torch.equal(rows // 2 * 2, rows[::2].repeat_interleave(2)):
             return "a minibatch should hold whole groups, the completions of a prompt side by side"
         if rows.sort().values.tolist() != list(range(24)):
-            return "every row should come exactly once an epoch"
+            return "every row should come exactly once per epoch"
         orders.append({frozenset(minibatch.tolist()) for minibatch in rows.reshape(3, 8)})
     if all(order == orders[0] for order in orders):  # by chance once in 5775 ** 3
         return "each epoch should mix the groups anew; here the same ones share a minibatch again"
@@ -960,18 +960,18 @@ def _is_a_rollout_of_groups(**options):
 def _find_wrong_groups(observed) -> str | None:
     groups = [observed["prompts"][i : i + 3] for i in range(0, 36, 3)]
     if any(len(set(group)) > 1 for group in groups):
-        return "the completions of one prompt should lie next to each other"
+        return "the completions of one prompt should be next to each other"
     firsts = [group[0] for group in groups]
     if all(len(set(firsts[i : i + 4])) == 1 for i in range(0, 12, 4)):
         return (
-            "there should be 12 groups of 3 completions, each with a prompt drawn for it alone; "
+            "there should be 12 groups of 3 completions, each group with a prompt of its own; "
             "here there are 3 prompts with 12 completions each"
         )
     if observed.get("prompts of the first rollout") == observed["prompts"]:
-        return "a second rollout should draw its prompts anew"
+        return "a second rollout should draw new prompts"
     texts = observed["texts"] + observed.get("texts of the first rollout", [])
     if all(len(set(texts[i : i + 3])) == 1 for i in range(0, len(texts), 3)):
-        return "each completion of a group should be sampled for itself; here all of them are alike"
+        return "each completion of a group should be sampled on its own; here all are the same"
     return None
 
 
@@ -982,7 +982,7 @@ def _find_torn_groups(observed) -> str | None:
         return "the memory's minibatches should hold whole groups, the completions of one prompt"
     epochs = minibatches.reshape(2, 36).sort().values
     if not torch.equal(epochs, rows.sort().values.expand(2, 36)):
-        return "the memory's minibatches should hold every row once an epoch"
+        return "the memory's minibatches should hold every row once per epoch"
     return None
 
 
@@ -1023,7 +1023,7 @@ def groups_at_a_high_temperature(student, rng):
 
 def _right_ratio_with_the_exact_kl(observed, reference):
     if not observed["whether there are ref_logprobs"]:
-        return 'the memory should have ref_logprobs with kl_kind "exact" too: kl_k3 is made of them'
+        return 'the memory needs ref_logprobs with kl_kind "exact" too: kl_k3 is computed from them'
     return trainers.find_wrong_ratio(observed, reference)
 
 

@@ -137,7 +137,7 @@ def kl_of_llama(student, rng):
 
 @check("measure_kl_by_position", expected=kl_by_rows("shallow"), tier="hardening", **CLOSE)
 def kl_where_no_completion_is_so_long(student, rng):
-    """0 where no completion has a token; no gradient; model and samples stay as they were"""
+    """0 where no completion has a token; no gradient; model and samples are left as they were"""
     model = make_policy(rng, "shallow")
     samples = make_samples(rng, rows=4, empty_row=False)
     samples.completion_mask[:, -2:] = False
@@ -410,7 +410,7 @@ def _everything_is_the_policy(observed, reference):
         return "with the reference's own activation put in, the logits should be the reference's"
     for name in ("of heads", "of one head position"):
         if not torch.allclose(observed[name], reference[name], rtol=1e-3, atol=1e-3):
-            return f"{name}: an activation with head axes should be put in as any other"
+            return f"{name}: an activation with head axes should be put in like any other"
     if not torch.equal(observed["source afterwards"], reference["source afterwards"]):
         return "source should stay as it was"
     if observed["changed"]:
