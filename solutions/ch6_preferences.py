@@ -57,7 +57,7 @@ def reward_fn_true(samples: list[str], repeat_penalty: float = 1.0) -> Float[Ten
 
     Every mood word counts once, from +1.5 ("wonderful") to +0.5 ("perfect") and from -1.5
     ("bad") to -0.5 ("dreadful"). Each repetition of such a word costs `repeat_penalty`:
-    more of a good thing is not better for ever.
+    more of a good thing is not better forever.
     """
     rewards = []
     for text in samples:
