@@ -443,7 +443,7 @@ def best_of_n(samples: list[str], rewards: Float[Tensor, "batch"], n: int) -> li
 def calc_best_of_n_kl(n: int) -> float:
     """Return log n - (n - 1) / n, in nats per completion.
 
-    An upper bound of the KL between best of n and the policy that it samples from. It is approached
+    An upper bound on the KL between best of n and the policy that it samples from. It is approached
     when every completion is improbable and no two have the same reward (Beirami et al.).
 
     Raises a ValueError that names `n` unless it is positive.

@@ -152,7 +152,7 @@ def get_kept_logprobs(
     of the probability that it kept.
 
     The distribution is that of chapter 0's `sample_next_token`: temperature, then the `top_k`
-    likeliest, then the fewest likeliest of those whose share reaches `top_p` (1 keeps them all,
+    likeliest, then the fewest of the likeliest whose share reaches `top_p` (1 keeps them all,
     however rare); what is kept is renormalised. A token that could not be drawn has -inf. The kept
     probability is that of softmax(logits / temperature), and its log is 0 without truncation.
 
