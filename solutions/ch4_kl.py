@@ -1,8 +1,8 @@
 """Chapter 4: what an estimator of the KL estimates, and what its gradient does.
 
 Builds the estimators k1 to k4 of KL(policy ‖ reference), their exact bias and spread, and the exact
-expectation of the gradient that each has, as a term of the loss or of the reward, on samples of the
-policy itself or of an older one. Then a GRPO trainer in which any of them is the penalty.
+expectation of the gradient that each has, as a term of the loss or of the reward, on samples from
+the policy itself or from an older one. Then a GRPO trainer that can use any of them as its penalty.
 
 Simplified: the exact results are for one token, by enumerating a vocabulary; the notebook
 enumerates two.
@@ -37,12 +37,12 @@ def calc_kl_estimate(
 ) -> Float[Tensor, "*shape"]:
     """Estimate KL(policy ‖ reference) from each sampled token's log-probabilities, in nats.
 
-    With l = logprobs - ref_logprobs: k1 = l; k2 = l² / 2; k3 = exp(-l) - 1 + l, by `expm1`; k4 =
-    ratio l, where ratio = exp(logprobs - old_logprobs). `old_logprobs` are of the policy that
-    sampled; None means the policy itself, so its `logprobs` are taken, detached. Only k4 reads
-    them. (k1 to k3: Schulman; k3 as a penalty: GRPO, eq. 4.)
+    With l = logprobs - ref_logprobs: k1 = l; k2 = l² / 2; k3 = exp(-l) - 1 + l, with `expm1`; k4 =
+    ratio l, where ratio = exp(logprobs - old_logprobs). `old_logprobs` come from the policy that
+    sampled; None means the policy itself, so use `logprobs`, detached. Only k4 reads them.
+    (k1 to k3: Schulman; k3 as a penalty: GRPO, eq. 4.)
 
-    Gradient flows through `logprobs` alone, in k4 through the ratio too.
+    Gradient flows through `logprobs` alone; in k4 it flows through the ratio too.
 
     Raises ValueError if `kind` is none of these.
     """
@@ -64,12 +64,12 @@ def calc_exact_kl(
 ) -> Float[Tensor, "*rest"]:
     """Return KL(policy ‖ reference) = sum_v p_v (log p_v - log q_v), over all tokens v, in nats.
 
-    p = softmax(logits), q = softmax(ref_logits). A token with p = 0 (a logit of -inf) counts 0, in
-    the gradient too. The reference is a constant: detached.
+    p = softmax(logits), q = softmax(ref_logits). A token with p = 0 (a logit of -inf) counts as 0,
+    in the gradient too. The reference is a constant: detached.
     """
     logprobs = at_least_float32(logits).log_softmax(-1)
     ref_logprobs = at_least_float32(ref_logits.detach()).log_softmax(-1)
-    # 0 * -inf is nan, so the impossible tokens leave before the product.
+    # 0 * -inf is nan, so impossible tokens are masked out before the product.
     logratio = (logprobs - ref_logprobs).masked_fill(logits == -torch.inf, 0.0)
     return (logprobs.exp() * logratio).sum(-1)
 
@@ -78,7 +78,7 @@ def calc_exact_kl(
 def calc_estimator_stats(
     logits: Float[Tensor, "vocab"], ref_logits: Float[Tensor, "vocab"], kind: str
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return bias and standard deviation of an estimate from one sampled token, exactly.
+    """Return the exact bias and standard deviation of an estimate from one sampled token.
 
     Over the whole vocabulary, with p = softmax(logits): mean = sum_v p_v k(v), bias = mean -
     KL(policy ‖ reference), std = sqrt(sum_v p_v (k(v) - mean)²), in nats.
@@ -104,15 +104,15 @@ def calc_expected_gradient(
     place: str,
     sampler_logits: Float[Tensor, "vocab"] | None = None,
 ) -> Float[Tensor, "vocab"]:
-    """Return the expected gradient, for the logits, of an estimate from one token, exactly.
+    """Return the exact expected gradient, with respect to the logits, of one token's estimate.
 
-    The token v is drawn from s = softmax(sampler_logits), from the policy itself if None. Drawing
-    is not differentiated: s is a constant. With p = softmax(logits),
+    The token v is drawn from s = softmax(sampler_logits), or from the policy itself if it is None.
+    The drawing is not differentiated: s is a constant. With p = softmax(logits),
 
     - place "loss": sum_v s_v grad k(v), of the estimate as a loss, to be minimised;
     - place "reward": sum_v s_v k(v) grad log p_v. This is the policy gradient (REINFORCE, without
-      a ratio of its own) of the reward -k(v), a number without gradient, and then negated, so that
-      it is comparable with the gradient of a loss.
+      a ratio of its own) of the reward -k(v), a number without gradient, and then negated, so you
+      can compare it with the gradient of a loss.
 
     s is k4's old policy. The result carries no gradient, and the inputs stay as they were, without
     a `.grad`. Raises ValueError if `kind` or `place` is none of these.
@@ -137,7 +137,7 @@ class KlArgs(GrpoArgs):
     """Say what a run is made of: GRPO whose penalty is kl_coef times the estimate `kl_estimator`,
     in the loss.
 
-    Raises ValueError unless `kl_estimator` is given: a comparison should not have a default.
+    Raises ValueError unless `kl_estimator` is given: what you compare should not have a default.
     """
 
     kl_estimator: str | None = None  # k1, k2, k3 or k4
@@ -149,7 +149,7 @@ class KlArgs(GrpoArgs):
 
 
 class KlTrainer(GrpoTrainer):
-    """Train as chapter 3 does, with the estimate of the KL to choose."""
+    """Train as chapter 3 does, with a choice of KL estimate."""
 
     args: KlArgs
     args_class = KlArgs
@@ -158,7 +158,7 @@ class KlTrainer(GrpoTrainer):
         """Return GRPO objective - KL penalty + entropy bonus (maximised).
 
         The penalty is the mean estimate over each completion, then over the batch; "kl_term" in the
-        metrics, before the coefficient.
+        metrics, before it is multiplied by the coefficient.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)

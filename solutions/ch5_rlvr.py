@@ -2,8 +2,8 @@
 
 Builds rewards that a program checks, pass@k, and what later papers changed in GRPO: which groups
 are trained on, how tokens are averaged, what the ratio is a ratio of, which baseline is subtracted,
-and what becomes of completions that were cut off. A trainer turns each on by an argument; with none
-turned on it is chapter 3's.
+and what happens to completions that were cut off. Each is an argument of the trainer; with none of
+them turned on, it is chapter 3's.
 
 Simplified: token means are taken over a minibatch (DAPO's paper: over the group of one question),
 its soft overlong punishment is left out, rewards are right or wrong on additions, and no prompt is
@@ -43,7 +43,7 @@ from utils.validation import CountOrZero, PositiveOrZero, require, shape_checked
 
 
 def extract_answer(text: str) -> str | None:
-    """Return the integer of the `A: <integer>` that ends the text; None where none does.
+    """Return the integer in the `A: <integer>` that ends the text, or None if none does.
 
     One space after the colon, perhaps a minus sign, then digits (0 to 9) up to the very end:
     nothing may follow, not even a full stop or a newline. An earlier `A: ` does not count. The
@@ -54,10 +54,10 @@ def extract_answer(text: str) -> str | None:
 
 
 def reward_fn_correct(samples: list[str], answers: list[str | int]) -> Float[Tensor, "batch"]:
-    """Reward with 1 where a completion's extracted answer is its own of `answers`, strings or
-    integers, else 0.
+    """Reward a completion with 1 if its extracted answer is its own entry in `answers` (strings or
+    integers), else with 0.
 
-    Raises ValueError unless there is one answer a sample.
+    Raises ValueError unless there is one answer per sample.
     """
     require(
         len(answers) == len(samples),
@@ -68,7 +68,7 @@ def reward_fn_correct(samples: list[str], answers: list[str | int]) -> Float[Ten
 
 
 def reward_fn_format(samples: list[str]) -> Float[Tensor, "batch"]:
-    """Reward with 1 a completion with worked steps (`is_worked`) and an answer, else with 0.
+    """Reward a completion with 1 if it has worked steps (`is_worked`) and an answer, else with 0.
 
     Whether the steps or the answer are right makes no difference.
     """
@@ -94,10 +94,10 @@ def combine_rewards(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that k of n completions, c of them right, hold a right one.
+    """Return the probability that k of n completions, c of them right, include a right one.
 
     1 - C(n - c, k) / C(n, k) (Chen et al., eq. 1): the unbiased estimate, from n samples of a
-    prompt, of how often one of k is right. 1 where fewer than k are wrong.
+    prompt, of how often one of k is right. It is 1 if fewer than k are wrong.
 
     Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
@@ -128,7 +128,7 @@ def leave_one_out_advantages(
 ) -> Float[Tensor, "batch"]:
     """Return A = reward - mean of the other rewards of its group (RLOO). Detached.
 
-    That is G / (G - 1) times reward - mean of the group: a completion's own reward does not enter
+    That is G / (G - 1) times (reward - the group's mean): a completion's own reward does not enter
     its baseline, so the gradient keeps its full size. A constant group gives exact zeros.
 
     Raises ValueError if `group_size` is below 2 or does not divide the batch.
@@ -163,7 +163,7 @@ def _split_groups(
 def mask_truncated(
     mask: Bool[Tensor, "batch completion"], finished: Bool[Tensor, "batch"]
 ) -> Bool[Tensor, "batch completion"]:
-    """Return the mask, as a new tensor, with the rows false that did not finish.
+    """Return a new mask, in which the rows that did not finish are false.
 
     Overlong filtering (DAPO, section 3.4): a completion that was cut off is neither rewarded nor
     punished. It still counts in its group's baseline.
@@ -190,13 +190,14 @@ def aggregate_tokens(
     mode: str = "sequence",
     max_len: int | None = None,
 ) -> Float[Tensor, ""]:
-    """Make one number of one per token. What is masked out may be NaN or inf and never leaks.
+    """Reduce one number per token to a single one. What is masked out may be NaN or inf, and never
+    leaks.
 
-    "sequence": the mean over each completion, then over the batch (GRPO): every completion weighs
-    alike, so a token of a long one weighs little. "token": the mean over all tokens (DAPO, eq. 12).
-    "constant": the sum over all tokens / (batch * max_len) (Dr. GRPO): every token weighs the
-    same, however many there are. An empty completion counts 0; so does a batch without tokens. The
-    arguments stay as they were.
+    "sequence": the mean over each completion, then over the batch (GRPO): every completion counts
+    the same, so a token in a long one counts little. "token": the mean over all tokens (DAPO,
+    eq. 12). "constant": the sum over all tokens / (batch * max_len) (Dr. GRPO): every token counts
+    the same, however many there are. An empty completion counts as 0; so does a batch without
+    tokens. The arguments stay as they were.
 
     Raises ValueError for another mode, and for "constant" without a positive `max_len`.
     """
@@ -222,9 +223,9 @@ def calc_sequence_ratio(
 ) -> Float[Tensor, "batch"]:
     """Return exp(mean over a completion of logprobs - old_logprobs) (GSPO, eq. 7).
 
-    The geometric mean of the tokens' ratios; the mean, not the sum, keeps it in one range for
-    all lengths. 1 for an empty completion. `old_logprobs` are constants: detached. What is masked
-    out may be NaN or inf. The mean is held below 80, as in `calc_ratio`.
+    The geometric mean of the tokens' ratios; the mean, not the sum, keeps it in the same range
+    for all lengths. 1 for an empty completion. `old_logprobs` are constants: detached. What is
+    masked out may be NaN or inf. The mean is capped at 80, as in `calc_ratio`.
     """
     logratio = at_least_float32(logprobs - old_logprobs.detach())
     return masked_mean(logratio, mask, dim=-1).clamp(max=80.0).exp()
@@ -244,11 +245,11 @@ def calc_rlvr_objective(
     ref_logprobs: Float[Tensor, "batch completion"] | None = None,
     beta: float = 0.0,
 ) -> Float[Tensor, ""]:
-    """Aggregate min(ratio A, clip(ratio) A) - beta k3 of the tokens, by `aggregate_tokens`.
+    """Aggregate the tokens' min(ratio A, clip(ratio) A) - beta k3, with `aggregate_tokens`.
 
     The ratio is the token's own (GRPO), or with `ratio_level` "sequence" that of its completion
     (GSPO, eq. 5), through which each token gets the same gradient. With the defaults it is
-    `calc_grpo_objective` at beta 0. The rest is as there: `old_logprobs`, `ref_logprobs` and
+    `calc_grpo_objective` at beta 0. The rest is as it is there: `old_logprobs`, `ref_logprobs` and
     `advantages` are detached; what is masked out may be NaN or inf.
 
     Raises ValueError for another `ratio_level`, and if `ref_logprobs` is None, unless beta is 0.
@@ -290,13 +291,13 @@ class RlvrArgs(GrpoArgs):
     0.2 hardly ever clips the ratio of a sequence.
     """
 
-    advantage_kind: Literal["group", "leave_one_out"] = "group"  # The first has advantage_scale.
-    loss_mode: Literal["sequence", "token", "constant"] = "sequence"  # "constant" has gen_len.
+    advantage_kind: Literal["group", "leave_one_out"] = "group"  # advantage_scale is for "group".
+    loss_mode: Literal["sequence", "token", "constant"] = "sequence"  # "constant" uses gen_len.
     ratio_level: Literal["token", "sequence"] = "token"
-    dynamic_sampling: Literal[True, False] = False  # Sample on until all groups are informative,
-    max_extra_rollouts: CountOrZero = 3  # or this many more batches were sampled.
-    truncation: Literal["keep", "mask", "penalty"] = "keep"  # What gen_len cut off.
-    missing_eos_penalty: PositiveOrZero = 1.0  # It is subtracted with truncation "penalty".
+    dynamic_sampling: Literal[True, False] = False  # Sample until all groups are informative,
+    max_extra_rollouts: CountOrZero = 3  # or until this many more batches.
+    truncation: Literal["keep", "mask", "penalty"] = "keep"  # For what gen_len cut off.
+    missing_eos_penalty: PositiveOrZero = 1.0  # Subtracted if truncation is "penalty".
 
 
 def find_finished(samples: Samples, eos_token_id: int | list[int]) -> Bool[Tensor, "batch"]:
@@ -341,10 +342,11 @@ def select_samples(samples: Samples, rows: list[int]) -> Samples:
 
 
 class RlvrTrainer(GrpoTrainer):
-    """Train by GRPO or its descendants: chapter 3's trainer, with a choice at each changed step.
+    """Train with GRPO or its descendants: chapter 3's trainer, with a choice at each changed step.
 
     Its rollouts record "informative_frac", the share of the sampled groups whose rewards differ,
-    "prompts_sampled", how many groups that were, and "truncated_frac", of all sampled completions.
+    "prompts_sampled", the number of groups sampled, and "truncated_frac", the share of all sampled
+    completions that were cut off.
     """
 
     args: RlvrArgs
@@ -355,9 +357,9 @@ class RlvrTrainer(GrpoTrainer):
 
         Each batch is one call of `self.sample_and_score(n_groups, group_size)`.
         With dynamic sampling, batch after batch is sampled until enough groups are informative, or
-        `max_extra_rollouts` have followed the first. Kept are the informative groups that came
-        first; if they are too few, the first of the others fill up the batch. What is kept stays in
-        the order in which it came. The metrics are of all that was sampled.
+        `max_extra_rollouts` have followed the first. We keep the informative groups that came
+        first; if there are too few, the first of the others fill up the batch. What is kept stays
+        in the order in which it came. The metrics are for all that was sampled.
         """
         args = self.args
         n_groups = args.batch_size // args.group_size
@@ -386,7 +388,7 @@ class RlvrTrainer(GrpoTrainer):
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:
-        """Make GRPO's rollout of `sample_groups`, with the arguments' advantages and mask.
+        """Make GRPO's rollout from `sample_groups`, with the arguments' advantages and mask.
 
         Truncation "mask" takes the rows that did not finish out of the memory's mask.
         """
@@ -407,7 +409,7 @@ class RlvrTrainer(GrpoTrainer):
         """Return RLVR objective + entropy bonus (maximised); the KL is k3, inside it, or exact.
 
         "constant" divides by `gen_len` for each completion. Records clip_frac, approx_kl and kl_k3
-        by `self.record_ratios`.
+        with `self.record_ratios`.
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
@@ -433,8 +435,8 @@ class RlvrTrainer(GrpoTrainer):
 
     @torch.no_grad()
     def record_ratios(self, logprobs: Tensor, minibatch: ReplayMinibatch) -> None:
-        """Record as PPO does; with ratios of sequences, clip_frac is the share of completions
-        outside.
+        """Record as PPO does; with sequence ratios, clip_frac is the share of completions outside
+        the clip.
         """
         super().record_ratios(logprobs, minibatch)
         args, mask = self.args, minibatch.mask

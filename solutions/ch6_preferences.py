@@ -2,10 +2,10 @@
 
 Builds the human half of RLHF: pairs of which one is preferred, a reward model of them, DPO, which
 needs none, and ways of picking good samples. The person is simulated by a reward that is known, so
-that every method can be held against the truth.
+that every method can be checked against the truth.
 
 Simplified: one reward model and no ensemble, trained on one kind of pair; a completion is scored as
-its text followed by an eos, also where it was cut off.
+its text followed by an eos, even if it was cut off.
 
 Papers: Bradley and Terry (1952); rewards from human preferences (Christiano et al., 2017,
 arXiv:1706.03741); InstructGPT (Ouyang et al., 2022, arXiv:2203.02155); over-optimisation (Gao et
@@ -55,9 +55,9 @@ MOOD_WEIGHTS = {
 def reward_fn_true(samples: list[str], repeat_penalty: float = 1.0) -> Float[Tensor, "batch"]:
     """Return what the simulated person thinks of each completion: the true reward.
 
-    Every word of a mood counts once, from +1.5 ("wonderful") to +0.5 ("perfect") and from -1.5
-    ("bad") to -0.5 ("dreadful"). Each time that such a word is repeated costs `repeat_penalty`:
-    more of a good thing is not better for ever.
+    Every mood word counts once, from +1.5 ("wonderful") to +0.5 ("perfect") and from -1.5
+    ("bad") to -0.5 ("dreadful"). Each repetition of such a word costs `repeat_penalty`:
+    more of a good thing is not better forever.
     """
     rewards = []
     for text in samples:
@@ -122,7 +122,7 @@ def encode_completions(
 ) -> Samples:
     """Return prompts and completions as token ids, each completion followed by an eos.
 
-    Raises ValueError where the longest prompt and the longest completion, with its eos, do not fit
+    Raises ValueError if the longest prompt and the longest completion, with its eos, do not fit
     the model's context together.
     """
     tokenizer = model.tokenizer
@@ -163,7 +163,7 @@ def calc_preference_loss(
 def calc_preference_accuracy(
     chosen_rewards: Float[Tensor, "batch"], rejected_rewards: Float[Tensor, "batch"]
 ) -> float:
-    """Return the share of pairs whose chosen completion has the higher reward; a tie is half."""
+    """Return the share of pairs whose chosen completion has the higher reward; ties count half."""
     wins = (chosen_rewards > rejected_rewards).float()
     ties = (chosen_rewards == rejected_rewards).float()
     return (wins + ties / 2).mean().item()
@@ -175,8 +175,8 @@ def calc_preference_accuracy(
 class RewardModel(TransformerWithLora):
     """Put a linear reward head, which starts at zero, on `TransformerWithLora`.
 
-    `reward_mean` and `reward_std` are those of the rewards that it gave on its training pairs,
-    which `train_reward_model` measures. They are saved with the adapters and the head.
+    `reward_mean` and `reward_std` are those of the rewards it gave on its training pairs;
+    `train_reward_model` measures them. They are saved with the adapters and the head.
     """
 
     reward_mean: Tensor
@@ -230,8 +230,8 @@ class RewardModel(TransformerWithLora):
 def make_reward_fn(reward_model: "RewardModel") -> Callable[..., Float[Tensor, "batch"]]:
     """Return a reward function for the trainers: `reward_fn(samples, prompts)`.
 
-    It encodes prompts and completions by `encode_completions` and returns the reward model's
-    rewards, less `reward_mean`, divided by `reward_std`, without a gradient.
+    It encodes prompts and completions with `encode_completions` and returns the reward model's
+    rewards, minus `reward_mean`, divided by `reward_std`, without a gradient.
     """
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ def fit(
     seed: int = 0,
     label: str = "fit",
 ) -> list[float]:
-    """Minimise `calc_loss(rows)` by AdamW, over all rows in a new order in each epoch; return the
+    """Minimise `calc_loss(rows)` with AdamW, over all rows in a new order in each epoch; return the
     losses.
 
     The learning rate warms up over five steps and falls to zero at the end. Gradients are clipped
@@ -375,7 +375,7 @@ def train_dpo(
     batch_size: int = 32,
     seed: int = 0,
 ) -> list[dict[str, float]]:
-    """Train a policy on preferences by DPO; return the metrics of each step.
+    """Train a policy on preferences with DPO; return the metrics of each step.
 
     "chosen" and "rejected" are mean log-probs of the completions, "margin" is the mean difference
     of the implicit rewards.
@@ -407,7 +407,7 @@ def measure_implicit_accuracy(
     """Measure how often the log-ratio to the reference, DPO's implicit reward, is higher for the
     chosen completion.
 
-    Every policy that has a reference has such a reward, whatever it was trained by.
+    Every policy that has a reference has such a reward, however it was trained.
     """
     parts = []
     for chosen in torch.arange(len(preferences)).split(rows):
@@ -423,7 +423,7 @@ def measure_implicit_accuracy(
 
 @shape_checked
 def best_of_n(samples: list[str], rewards: Float[Tensor, "batch"], n: int) -> list[str]:
-    """Return of each n samples that follow one another the one with the highest reward.
+    """Return, of every n consecutive samples, the one with the highest reward.
 
     Raises a ValueError that names `n` unless it is positive and divides their number, and one that
     names `rewards` unless there is one for each.
@@ -443,8 +443,8 @@ def best_of_n(samples: list[str], rewards: Float[Tensor, "batch"], n: int) -> li
 def calc_best_of_n_kl(n: int) -> float:
     """Return log n - (n - 1) / n, in nats per completion.
 
-    An upper bound of the KL between best of n and the policy that it samples from. It is approached
-    where every completion is improbable and no two have the same reward (Beirami et al.).
+    An upper bound on the KL between best of n and the policy that it samples from. It is approached
+    when every completion is improbable and no two have the same reward (Beirami et al.).
 
     Raises a ValueError that names `n` unless it is positive.
     """
@@ -464,7 +464,7 @@ def rejection_sample(
     In each pass the rows that remain come in a random order, and each is accepted with probability
     exp((reward - max) / temperature), max being the highest reward among those that remained when
     the pass began. Passes go on until enough rows are accepted, and the last one stops there. The
-    result is in the order of acceptance. All draws are made by `generator`.
+    result is in the order of acceptance. All draws are made with `generator`.
 
     A low temperature picks the best, a high one picks at random. Raises a ValueError that names the
     argument if `num_samples` is not in [1, n], or `temperature` is not positive.
@@ -491,10 +491,10 @@ def pool_advantages(
 ) -> Float[Tensor, "kept"]:
     """Return the advantages of the kept rows, against the whole pool of their prompt. Detached.
 
-    Each prompt has `pool_size` scores that follow one another, and A = (score - mean of the pool) /
-    (std of the pool + 1e-4), as in `group_advantages`: stds have ddof 1, and a pool of equal scores
-    gives zeros. `kept` holds rows of `scores`. Those that
-    were picked are no sample of the policy, so their own mean is no baseline.
+    Each prompt has `pool_size` consecutive scores, and A = (score - mean of the pool) / (std of the
+    pool + 1e-4), as in `group_advantages`: stds have ddof 1, and a pool of equal scores gives
+    zeros. `kept` holds rows of `scores`. Those that were picked are not a sample from the policy,
+    so their own mean is not a baseline.
 
     Raises a ValueError that names `pool_size` if it is below 2 or does not divide the scores.
     """
@@ -552,7 +552,7 @@ class PickedGrpoArgs(GrpoArgs):
 
 
 class PickedGrpoTrainer(GrpoTrainer):
-    """Train by GRPO on groups that were picked by statistical rejection sampling."""
+    """Train with GRPO on groups that were picked by statistical rejection sampling."""
 
     args: PickedGrpoArgs
     args_class = PickedGrpoArgs

@@ -1,8 +1,8 @@
 """Chapter 9: the sampler is not the learner.
 
-Builds what a trainer needs once its rollouts come late, from a machine that computes with other
-numbers, or from another distribution than the one that is scored: a queue, gauges of the mismatch,
-importance weights and masks, and an objective that can correct in three ways.
+Builds what a trainer needs once its rollouts come late, from a machine that computes with different
+numbers, or from a different distribution than the one that is scored: a queue, gauges of the
+mismatch, importance weights and masks, and an objective that can correct in three ways.
 
 Simplified: one process plays both parts, so "late" is counted in updates and not in seconds; a
 rollout has one sampler from its first token to its last (partial rollouts mix several).
@@ -41,10 +41,10 @@ from utils.validation import CountOrZero, Positive, Range, require, shape_checke
 
 
 class RolloutQueue:
-    """Hand on rollouts in the order in which they came, so that each is `staleness` versions late.
+    """Pass on rollouts in the order in which they came, so that each is `staleness` versions late.
 
-    A version counts the updates of the policy. `len(queue)` says how many rollouts wait. Raises
-    ValueError for a staleness that is no integer of at least 0.
+    A version counts the updates of the policy. `len(queue)` says how many rollouts are waiting.
+    Raises ValueError for a staleness that is not an integer of at least 0.
     """
 
     def __init__(self, staleness: int):
@@ -62,8 +62,8 @@ class RolloutQueue:
     def put(self, rollout: Any, version: int) -> None:
         """Add a rollout that the policy of this version sampled.
 
-        Raises a ValueError that names the version if it is below one that an earlier `put` or
-        `take` was called with, and that was not refused.
+        Raises a ValueError that names the version if it is below the version of an earlier `put` or
+        `take` that was not refused.
         """
         self._move_on(version)
         self._waiting.append((rollout, version))
@@ -72,8 +72,8 @@ class RolloutQueue:
         """Remove the oldest rollout, and return it with its age: how many versions ago it was
         sampled, now that the policy is at `version`.
 
-        Raises ValueError unless `staleness` younger ones wait behind it, or for a version below
-        one that was named before. The queue then stays as it was.
+        Raises ValueError unless `staleness` younger ones wait behind it, or if the
+        version is below an earlier one. The queue then stays as it was.
         """
         require(
             len(self._waiting) > self.staleness,
@@ -97,8 +97,8 @@ def calc_stable_rate(delay: int) -> float:
 
     That is gradient descent with rate a on x² / 2, with a gradient that is `delay` steps old. The
     answer is 2 sin(pi / (4 delay + 2)): 2 without a delay, about pi / (2 delay + 1) with a long
-    one (Levin and May, 1976). Raises a ValueError that names a delay
-    that is no integer of at least 0.
+    one (Levin and May, 1976). Raises a ValueError that names the delay if it is not an integer of
+    at least 0.
     """
     require(
         isinstance(delay, int) and delay >= 0,
@@ -121,10 +121,10 @@ def measure_mismatch(
 
     "k3": the k3 estimate of KL(sampler ‖ learner), in nats per token. "max_ratio": the largest
     ratio of a token, learner / sampler. "effective_share": (sum w)² / (n sum w²) over the n
-    completions, where w is the product of a completion's ratios: 1 if all weigh alike, 1 / n if one
-    outweighs the rest. Completions without a token count in none of the three; without any token
-    the three are 0, 1 and 1. `expm1` keeps the digits of a small k3, and a product too large for a
-    float still has its share. What is masked out may be NaN or inf.
+    completions, where w is the product of a completion's ratios: 1 if all weigh the same, 1 / n if
+    one outweighs the rest. Completions without a token count in none of the three; without any
+    token the three are 0, 1 and 1. `expm1` keeps the digits of a small k3, and a product too large
+    for a float still has its share. What is masked out may be NaN or inf.
     """
     if not mask.any():
         return {"k3": 0.0, "max_ratio": 1.0, "effective_share": 1.0}
@@ -152,9 +152,9 @@ def get_kept_logprobs(
     of the probability that it kept.
 
     The distribution is that of chapter 0's `sample_next_token`: temperature, then the `top_k`
-    likeliest, then the fewest likeliest of those whose share reaches `top_p` (1 keeps them all,
+    likeliest, then the fewest of the likeliest whose share reaches `top_p` (1 keeps them all,
     however rare); what is kept is renormalised. A token that could not be drawn has -inf. The kept
-    probability is that of softmax(logits / temperature), and its log 0 without truncation.
+    probability is that of softmax(logits / temperature), and its log is 0 without truncation.
 
     Raises a ValueError that names the argument for a temperature that is not above 0, top_k < 1 or
     top_p outside (0, 1].
@@ -198,7 +198,7 @@ def calc_importance_weights(
     where the inputs may be NaN or inf. A log ratio, or a sequence's sum of them, counts as 80 if it
     is more: exp(80) is nearly the largest number of float32.
 
-    Raises a ValueError that names the argument for another level, and for a cap that is not above
+    Raises a ValueError that names the argument for any other level, and for a cap that is not above
     0.
     """
     require(
@@ -224,13 +224,13 @@ def mask_mismatched(
     high: float = 2.0,
     kind: str = "ratio",
 ) -> Bool[Tensor, "batch completion"]:
-    """Return the mask, as a new tensor, less the tokens on which sampler and learner disagree.
+    """Return a new mask, without the tokens on which the sampler and the learner disagree.
 
     "ratio": those whose ratio, learner / sampler, lies outside [low, high]. "probability": those
     whose probability moved by more than `high`, up or down; `low` is not read. What is masked out
     may be NaN or inf.
 
-    Raises a ValueError that names another kind.
+    Raises a ValueError that names any other kind.
     """
     require(
         kind in ("ratio", "probability"),
@@ -256,20 +256,20 @@ def calc_async_objective(
     """Return the objective of a rollout that another policy sampled: GRPO's, without a KL term.
 
     It averages over each completion, then over the batch. With r = exp(logprobs -
-    sampler_logprobs), a token contributes, by `correction`,
+    sampler_logprobs), a token contributes, depending on `correction`,
 
     - "none": A times a ratio of 1 that carries the gradient of the log-prob, as if the learner had
       sampled (`calc_single_update_objective`);
     - "clip": min(r A, clip(r, 1 - clip_coef, 1 + clip_coef) A), PPO's;
     - "truncate": the same as "none" times min(r, cap), a constant weight (TIS);
     - "mask": the same as "none" times r, also a constant; tokens whose r lies outside [1 / cap,
-      cap] are left out, also of the number of tokens that the mean divides by (IcePop).
+      cap] are left out, and the mean does not divide by their number either (IcePop).
 
     No gradient reaches `sampler_logprobs` and `advantages`. What is masked out may be NaN or inf,
     and no ratio is too large: it is clipped, truncated or left out, without a NaN in the gradient.
-    A completion without a token counts 0, also if none is left.
+    A completion without a token counts as 0, and so does one with none left.
 
-    Raises a ValueError that names another correction.
+    Raises a ValueError that names any other correction.
     """
     require(
         correction in ("none", "clip", "truncate", "mask"),
@@ -302,15 +302,15 @@ class AsyncArgs(GrpoArgs):
     staleness: CountOrZero = 0  # Rollouts are this many phases late.
     correction: Literal["none", "clip", "truncate", "mask"] = "none"
     cap: Positive = 2.0
-    # The sampler's weights are rounded to so many bits.
+    # The sampler's weights are rounded to this many bits.
     sampler_bits: Annotated[int, Range(2)] | None = None
 
 
 class StaleTrainer(GrpoTrainer):
-    """Train by GRPO on rollouts that are late: chapter 3's trainer behind a `RolloutQueue`.
+    """Train with GRPO on rollouts that are late: chapter 3's trainer behind a `RolloutQueue`.
 
     The memory's log-probs are what the sampler said when it drew the tokens, and they reach the
-    objective as they are. (Chapter 2's `get_old_logprobs` takes the learner's own instead when
+    objective as they are. (Chapter 2's `get_old_logprobs` uses the learner's own instead when
     there is one update per rollout: on late rollouts every ratio would be 1, and every gauge
     silent.) A run that goes on from a checkpoint begins with an empty queue.
     """
@@ -331,7 +331,7 @@ class StaleTrainer(GrpoTrainer):
 
     @torch.no_grad()
     def sample_rollout(self) -> ReplayMemory:
-        """Sample whole groups, and remember what the sampler said of each token."""
+        """Sample whole groups, and remember what the sampler said about each token."""
         args = self.args
         samples, scores = self.sample_and_score(args.batch_size // args.group_size, args.group_size)
         assert samples.logprobs is not None  # `sample_completions` keeps them
@@ -366,8 +366,8 @@ class StaleTrainer(GrpoTrainer):
 
 
 def quantise(weight: Float[Tensor, "out in"], bits: int) -> Float[Tensor, "out in"]:
-    """Round weights to 2^bits - 1 levels, evenly spaced up to the largest of each column; with 16
-    bits to bfloat16.
+    """Round weights to 2^bits - 1 levels, evenly spaced up to the largest of each column. With 16
+    bits, round them to bfloat16.
     """
     if bits == 16:
         return weight.bfloat16().to(weight.dtype)
@@ -399,8 +399,8 @@ def may_start(n_started: int, batch_size: int, version: int, eta: int) -> bool:
     by the policy of version i. One may begin if its batch is at most `eta` versions ahead of the
     policy, which is at `version`.
 
-    Raises a ValueError that names the argument for a batch_size below 1, and for a negative number
-    among the others.
+    Raises a ValueError that names the argument if batch_size is below 1, or if one of the others is
+    negative.
     """
     require(batch_size >= 1, f"batch_size should be at least 1, but is {batch_size}")
     for name, n in (("n_started", n_started), ("version", version), ("eta", eta)):
@@ -423,7 +423,7 @@ def simulate(
         "sync"      sample a batch, wait for its last completion, learn, sample again
         "overlap"   sample the next batch while learning from this one: one step off
         "partial"   stop all slots while learning, and let them go on with the new policy
-        "async"     slots never wait, but for `may_start` with `eta`; None lets them all start
+        "async"     slots never wait, except for `may_start` with `eta`; None lets them all start
 
     `lengths` are seconds; each completion draws one. `n_slots` completions are sampled at a time,
     each as fast as if it were alone. Returns seconds per step, the share of the time that slots

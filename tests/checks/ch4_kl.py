@@ -53,7 +53,7 @@ def worked_estimates(student, rng):
 
 @check("calc_kl_estimate", public=True, points=2, seeds=2, expected=estimate_of_probabilities)
 def estimates_of_every_shape(student, rng):
-    """Random log-probs, 0 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
+    """Random log-probs, 0 to 3 axes: value, gradient for the policy's alone, inputs unchanged"""
     f, found = student.calc_kl_estimate, {}
     for shape in ((4, 5), (6,), (2, 3, 2), ()):
         logprobs, ref_logprobs, _ = draw_logprobs(rng, *shape)
@@ -142,7 +142,7 @@ def unknown_estimators(student, rng):
 
 @check("calc_exact_kl", public=True, expected=[0.3465736, 0.1438410, 0.1520494, 0.0])
 def worked_kl(student, rng):
-    """1/2, 1/2, 0 against 1/4, 1/2, 1/4: ln(2)/2; two policies, either way round; one and itself"""
+    """1/2, 1/2, 0 against 1/4, 1/2, 1/4: ln(2)/2; two policies, both ways round; one with itself"""
     p = rng.tensor([[4, 4, 0], [2, 4, 2], [4, 3, 1], [4, 3, 1]]).log()
     q = rng.tensor([[2, 4, 2], [4, 3, 1], [2, 4, 2], [4, 3, 1]]).log()
     return student.calc_exact_kl(p, q)
@@ -150,7 +150,7 @@ def worked_kl(student, rng):
 
 @check("calc_exact_kl", public=True, points=2, seeds=2, expected=kl_by_distributions)
 def kl_of_every_shape(student, rng):
-    """Random logits, 1 to 3 axes: value, gradient of the policy's alone, inputs unchanged"""
+    """Random logits, 1 to 3 axes: value, gradient for the policy's alone, inputs unchanged"""
     f, found = student.calc_exact_kl, {}
     for shape in ((5,), (3, 7), (2, 3, 4), (1, 300)):
         logits, ref_logits = rng.normal(*shape, std=2), rng.normal(*shape, std=2)
@@ -214,7 +214,7 @@ def make_rare(logits: Tensor, token: int) -> Tensor:
     atol=1e-6,
 )
 def worked_stats(student, rng):
-    """Policy 3/4, 1/4, reference 1/2, 1/2: l is ln 1.5, -ln 2; the KL 0.1308"""
+    """Policy 3/4, 1/4, reference 1/2, 1/2: l is ln 1.5, -ln 2; the KL is 0.1308"""
     logits, ref_logits = rng.tensor([3.0, 1.0]).log(), rng.tensor([1.0, 1.0]).log()
     return {kind: student.calc_estimator_stats(logits, ref_logits, kind) for kind in KINDS}
 
@@ -309,7 +309,7 @@ def worked_gradients(student, rng):
 
 @check("calc_expected_gradient", points=2, seeds=3, expected=gradient_by_the_score, atol=1e-5)
 def gradients_on_policy(student, rng):
-    """Samples of the policy itself: every estimator, in the loss and in the reward"""
+    """Samples from the policy itself: every estimator, in the loss and in the reward"""
     near, far = rng.normal(5), rng.normal(7, std=1.5)
     return {
         "near": _every_gradient(student, near, near + 0.3 * rng.normal(5)),
@@ -328,7 +328,7 @@ def gradients_on_policy(student, rng):
     atol=1e-5,
 )
 def gradients_off_policy(student, rng):
-    """Samples of an older policy: every estimator, in the loss and in the reward"""
+    """Samples from an older policy: every estimator, in the loss and in the reward"""
     ref_logits, direction = rng.normal(6), rng.normal(6)
     return {
         "moved on": _every_gradient(student, ref_logits + direction, ref_logits, ref_logits),

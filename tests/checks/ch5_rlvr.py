@@ -235,7 +235,7 @@ def worked_weights(student, rng):
 
 @check("combine_rewards", points=2, seeds=2, expected=combine_by_loops)
 def rewards_of_many_functions(student, rng):
-    """Any number of functions and completions, as many of both; weights of either sign"""
+    """Any number of functions and completions, also the same number; weights of either sign"""
     found = {}
     for functions, batch in ((3, 5), (4, 4), (1, 3), (2, 1), (5, 2)):
         rewards = rng.normal(functions, batch, mean=1)
@@ -358,7 +358,7 @@ def worked_selection(student, rng):
 
 @check("select_informative_groups", public=True, points=2, seeds=3, expected=informative_by_sets)
 def groups_of_every_size(student, rng):
-    """Rewards of 0 and 1 in groups of 2 to 5, one alone, all alike, one different anywhere"""
+    """Rewards of 0 and 1 in groups of 2 to 5: a lone group, all alike, one that differs anywhere"""
     found = {}
     for groups, size in ((6, 2), (4, 4), (3, 5), (1, 3), (5, 3)):
         rewards = rng.integers(0, 2, groups * size).to(rng.dtype)
@@ -372,7 +372,7 @@ def groups_of_every_size(student, rng):
 
 @check("select_informative_groups", points=2, expected=informative_by_sets, tier="hardening")
 def constants_and_near_constants(student, rng):
-    """Equal rewards of any size; rewards that differ by little, also of both signs"""
+    """Equal rewards of any size; rewards that differ only a little, or in sign"""
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3, -0.5, -2]), rng.normal(3)])
     constant = values.repeat_interleave(7)
     near = constant.reshape(8, 7).clone()
@@ -419,7 +419,7 @@ def worked_others(student, rng):
 
 @check("leave_one_out_advantages", public=True, points=2, seeds=2, expected=leave_one_out_by_loops)
 def others_of_several_groups(student, rng):
-    """Several groups of different means and spreads; two rewards a group; 0 or 1; an outlier"""
+    """Groups with different means and spreads; two rewards per group; 0 or 1; an outlier"""
     f = student.leave_one_out_advantages
     found = {
         f"{groups} groups of {size}": f(grouped_rewards(rng, groups, size), size)
@@ -746,7 +746,7 @@ def ragged_rlvr_objectives(student, rng):
 
 @check("calc_rlvr_objective", expected=grpo_without_kl)
 def defaults_are_grpo(student, rng):
-    """With the defaults the value and gradient of GRPO; another clip_coef, and an upper one"""
+    """With the defaults, GRPO's value and gradient; a different clip_coef, and an upper one"""
     mask = ragged_mask(rng)
     tensors = ragged_logprobs(rng, mask) | {"advantages": one_zero(rng, mask)}
     return {

@@ -86,7 +86,7 @@ def worked_accuracy(student, rng):
 
 @check("calc_preference_accuracy", public=True, points=3, seeds=3, expected=accuracy_by_loops)
 def accuracies_with_ties(student, rng):
-    """Pairs of which some tie: a tie counts half. One pair; ties alone"""
+    """Pairs, some of which tie: a tie counts as half. One pair; only ties"""
     chosen, rejected = rng.integers(0, 4, 37).to(rng.dtype), rng.integers(0, 4, 37).to(rng.dtype)
     found = {
         "37 pairs": student.calc_preference_accuracy(chosen, rejected),
@@ -189,7 +189,7 @@ def _head_belongs_to_the_model(observed, reference):
 
 @check("RewardModel.forward", holds=_head_belongs_to_the_model, tier="hardening")
 def reward_head_and_model(student, rng):
-    """Head and scale are saved and loaded with the adapters; merged() and reference() hold"""
+    """Head and scale are saved and loaded with the adapters; merged() and reference() still work"""
     options = {"sites": ("attn.q", "mlp.out"), "alpha": 20}
     model = make_model(student.RewardModel, rng, **options)
     model.reward_mean.fill_(1.5)
@@ -500,7 +500,7 @@ def _have_worked_frequencies(observed, reference):
 
 @check("rejection_sample", public=True, points=2, holds=_have_worked_frequencies, beside=True)
 def worked_frequencies(student, rng):
-    """Rewards 0, 4 and 1, two picks at temperature 1 / ln 2: how often each result comes"""
+    """Rewards 0, 4 and 1, two picks at temperature 1 / ln 2: how often each result comes up"""
     rewards, generator = rng.tensor([0.0, 4.0, 1.0]), rng.new_generator()
     picks = [
         student.rejection_sample(rewards, 2, 1 / math.log(2), generator) for _ in range(N_WORKED)
@@ -596,7 +596,7 @@ def _generator_decides(observed, reference):
 
 @check("rejection_sample", public=True, holds=_generator_decides, tier="hardening", beside=True)
 def picks_of_a_generator(student, rng):
-    """The generator alone decides; all rows, when as many are asked for"""
+    """Only the generator decides; all the rows, if that many are asked for"""
     rewards, seed = rng.normal(12, std=2), rng.seed % 2**31
     found = {}
     for name in ("from a seed", "from the seed again"):

@@ -83,7 +83,7 @@ def worked_queue(student, rng):
 
 @check("RolloutQueue", public=True, points=2, expected=PlainQueue)
 def queues_of_a_trainer(student, rng):
-    """One rollout a phase, up to four late, and on time; one update a phase, or two"""
+    """One rollout per phase, up to four late, and on time; one update per phase, or two"""
     return {
         f"staleness {k}, {n} updates a phase": _run_late(student, rng, k, n_updates=n)
         for k in (0, 1, 2, 4)
@@ -291,7 +291,7 @@ def products_of_long_completions(student, rng):
 
 @check("measure_mismatch", expected=mismatch_by_loops, rtol=0.02, atol=1e-12, tier="hardening")
 def tiny_differences(student, rng):
-    """Differences of 1e-4, as of a sampler in another precision: k3 is right to 2%"""
+    """Differences of 1e-4, as from a sampler in a different precision: k3 is right to 2%"""
     # Rounded to float32, so that a run in float64 sees the same numbers.
     sampler_logprobs = -rng.uniform(6, 50, low=0.02, high=0.5)
     logprobs = (sampler_logprobs.float() + rng.normal(6, 50, std=1e-4).float()).to(rng.dtype)
@@ -368,7 +368,7 @@ def every_token(student, rng):
 
 @check("get_kept_logprobs", points=2, seeds=2, expected=kept_by_distributions)
 def top_p_of_what_top_k_left(student, rng):
-    """Flat policies: top_p counts shares of what top_k has left"""
+    """Flat policies: top_p counts shares of what top_k left"""
     return {
         f"top_k {k}, top_p {p}": _every_token(student, rng.normal(2, 12, std=0.3), top_k=k, top_p=p)
         for k in (3, 6)
@@ -428,7 +428,7 @@ def extreme_logits(student, rng):
 
 @check("get_kept_logprobs", expected=kept_by_distributions, tier="hardening")
 def rare_tokens_with_a_top_p_of_1(student, rng):
-    """A top_p of 1 keeps tokens of a probability of 1e-9 too"""
+    """A top_p of 1 also keeps tokens with a probability of 1e-9"""
     logits = torch.cat([rng.normal(4, 3), rng.normal(4, 4) - 21], dim=-1)[:, rng.permutation(7)]
     tokens, f = logits.argmin(-1), student.get_kept_logprobs
     return [f(logits, tokens, top_p=1.0), f(logits, tokens, top_k=7, top_p=1.0)]
@@ -528,7 +528,7 @@ def weights_of_extreme_ratios(student, rng):
 
 @check("calc_importance_weights", expected=weights_by_loops, tier="hardening")
 def rollouts_after_weighing(student, rng):
-    """The inputs stay as they were; of log-probs that require a gradient, the weights do not"""
+    """The inputs stay as they were; the weights carry no gradient, even if the log-probs do"""
     mask, found = ragged_mask(rng), {}
     for level in ("token", "sequence"):
         logprobs, sampler_logprobs = draw_pair(rng, mask)
@@ -632,7 +632,7 @@ def masks_at_the_limits(student, rng):
 
 @check("mask_mismatched", expected=masked_by_loops, tier="hardening")
 def masks_are_new(student, rng):
-    """The inputs stay as they were, also after the result, a new tensor, is changed"""
+    """The inputs stay as they were, even after the result, a new tensor, is changed"""
     mask, found = ragged_mask(rng), {}
     logprobs, sampler_logprobs = draw_pair(rng, mask)
     for kind, high in (("ratio", 2.0), ("ratio", 1e9), ("probability", 1.0), ("probability", 0.1)):
@@ -707,7 +707,7 @@ def objectives_and_gradients(student, rng):
 
 @check("calc_async_objective", points=2, seeds=2, expected=objective_by_loops)
 def objectives_with_other_limits(student, rng):
-    """Other clips and caps, which matter to their own correction alone"""
+    """Other clips and caps, each of which matters only to its own correction"""
     mask, found = ragged_mask(rng, 8, 6), {}
     pair, advantages = draw_pair(rng, mask), one_zero(rng, mask)
     for correction in CORRECTIONS:
@@ -739,7 +739,7 @@ def objectives_of_every_shape(student, rng):
 
 @check("calc_async_objective", points=2, seeds=2, expected=objective_by_loops)
 def objective_of_what_is_left(student, rng):
-    """By mask: means over the tokens that are left; a completion with none left counts 0"""
+    """Correction "mask": means over the tokens left; a completion with none left counts as 0"""
     mask = torch.ones(5, 8, dtype=torch.bool)
     sampler_logprobs = -rng.uniform(5, 8, low=0.5, high=3.0)
     logratio = rng.normal(5, 8, std=0.3).clamp(-0.6, 0.6)
@@ -809,7 +809,7 @@ def unknown_corrections(student, rng):
     },
 )
 def worked_starts(student, rng):
-    """Batches of 4: without eta 4 may begin before the first update, with eta 1 8, and so on"""
+    """Batches of 4: with eta 0, 4 may begin before the first update; with eta 1, 8; and so on"""
     cases = ((3, 0, 0), (4, 0, 0), (4, 0, 1), (4, 1, 0), (11, 1, 1), (12, 1, 1))
     names = ["the 4th, eta 0", "the 5th, eta 0", "the 5th, eta 1", "the 5th, at version 1"]
     names += ["the 12th, at version 1, eta 1", "the 13th, at version 1, eta 1"]
@@ -835,7 +835,7 @@ def starts_around_the_limit(student, rng):
 
 @check("may_start", points=2, seeds=2, expected=may_start_by_filling)
 def a_whole_run(student, rng):
-    """How many have begun at each version, if all begin that may"""
+    """How many have begun at each version, if all that may begin do"""
     batch_size, eta, n = rng.integer(2, 6), rng.integer(0, 4), 0
     found = []
     for version in range(6):
