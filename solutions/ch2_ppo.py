@@ -774,7 +774,7 @@ class RLHFTrainer:
         """
         args, mask, prompt_len = self.args, minibatch.mask, minibatch.prompt_len
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
-        # (4) weigh
+        # (4) weight
         surrogate = calc_clipped_surrogate_objective(
             scored.logprobs,
             minibatch.logprobs,

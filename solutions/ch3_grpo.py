@@ -285,7 +285,7 @@ class GrpoTrainer(RLHFTrainer):
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, prompt_len)
         logprobs = scored.logprobs
         old_logprobs = self.get_old_logprobs(minibatch, logprobs)
-        # (4) weigh
+        # (4) weight
         objective = calc_grpo_objective(
             logprobs,
             old_logprobs,

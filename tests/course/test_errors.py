@@ -1,5 +1,10 @@
 """Bad input is a ValueError that names the argument, before any long work."""
 
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -25,6 +30,7 @@ from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from tests.support.inputs import ragged_mask
 from utils.grading.checks import Rng
 
+ROOT = Path(__file__).parents[2]
 MASK = ragged_mask(Rng(0))
 X = torch.zeros(MASK.shape)
 FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages"), X) | {
@@ -201,3 +207,14 @@ def test_a_name_that_the_hub_does_not_have(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="there is no folder 'no/such-model' here"):
         TransformerWithLora.from_pretrained("no/such-model", device="cpu")
+
+
+@pytest.mark.parametrize("lacks", ["einops", "torch"])
+def test_a_pytorch_that_is_there_stays_as_it_knows_the_gpu(lacks):
+    hide = f"u.find_spec = lambda name: None if name == {lacks!r} else found(name)"
+    code = f"import importlib.util as u\nfound = u.find_spec\n{hide}\nimport utils.course"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    (file,) = re.findall(r"%pip install -r (\S+)", run.stderr)
+    names = [line.split("==")[0] for line in Path(file).read_text().splitlines() if "==" in line]
+    assert "einops" in names
+    assert ("torch" in names) == (lacks == "torch")

@@ -50,7 +50,7 @@ class Loop:
         return next((look for look, names in marked.items() if name in names), "known")
 
 
-STEPS = {1: "sample", 2: "score", 3: "compare", 4: "weigh", 5: "update the policy"}
+STEPS = {1: "sample", 2: "score", 3: "compare", 4: "weight", 5: "update the policy"}
 SOURCE = Path(__file__).parents[2] / "chapters" / "source" / "loops.yaml"
 LOOPS = {
     chapter: Loop(**fields)
@@ -92,7 +92,7 @@ def describe_loop(chapter: str) -> str:
     loop = LOOPS[chapter]
     said = [
         "Prompts go to the policy, which samples completions (1); each gets a reward (2), which "
-        "becomes an advantage (3); the objective weighs the log-probs with it (4), and its "
+        "becomes an advantage (3); the objective weights the log-probs by it (4), and its "
         "gradient updates the policy (5)."
     ]
     if "reference" not in loop.later:
