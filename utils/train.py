@@ -155,6 +155,15 @@ class PpoCommand(Options, RLHFArgs):
 class GrpoCommand(Options, GrpoArgs):
     """Train by GRPO, with groups of completions in place of a value head."""
 
+    # module:function; it gets the text of a turn, and returns what is written next, or None.
+    environment: Any = None
+
+    def __post_init__(self):
+        """Turn the environment's name into a function, and the other options as above."""
+        if isinstance(self.environment, str):
+            self.environment = load_function(self.environment)
+        super().__post_init__()
+
 
 TRAINERS: dict[type, tuple[type, type]] = {
     PpoCommand: (DataParallelRLHFTrainer, RLHFArgs),
