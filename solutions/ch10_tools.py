@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,7 +30,8 @@ from solutions.ch0_sampling import (
     left_pad,
     masked_mean,
 )
-from solutions.ch2_ppo import calc_ratio
+from solutions.ch2_ppo import ReplayMinibatch, calc_ratio
+from solutions.ch3_grpo import GrpoTrainer
 from utils.models.decoding import draw, get_decoder, get_end_ids
 from utils.prompts import Prompt
 from utils.validation import require, shape_checked
@@ -233,6 +235,38 @@ def calc_tool_objective(
     advantages = advantages.detach()[:, None]
     per_token = torch.minimum(ratio * advantages, clipped * advantages)
     return masked_mean(per_token, own_mask, dim=-1).mean()
+
+
+class ToolTrainer(GrpoTrainer):
+    """Train by GRPO with what this chapter writes: `sample_in_turns` and `calc_tool_objective`.
+
+    Without them, `GrpoTrainer` does the same where its arguments have an `environment`
+    (`utils/models/turns.py`): also one that raises, hangs or ends a rollout, other ends of a turn
+    than ">", and other temperatures than 1. There is no KL term and no entropy bonus here.
+    """
+
+    def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
+        """Sample whole groups in turns, with `args.environment` as the tool."""
+        args = self.args
+        tool: Any = args.environment
+        limits = (args.max_calls, args.gen_len, self.generator)
+        turns = sample_in_turns(
+            self.model, prompts[:: args.group_size], args.group_size, tool, *limits
+        )
+        n_calls = sum(len(ends) for ends in turns.call_ends)
+        self.metrics["calls"].append(n_calls / len(turns.call_ends))
+        return turns
+
+    def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
+        """Return the objective of the policy's own tokens (maximised)."""
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, minibatch.prompt_len)
+        old_logprobs = self.get_old_logprobs(minibatch, scored.logprobs)
+        self.measure_entropy(minibatch, scored)
+        self.record_ratios(scored.logprobs, minibatch)
+        own_mask, clip_coef = minibatch.mask, self.args.clip_coef
+        return calc_tool_objective(
+            scored.logprobs, old_logprobs, minibatch.advantages, own_mask, clip_coef
+        )
 
 
 # --- When to call -------------------------------------------------------------------------------
