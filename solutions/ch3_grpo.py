@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from solutions.ch0_sampling import Samples, encode_prompts, get_logprobs, masked_mean
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer, calc_ratio
-from utils.models.turns import Environment
+from utils.models.turns import Environment, fill_failed
 from utils.prompts import Prompt
 from utils.validation import CountOrZero, Positive, PositiveOrZero, Range, require, shape_checked
 
@@ -274,47 +274,34 @@ class GrpoTrainer(RLHFTrainer):
 
     @functools.cached_property
     def environment(self) -> Environment | None:
-        """Return what answers the policy's turns, if anything does."""
+        """Return what answers the policy's turns (chapter 10), if anything does."""
         return self.args.make_environment()
 
     def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
-        """Sample as chapter 2 does, or in turns, if there is an environment.
+        """Sample as chapter 2 does, or in turns with the environment, if there is one.
 
-        What it writes is in the completions, but not in their mask; its metrics are "calls", how
-        often it was asked on average, and "environment_errors", how many rollouts it failed. These
-        have nothing in their mask.
+        What it writes is in the completions, but not in their mask. Records "calls", how often it
+        was asked on average, and "environment_errors", how many rollouts it failed: these have
+        nothing in their mask.
         """
         args = self.args
         if self.environment is None:
             return super().sample(prompts, columns)
         ids, mask = encode_prompts(self.model, prompts, args.gen_len, args.prepend_bos)
-        names, values = ["prompt", *columns], zip(prompts, *columns.values(), strict=True)
-        rows = [dict(zip(names, of_row, strict=True)) for of_row in values]
+        rows = {"prompt": prompts, **columns}
         limits = (args.gen_len, args.temperature, args.top_k, args.top_p, self.generator)
         drawn = self.environment.sample(self.model, ids, mask, rows, *limits)
         self.metrics["calls"].append(drawn.n_calls.float().mean().item())
         self.metrics["environment_errors"].append(drawn.failed.sum().item())
-        return Samples(
-            input_ids=torch.cat([ids, drawn.completion_ids], dim=1),
-            attention_mask=torch.cat([mask, drawn.is_written.long()], dim=1),
-            prompt_len=ids.shape[1],
-            completion_mask=drawn.own_mask,
-            texts=drawn.texts,
-            logprobs=drawn.logprobs,
-            log_kept_mass=drawn.log_kept_mass,
-        )
+        return Samples(**drawn.put_behind(ids, mask))
 
     def sample_and_score(self, n_prompts: int, group_size: int = 1) -> tuple[Samples, Tensor]:
-        """Sample and score as chapter 2 does. A rollout that the environment failed gets the mean
-        reward of the others in its group, whose baseline it then leaves as it is.
+        """Sample and score as chapter 2 does. A rollout that the environment failed moves no
+        baseline: it gets the mean reward of the others in its group.
         """
         samples, scores = super().sample_and_score(n_prompts, group_size)
         failed = ~samples.completion_mask.any(-1)
-        if failed.any():
-            groups, is_valid = scores.view(-1, group_size), ~failed.view(-1, group_size)
-            means = masked_mean(groups, is_valid, dim=-1).repeat_interleave(group_size)
-            scores = torch.where(failed, means, scores)
-        return samples, scores
+        return samples, fill_failed(scores, failed, group_size)
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:

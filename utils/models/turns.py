@@ -10,7 +10,7 @@ import inspect
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,33 @@ class TurnDraws:
     texts: list[str]  # of both, without special tokens
     n_calls: Int[Tensor, "batch"]  # how often the environment was asked
     failed: Bool[Tensor, "batch"]
+
+    def put_behind(
+        self, prompt_ids: Int[Tensor, "batch seq"], prompt_mask: Int[Tensor, "batch seq"]
+    ) -> dict[str, Any]:
+        """Return the fields of chapter 0's `Samples`, of which the policy's tokens are the
+        completion mask."""
+        return {
+            "input_ids": torch.cat([prompt_ids, self.completion_ids], dim=1),
+            "attention_mask": torch.cat([prompt_mask, self.is_written.long()], dim=1),
+            "prompt_len": prompt_ids.shape[1],
+            "completion_mask": self.own_mask,
+            "texts": self.texts,
+            "logprobs": self.logprobs,
+            "log_kept_mass": self.log_kept_mass,
+        }
+
+
+def fill_failed(
+    scores: Float[Tensor, "batch"], failed: Bool[Tensor, "batch"], group_size: int
+) -> Float[Tensor, "batch"]:
+    """Return scores in which what failed has the mean of the others in its group, 0 without any."""
+    if not failed.any():
+        return scores
+    groups, is_valid = scores.view(-1, group_size), ~failed.view(-1, group_size)
+    sums = groups.masked_fill(~is_valid, 0.0).sum(-1)
+    means = sums / is_valid.sum(-1).clamp(min=1)
+    return torch.where(failed, means.repeat_interleave(group_size), scores)
 
 
 @dataclass(frozen=True)
@@ -101,7 +128,7 @@ class Environment:
         model: Any,
         prompt_ids: Int[Tensor, "batch seq"],
         prompt_mask: Int[Tensor, "batch seq"],
-        rows: Sequence[dict[str, Any]],
+        rows: Mapping[str, Sequence[Any]],
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -110,22 +137,23 @@ class Environment:
     ) -> TurnDraws:
         """Sample a completion for each left-padded prompt, until all have ended.
 
-        `rows` hold what the environment may name, but for `completion`. The uniform numbers are
-        drawn ahead, one for each row and step, so what a row draws does not depend on the others.
+        `rows` hold what the environment may name, but for `completion`: a value for each row. The
+        uniform numbers are drawn ahead, one for each row and step, so what a row draws does not
+        depend on the others.
 
         Raises ValueError, with the last failure, if the environment failed in all rows.
         """
         decoder, device = get_decoder(model), prompt_ids.device
         shape = (len(prompt_ids), max_new_tokens)
         uniforms = torch.rand(shape, generator=generator, device=device)
-        going = torch.arange(len(rows), device=device)  # the rows that go on
+        going = torch.arange(len(prompt_ids), device=device)  # the rows that go on
         with contextlib.ExitStack() as stack:
             stack.callback(self.leave)
             if decoder.is_merged:
                 stack.enter_context(model.merged())
             logits = decoder.start(prompt_ids, prompt_mask, max_new_tokens)
             turn_ends = self.find_turn_ends(model.tokenizer, logits.shape[-1]).to(device)
-            transcripts = Transcripts(self, model, rows, max_new_tokens, turn_ends)
+            transcripts = Transcripts(self, model, rows, shape, turn_ends)
             for step in range(max_new_tokens):
                 drawn = draw(logits, uniforms[going, step], temperature, top_k, top_p)
                 tokens, goes_on = transcripts.write(going, step, *drawn)
@@ -156,23 +184,23 @@ class Transcripts:
         self,
         environment: Environment,
         model: Any,
-        rows: Sequence[dict[str, Any]],
-        max_new_tokens: int,
+        rows: Mapping[str, Sequence[Any]],
+        shape: tuple[int, int],
         turn_ends: Bool[Tensor, "vocab"],
     ):
         self.environment, self.tokenizer, self.rows = environment, model.tokenizer, rows
         self.turn_ends, device = turn_ends, turn_ends.device
         ends, pad = get_end_ids(model), self.tokenizer.pad_token_id
         self.ends = torch.tensor(ends, dtype=torch.long, device=device)
-        shape = (len(rows), max_new_tokens)
+        batch = shape[0]
         self.ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
         self.forced = torch.full(shape, -1, device=device)  # the environment's tokens, ahead
         self.logprobs = torch.full(shape, torch.nan, device=device)
         self.log_kept_mass = self.logprobs.clone()
         self.own_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.starts = [0] * len(rows)  # where the present turns began
-        self.lengths = torch.zeros(len(rows), dtype=torch.long, device=device)
-        self.n_calls, self.failures = [0] * len(rows), dict[int, Failure]()
+        self.starts = [0] * batch  # where the present turns began
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.n_calls, self.failures = [0] * batch, dict[int, Failure]()
 
     def write(
         self,
@@ -208,7 +236,8 @@ class Transcripts:
         if self.n_calls[row] == self.environment.max_calls:
             return False
         self.n_calls[row] += 1
-        said = self.environment.ask(turn, {**self.rows[row], "completion": self._show(row, step)})
+        known = {name: values[row] for name, values in self.rows.items()}
+        said = self.environment.ask(turn, known | {"completion": self._show(row, step)})
         if isinstance(said, Failure):
             self.failures[row] = said
         if not isinstance(said, str):
@@ -225,21 +254,21 @@ class Transcripts:
 
     def close(self, length: int) -> TurnDraws:
         """Return what was written, in columns up to `length`."""
-        if len(self.failures) == len(self.rows):
+        batch = len(self.ids)
+        if len(self.failures) == batch:
             last = list(self.failures.values())[-1]
             raise ValueError(f"environment should answer, but in all rollouts it {last.said}")
-        device, drawn = self.ids.device, slice(length)
-        failed = torch.zeros(len(self.rows), dtype=torch.bool, device=device)
+        failed = torch.zeros(batch, dtype=torch.bool, device=self.ids.device)
         failed[list(self.failures)] = True
-        lengths = self.lengths.tolist()
+        drawn, lengths = slice(length), self.lengths.tolist()
         return TurnDraws(
             self.ids[:, drawn],
             self.own_mask[:, drawn] & ~failed[:, None],
-            torch.arange(length, device=device) < self.lengths[:, None],
+            torch.arange(length, device=self.ids.device) < self.lengths[:, None],
             self.logprobs[:, drawn],
             self.log_kept_mass[:, drawn],
-            [self._show(row, lengths[row] - 1) for row in range(len(self.rows))],
-            torch.tensor(self.n_calls, device=device),
+            [self._show(row, lengths[row] - 1) for row in range(batch)],
+            torch.tensor(self.n_calls, device=self.ids.device),
             failed,
         )
 
