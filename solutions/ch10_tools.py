@@ -282,9 +282,9 @@ def calc_call_value(
     average for a completion with one call, less what it pays for one without.
 
     The two are the probabilities of a right answer without a call and with one; the price is one
-    number, or one for each question. The sign of the value says what is best for a question. Its
-    mean over questions says when calling takes off in training: the more, the sooner, and not at
-    all below 0.
+    number, or one for each question. The sign of a question's value says what is best for it. The
+    mean over questions says what training does first, while the policy does not tell them apart
+    yet: calls become more frequent, the sooner the larger it is, or, below 0, rarer.
     """
     return p_right_called - p_right_direct - price
 

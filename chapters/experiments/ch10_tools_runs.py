@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict] = {
     "price 0.4": {"price": 0.4},
     "price 0.6": {"price": 0.6},
     "price 0.2": {"price": 0.2},
+    "price 0.8": {"price": 0.8},
     "lies in 10%": {"price": 0.0, "lies": 0.1},
     "lies in 30%": {"price": 0.0, "lies": 0.3},
     **{f"price 0.4, {mistake}": {"price": 0.4, "mistake": mistake} for mistake in MISTAKES},
