@@ -27,6 +27,7 @@ from solutions.ch10_tools import (
     sample_in_turns,
 )
 from tests.course.helpers import ONE_STEP, load, randomize
+from utils.chapters import sort_chapters
 from utils.models.decoding import draw, get_end_ids
 from utils.models.loading import EMBEDDED_MODEL, TOOLS_MODEL
 from utils.models.pretrain_tools import pretrain_tools
@@ -577,3 +578,9 @@ def test_measuring_exactly_is_what_sampling_finds():
     for name, (k, total) in counts.items():
         sd = max(1e-3, (found[name] * (1 - found[name]) / total) ** 0.5)
         assert abs(k / total - found[name]) < 4 * sd, name
+
+
+def test_chapter_10_comes_after_chapter_9():
+    assert sort_chapters(["notes", "ch10_tools", "ch1_lora", "ch9_async"]) == [
+        "ch1_lora", "ch9_async", "ch10_tools", "notes",
+    ]  # fmt: skip
