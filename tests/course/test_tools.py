@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 from torch import nn
 
 from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
@@ -471,8 +472,10 @@ def test_a_run_in_turns_goes_on_from_its_checkpoint(tmp_path):
 
 
 def test_an_environment_may_be_named_on_the_command_line():
-    command = GrpoCommand(environment="solutions.ch10_tools:run_calculator")
+    given = ["--environment", "solutions.ch10_tools:run_calculator", "--max-calls", "3"]
+    command = tyro.cli(GrpoCommand, args=given)
     assert command.environment is run_calculator
+    assert command.make_environment().max_calls == 3
     with pytest.raises(ValueError, match="has no function"):
         GrpoCommand(environment="solutions.ch10_tools:nothing")
 
