@@ -294,13 +294,13 @@ def measure_exactly(model: nn.Module, questions: list[str]) -> dict[str, Float[T
     """Return probabilities of what a model may do with each question, by scoring: nothing is
     sampled, so a probability of 0.001 is measured as well as one of 0.5.
 
-    A question is "23*47" or "23+47"; its prompt is "Q: 23*47\n", and its answer what
+    A question is "23*47" or "23+47"; its prompt is "Q: 23*47\\n", and its answer what
     `run_calculator` says. With e the eos, the keys are
 
     - "call": P(the first token is "<");
     - "right_direct": P(": 1081" e, given that the first token is "A");
     - "exact_call": P("23*47>", given that the first token is "<");
-    - "copied": P("A: 1081" e, given "<23*47>" and the tool's "=1081\n").
+    - "copied": P("A: 1081" e, given "<23*47>" and the tool's "=1081\\n").
 
     So exact_call * copied is the chance to be right with one exact call, given "<". At temperature
     1, on the model's device.
