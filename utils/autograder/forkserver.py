@@ -46,6 +46,7 @@ PRELOADED = (
     "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
     "utils.tracking", "utils.validation",
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
+    "utils.models.questions", "utils.models.turns",
 )  # fmt: skip
 
 
