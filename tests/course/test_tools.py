@@ -1,5 +1,6 @@
 """Chapter 10's solutions, and turns in the trainers, against plain calls, TRL, and each other."""
 
+import json
 import math
 import random
 import re
@@ -587,3 +588,64 @@ def test_chapter_10_comes_after_chapter_9():
     assert sort_chapters(["notes", "ch10_tools", "ch1_lora", "ch9_async"]) == [
         "ch1_lora", "ch9_async", "ch10_tools", "notes",
     ]  # fmt: skip
+
+
+# --- What was recorded --------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[2] / "chapters" / "results"
+PRODUCTS, SUMS = ("1x2 product", "2x2 product"), ("2-digit sum", "3-digit sum")
+
+
+def read_runs() -> dict[str, list[dict]]:
+    """Read the recorded runs, by setting, in the order of their seeds."""
+    runs = json.loads((RESULTS / "ch10_tools_runs.json").read_text())
+    names = dict.fromkeys(run["setting"] for run in runs)
+    return {name: [run for run in runs if run["setting"] == name] for name in names}
+
+
+def test_at_price_04_products_are_called_for_and_sums_are_not():
+    runs = read_runs()["price 0.4"]
+    assert [run["seed"] for run in runs] == [1, 2, 3]
+    base = json.loads((RESULTS / "ch10_tools_base.json").read_text())
+    assert base["sampled"]["accuracy"] == pytest.approx(0.40, abs=0.02)
+    for run in runs:
+        assert min(run["kinds"][kind]["call"] for kind in PRODUCTS) >= 0.95
+        assert max(run["kinds"][kind]["call"] for kind in SUMS) <= 0.10
+        assert run["sampled"]["accuracy"] >= 0.80
+        for thirds in run["thirds"].values():  # whatever the base knows of them
+            assert max(thirds) - min(thirds) <= 0.05
+        assert run["tool_off"]["accuracy"] < base["tool_off"]["accuracy"]
+
+
+def test_calling_takes_off_the_later_the_higher_its_price():
+    by_price = [
+        [run["take_off"] for run in read_runs()[f"price {price}"]]
+        for price in ("0", "0.2", "0.4", "0.6", "0.8")
+    ]
+    assert by_price.pop() == [None] * 3
+    for of_seed in zip(*by_price, strict=True):
+        assert list(of_seed) == sorted(set(of_seed))
+    for run in read_runs()["price 0.6"]:  # the mean value is below 0: rarer at first
+        assert min(run["called"][:20]) < 0.1
+        assert run["take_off"] > 25
+
+
+def test_a_tool_that_lies_is_a_price():
+    runs = read_runs()
+    for run in runs["lies in 10%"]:
+        assert min(of["call"] for of in run["kinds"].values()) > 0.9  # it goes on calling
+    for run in runs["lies in 30%"]:
+        assert min(run["kinds"][kind]["call"] for kind in PRODUCTS) > 0.9
+        assert max(run["kinds"][kind]["call"] for kind in SUMS) < 0.2
+        assert run["honest"]["accuracy"] > run["sampled"]["accuracy"] + 0.1
+
+
+def test_training_on_the_tools_words_unlearns_them():
+    """The base gives those of a 2x2 product -4.5 nats, and honest runs no less than -10."""
+
+    def read_words(name):
+        return [run["kinds"]["2x2 product"]["log_tool_words"] for run in read_runs()[name]]
+
+    assert max(read_words("price 0.4, trained on")) < -20
+    for name in ("price 0.4", "price 0.4, in the mean", "price 0.4, log-probs 0"):
+        assert min(read_words(name)) > -10
