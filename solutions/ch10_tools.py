@@ -69,7 +69,7 @@ class Turns(Samples):
     what both wrote.
     """
 
-    call_ends: list[list[int]]  # of each row: where in the completion its answered calls end
+    call_ends: list[list[int]]  # of each row: in which columns the ">" of its answered calls stand
     finished: Bool[Tensor, "batch"]  # true where the policy ended the completion itself, by an eos
 
     @property
@@ -120,7 +120,7 @@ def sample_in_turns(
     calls, which goes to no tool; or after `max_new_tokens` tokens, the tool's included. The tool's
     answer is cut there. Pad ids follow. The uniform numbers are drawn ahead, one for each row and
     step, whether or not the step samples: `draw` turns them into tokens, so what a row draws does
-    not depend on the other rows.
+    not depend on the other rows. No gradient is recorded.
 
     Raises a ValueError that names the argument for a group_size below 1 and a negative max_calls,
     and as `encode_prompts` does for the prompts. What `tool` raises comes through.
@@ -199,9 +199,10 @@ def reward_fn_priced(
 ) -> Float[Tensor, "batch"]:
     """Reward a right answer with 1, and charge `price` for each call.
 
-    The answer is right if the completion's last line is "A: ", the answer, and nothing else: a
-    number that the tool wrote is no answer, until the policy writes it below. Each ">" is a call,
-    well-formed or not, and also one that came too late to be answered. In float32.
+    The answer is right if what follows the completion's last newline, or all of it where there is
+    none, is "A: ", the answer, and nothing else: a number that the tool wrote is no answer, until
+    the policy writes it below. Each ">" is a call, well-formed or not, and also one that came too
+    late to be answered. In float32.
 
     Raises ValueError if there is not one answer for each sample.
     """
@@ -303,7 +304,7 @@ def measure_exactly(model: nn.Module, questions: list[str]) -> dict[str, Float[T
     - "copied": P("A: 1081" e, given "<23*47>" and the tool's "=1081\\n").
 
     So exact_call * copied is the chance to be right with one exact call, given "<". At temperature
-    1, on the model's device.
+    1, on the model's device; no gradient is recorded.
     """
     results = [run_calculator(f"<{question}>")[1:-1] for question in questions]
     direct = [["A", f": {result}"] for result in results]
