@@ -246,8 +246,9 @@ def sample(student, rng, tool=reply, group_size=2, prompts=None, model=None, **l
 )
 def worked_turns(student, rng):
     """A model that calls, one that doesn't, and one whose third call is a call too many"""
-    scripts = ["Q: 2*3\n<2*3>=6\nA: 6", "Q: 1\nA: 1", "Q: 1+1\n<1+1>=2\n<1+1>=2\n<1+1>=2\nA: 2"]
-    # A ScriptModel writes what its script has next, and an eos at its end.
+    scripts = ["Q: 2*3\n<2*3>[=6\n]A: 6", "Q: 1\nA: 1", "Q: 1+1\n" + "<1+1>[=2\n]" * 3 + "A: 2"]
+    # A ScriptModel writes what its script has next, and an eos at its end. What is in brackets it
+    # reads, but doesn't write.
     model, prompts = ScriptModel(*scripts), ["Q: 2*3\n", "Q: 1\n", "Q: 1+1\n"]
     tool = {"<2*3>": "=6\n", "<1+1>": "=2\n"}.get
     turns = student.sample_in_turns(model, prompts, 1, tool, max_calls=2)
@@ -520,11 +521,11 @@ def objective(student, rng, own_mask, fill=NAN, **options):
     )
 
 
-@check("calc_tool_objective", public=True, expected=0.45)
+@check("calc_tool_objective", public=True, expected=-0.15)
 def worked_objective(student, rng):
-    """Ratios 2 and 1/2 at advantage 2: 2 (1.2 + 0.5) / 2; 1/2 at advantage -1: -0.8; their mean"""
+    """Ratios 2 and 1/2, advantage 2: 2 (1.2 + 0.5) / 2; ratio 2, advantage -1: -2; their mean"""
     # The tool wrote two tokens in the first row; the second has one token, and padding.
-    new = rng.tensor([[0.4, NAN, NAN, 0.2], [0.1, NAN, NAN, NAN]]).log()
+    new = rng.tensor([[0.4, NAN, NAN, 0.2], [0.4, NAN, NAN, NAN]]).log()
     old = rng.tensor([[0.2, NAN, NAN, 0.4], [0.2, NAN, NAN, NAN]]).log()
     return student.calc_tool_objective(new, old, rng.tensor([2.0, -1.0]), new.isfinite())
 

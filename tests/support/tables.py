@@ -80,19 +80,32 @@ class TableModel(PlainModel):
 
 
 class ScriptModel(PlainModel):
-    """Writes what the one of its scripts that begins as the text so far has next, then an eos."""
+    """Writes what the one of its scripts that begins as the text so far has next, and an eos where
+    it has nothing more. What is in brackets it reads, but says an eos in its place."""
 
     def __init__(self, *scripts: str):
         super().__init__()
-        bos = [self.tokenizer.bos_token_id]
-        self.scripts = [bos + [get_id(symbol) for symbol in script] for script in scripts]
+        self.scripts = [self._learn(script) for script in scripts]
+
+    def _learn(self, script: str) -> list[tuple[int, int]]:
+        """Return the ids of a script, each with what is said in its place."""
+        learned, is_read = [(self.tokenizer.bos_token_id, EOS)], False
+        for symbol in script:
+            if symbol in "[]":
+                is_read = symbol == "["
+            else:
+                learned.append((get_id(symbol), EOS if is_read else get_id(symbol)))
+        return learned
 
     def tell(self, ids: Tensor) -> Tensor:
         logits = torch.full((len(ids), VOCAB_SIZE), NEVER, dtype=torch.float64)
         for n in range(1, len(ids) + 1):
-            so_far = ids[:n].tolist()
-            fitting = [script for script in self.scripts if script[:n] == so_far]
-            logits[n - 1, [*fitting[0][n:], EOS][0] if fitting else EOS] = 0.0
+            so_far, said = ids[:n].tolist(), EOS
+            for script in self.scripts:
+                if [token for token, _ in script[:n]] == so_far and len(script) > n:
+                    said = script[n][1]
+                    break
+            logits[n - 1, said] = 0.0
         return logits
 
 
