@@ -167,7 +167,7 @@ def sample_in_turns(
                 if not turns[row][-1][1] and not pending[row]:  # the tool has written it all
                     turns[row].append(([], True))
             rows = rows[goes_on]
-            if len(rows) == 0 or step + 1 == max_new_tokens:
+            if step + 1 == max_new_tokens or len(rows) == 0:
                 break
             logits = decoder.advance(torch.tensor(tokens, device=device), goes_on)
         # SOLUTION END
