@@ -55,14 +55,14 @@ def answers_to(student, turns):
     },
 )
 def worked_calls(student, rng):
-    """A product, a sum, leading zeros; what is no call, or not a call alone, gets "=?" """
+    """A product, a sum, leading zeros; anything that is not exactly a call gets "=?" """
     turns = ["<23*47>", "<23+47>", "<007*8>", "<23-47>", "<23*47", "<23*47>\n", "A: 1081"]
     return answers_to(student, turns)
 
 
 @check("run_calculator", public=True, points=2, seeds=2, expected=calculator_in_decimals)
 def random_calls(student, rng):
-    """Random sums and products of 1 to 9 digits: exact to the last digit, then a line break"""
+    """Random sums and products of 1 to 9 digits: exact to the last digit, newline included"""
     pairs = [(draw_number(rng), draw_number(rng)) for _ in range(12)]
     pairs.append((draw_number(rng, 9), "999999999"))
     return answers_to(student, [f"<{a}{sign}{b}>" for a, b in pairs for sign in "+*"])
@@ -70,7 +70,7 @@ def random_calls(student, rng):
 
 @check("run_calculator", points=2, seeds=2, expected=calculator_in_decimals)
 def malformed_calls(student, rng):
-    """Calls with a part too few or too many, and other text: all get "=?" """
+    """Calls with something missing or something extra, and plain text: all get "=?" """
     a, b, c = draw_number(rng, 3), draw_number(rng, 2), draw_number(rng, 2)
     turns = [f"<{a}>", f"<{a}*>", f"<*{b}>", "<+>", "<>", "", f"<{a}{b}>", f"A: {c}", ">", "<"]
     turns += [f"{a}*{b}", f"<{a}*{b}", f"{a}*{b}>", f"<{a}+{b}*{c}>", f"<{a}**{b}>", f"<{a}+*{b}>"]
@@ -81,7 +81,7 @@ def malformed_calls(student, rng):
 
 @check("run_calculator", expected=calculator_in_decimals, tier="hardening")
 def numbers_that_are_none(student, rng):
-    """Spaces, signs, points, underscores, other alphabets' digits, line breaks: "=?" """
+    """Spaces, signs, decimal points, underscores, other alphabets' digits, newlines: "=?" """
     a, b = draw_number(rng, 2), draw_number(rng, 2)
     numbers = [f" {a}", f"{a} ", f"-{a}", f"+{a}", f"{a}.0", f"{a[0]}_{a[1]}", "0x1f", "1e3", "²"]
     numbers += ["٢٣", "२३", "２３", "x", f"{a}\n", f"\t{a}", f"{a},5", "inf", "True"]
@@ -92,7 +92,7 @@ def numbers_that_are_none(student, rng):
 
 @check("run_calculator", expected=calculator_in_decimals, tier="hardening")
 def lengths_of_numbers(student, rng):
-    """Nine digits are a number, ten are none, leading zeros included; a turn of 300,000 digits"""
+    """Nine digits are fine, ten are too many, leading zeros included; a turn of 300,000 digits"""
     nine, ten, b = draw_number(rng, 9), draw_number(rng, 10), draw_number(rng, 1)
     turns = [f"<{nine}*{nine}>", f"<{ten}*{b}>", f"<{b}+{ten}>", f"<000000000*{b}>"]
     turns += [f"<000000000{b}*{b}>", f"<{b}+0000000007>", f"<000000007+{b}>"]
@@ -104,7 +104,7 @@ def lengths_of_numbers(student, rng):
 
 @check("run_calculator", expected=calculator_in_decimals, tier="hardening")
 def code_in_a_call(student, rng):
-    """Python in a call is text like any other, and gets "=?" """
+    """Python code inside a call is only text, and gets "=?" """
     a, b = draw_number(rng, 2), draw_number(rng, 2)
     code = ["__import__('os').getpid()", f"int('{a}')*{b}", f"[{a}]*{b}", f"({a})+({b})"]
     code += ["1/0", "raise", f"'{a}'+'{b}'", f"{a}+{b};{a}", f"{a}*{b}#", "9**9**9", f"{a}+{b}if 1"]
@@ -135,7 +135,7 @@ def draw_turns(rng, rows=6, most=5):
     ],
 )
 def worked_own_mask(student, rng):
-    """Two own tokens, three of the tool, one own; three own and padding; a tool that begins"""
+    """Own, tool, own; a row that is all own, then padding; a row that the tool begins"""
     turns = [
         [([30, 32], True), ([31, 33, 201], False), ([2], True)],
         [([35, 28, 2], True)],
@@ -146,7 +146,7 @@ def worked_own_mask(student, rng):
 
 @check("get_own_mask", public=True, points=2, seeds=3, expected=own_mask_by_loops)
 def masks_of_random_turns(student, rng):
-    """Any number of turns per row, in any order, some empty; equal ids on both sides"""
+    """Any number of turns per row, in any order, some empty; the same ids on both sides"""
     whole = draw_turns(rng)
     whole[rng.integer(0, 6)] = [([1, 2, 2, 0], True), ([2, 0], False), ([0, 2], True)]
     return student.get_own_mask(whole)
@@ -154,7 +154,7 @@ def masks_of_random_turns(student, rng):
 
 @check("get_own_mask", seeds=2, expected=own_mask_by_loops)
 def turns_one_after_another(student, rng):
-    """The tool, or the policy, twice in succession; one row; the longest row is the tool's alone"""
+    """Two turns in a row by the same side; a single row; a longest row that is all the tool's"""
     n = rng.integers(1, 4, 6).tolist()
     rows = [
         [([3] * n[0], True), ([4] * n[1], True), ([5] * n[2], False), ([6] * n[3], False)],
@@ -170,7 +170,7 @@ def turns_one_after_another(student, rng):
 
 @check("get_own_mask", expected=own_mask_by_loops, tier="hardening")
 def rows_without_a_token(student, rng):
-    """Rows without turns, or with empty ones alone, beside others and by themselves"""
+    """Rows with no turns, or only empty ones, next to others and on their own"""
     rows = [[], [([], True)], [([], False), ([], True)]]
     return {
         "beside others": student.get_own_mask([rows[0], *draw_turns(rng), *rows]),
@@ -181,7 +181,7 @@ def rows_without_a_token(student, rng):
 
 @check("get_own_mask", expected=own_mask_by_loops, tier="hardening")
 def turns_afterwards(student, rng):
-    """No row: a ValueError names turns; the turns stay as they were"""
+    """With no rows, a ValueError names turns; the turns are left unchanged"""
     turns = draw_turns(rng)
     found = {"no row": error_of("turns", student.get_own_mask, [])}
     found["the mask"] = student.get_own_mask(turns)
@@ -245,7 +245,7 @@ def sample(student, rng, tool=reply, group_size=2, prompts=None, model=None, **l
     },
 )
 def worked_turns(student, rng):
-    """A model that calls, one that doesn't, and one whose third call is a call too many"""
+    """A model that calls, one that doesn't, and one that makes a call too many"""
     scripts = ["Q: 2*3\n<2*3>[=6\n]A: 6", "Q: 1\nA: 1", "Q: 1+1\n" + "<1+1>[=2\n]" * 3 + "A: 2"]
     # A ScriptModel writes what its script has next, and an eos at its end. What is in brackets it
     # reads, but doesn't write.
@@ -269,14 +269,14 @@ def worked_turns(student, rng):
     float64=False,
 )
 def turns_of_random_writers(student, rng):
-    """Random models that call often, row by row against plain calls of the model"""
+    """Random models that call often, token for token against plain calls of the model"""
     # The tool is `reply`: it says something else to every turn.
     return sample(student, rng, max_new_tokens=24)
 
 
 @check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
 def numbers_of_calls(student, rng):
-    """No call allowed, one, three, and two by default"""
+    """No call allowed, one, three, and the default of two"""
     model, prompts = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0, ">": 2.0}), draw_prompts(rng, 2)
     limits = {"max_new_tokens": 20, "model": model, "prompts": prompts}
     found = {n: sample(student, rng, max_calls=n, **limits) for n in (0, 1, 3)}
@@ -286,7 +286,7 @@ def numbers_of_calls(student, rng):
 
 @check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
 def numbers_of_tokens(student, rng):
-    """From one token to eight, and 40 by default: an answer is cut where the tokens end"""
+    """Budgets of one to eight tokens, and the default of 40: an answer is cut off at the end"""
     model, prompts = make_writer(rng, SYMBOLS, OFTEN | {".": -2.0, ">": 2.0}), draw_prompts(rng, 2)
     found = {
         f"max_new_tokens {n}": sample(
@@ -299,7 +299,7 @@ def numbers_of_tokens(student, rng):
 
 @check("sample_in_turns", points=2, seeds=2, expected=turns_by_plain_calls, float64=False)
 def what_the_tool_is_given(student, rng):
-    """The tool gets a turn with its ">", but no prompt, no earlier turn, no answer of its own"""
+    """The tool gets one turn, ">" included: no prompt, no earlier turn, none of its own answers"""
     heard = []
 
     def listen(turn):
@@ -314,7 +314,7 @@ def what_the_tool_is_given(student, rng):
 
 @check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
 def turns_of_the_tools_model(student, rng):
-    """The chapter's model writes, calls a calculator and reads on, in float64"""
+    """The chapter's own model writes, calls a calculator and reads its answer"""
     model = load_base_model("tools", "cpu", torch.float64)
     a, b = rng.integer(10, 100), rng.integer(10, 100)
     prompts = [f"Q: {a}*{b}\n<", f"Q: {a}+{b}\n", f"Q: {b}*7\n<{b}"]
@@ -328,7 +328,7 @@ def turns_of_the_tools_model(student, rng):
 
 @check("sample_in_turns", seeds=2, expected=turns_by_plain_calls, float64=False, tier="hardening")
 def answers_of_all_kinds(student, rng):
-    """Answers with a ">" or an eos in them, of nothing, and of more than there is room for"""
+    """Answers that contain ">" or an eos, are empty, or are longer than the space that is left"""
     answers = ["", ">", "=1>2\n", "<eos>", "=3<eos>4\n", "film " * 30, ">>", "<1+1>"]
 
     def answer(turn):
@@ -340,7 +340,7 @@ def answers_of_all_kinds(student, rng):
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
 def rows_do_not_depend_on_others(student, rng):
-    """A prompt alone, in one completion, and first among others: it draws the same"""
+    """A prompt draws the same completion alone and among others"""
     model, seed = make_writer(rng, SYMBOLS, OFTEN), rng.integer(0, 10**6)
     found = {}
     for name, prompts in (("alone", ["A"]), ("among others", ["A", "Q: 12+3\n", "=7"])):
@@ -354,7 +354,7 @@ def rows_do_not_depend_on_others(student, rng):
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
 def ends_of_other_tokenizers(student, rng):
-    """A second token that ends a completion, and a tokenizer without a pad token"""
+    """A second end token, and a tokenizer without a pad token"""
     model = make_writer(rng, SYMBOLS, OFTEN)
     prompts = ["A", "Q: 1\n"]
     model.tokenizer.pad_token = None
@@ -377,7 +377,7 @@ def _reads_once(observed, reference):
 
 @check("sample_in_turns", holds=_reads_once, float64=False, tier="hardening")
 def one_loop_and_one_cache(student, rng):
-    """One call of the model per step, for all rows, and no position is read twice"""
+    """One call of the model per step for all rows, and no position read twice"""
     model = make_writer(rng, SYMBOLS, OFTEN | {".": -3.0, ">": 0.5})
     prompts, steps = draw_prompts(rng), 16
     turns = student.sample_in_turns(
@@ -394,7 +394,7 @@ def one_loop_and_one_cache(student, rng):
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
 def sampling_that_is_refused(student, rng):
-    """A bad argument: a ValueError names it; what the tool raises comes through"""
+    """A ValueError names a bad argument; an error in the tool comes through"""
     model, f = make_writer(rng, SYMBOLS, {">": 9.0}), student.sample_in_turns
     long = ["1" * 120]
     found = {
@@ -420,7 +420,7 @@ def sampling_that_is_refused(student, rng):
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
 def nothing_to_differentiate(student, rng):
-    """The log-probs of the sampler carry no gradient, and the prompts stay as they were"""
+    """The log-probs carry no gradient; the prompts are left unchanged"""
     prompts = draw_prompts(rng)
     model = make_writer(rng, SYMBOLS, OFTEN)
     turns = student.sample_in_turns(model, prompts, 1, reply, 2, 8, rng.new_generator())
@@ -436,7 +436,7 @@ def nothing_to_differentiate(student, rng):
 
 @check("reward_fn_priced", public=True, expected=[1.0, 0.75, -0.25, 0.5, -0.5, 0.0])
 def worked_rewards(student, rng):
-    """Right; right with a call; only the tool said it; two calls; two, and wrong; more text"""
+    """Right; right with a call; only the tool said it; right, wrong with two; extra text"""
     samples = ["A: 6", "<2*3>=6\nA: 6", "<2*3>=6", "<2*>=?\n<2*3>=6\nA: 6", "<>=?\n>=?\nA: 5"]
     return student.reward_fn_priced([*samples, "A: 6 or 7"], ["6"] * 6, price=0.25)
 
@@ -458,7 +458,7 @@ def draw_texts(rng):
 
 @check("reward_fn_priced", public=True, points=2, seeds=2, expected=priced_by_reading)
 def rewards_of_many_texts(student, rng):
-    """Right, wrong and nearly right texts, with any number of calls; answers of their own"""
+    """Right, wrong and nearly right texts, with any number of calls"""
     samples, answers = draw_texts(rng)
     more, others = draw_texts(rng)
     price = float(rng.uniform(1, low=0.05, high=0.7))
@@ -467,18 +467,18 @@ def rewards_of_many_texts(student, rng):
 
 @check("reward_fn_priced", seeds=2, expected=priced_by_reading)
 def prices_of_many_kinds(student, rng):
-    """No price by default; 0, a whole number, more than a right answer is worth, a bonus"""
+    """No price by default; prices of 0, of 1, and of more than a right answer earns"""
     samples, answers = draw_texts(rng)
     found = {"by default": student.reward_fn_priced(samples, answers)}
     return found | {
         f"price {price}": student.reward_fn_priced(samples, answers, price=price)
-        for price in (0, 1, 1.5, -0.25)
+        for price in (0, 1, 1.5)
     }
 
 
 @check("reward_fn_priced", seeds=2, expected=priced_by_reading)
 def answers_that_are_no_numbers(student, rng):
-    """Each text has an answer of its own, which may be a word, a sign of a pattern, or empty"""
+    """Answers that are words, look like patterns, or are empty"""
     answers = ["yes", ".*", "a b", "", "(", "x > y", "1,000", "\\d", str(rng.integer(0, 10**6))]
     samples = [f"A: {answer}" for answer in answers] + ["A: 7", "A: a", "A: ab", "A: yesno"]
     answers += ["yes", ".*", "a b", "yes"]
@@ -488,7 +488,7 @@ def answers_that_are_no_numbers(student, rng):
 
 @check("reward_fn_priced", expected=priced_by_reading, tier="hardening")
 def as_many_answers_as_samples(student, rng):
-    """One answer too few or too many: a ValueError; nothing at all: nothing; lists stay"""
+    """One answer too few or too many is a ValueError; empty lists give an empty tensor"""
     samples, answers = draw_texts(rng)
     f, before = student.reward_fn_priced, list(samples)
     return {
@@ -538,7 +538,7 @@ def objectives_and_gradients(student, rng):
 
 @check("calc_tool_objective", points=2, seeds=2, expected=tool_objective_by_loops)
 def tokens_of_nobody(student, rng):
-    """Log-probs of the tool's tokens that look like any others: 0, -1, or the policy's own"""
+    """Tool tokens whose log-probs look like any others: still left out"""
     own, found = draw_own_mask(rng), {}
     for fill in (0.0, -1.0, -30.0):
         found[f"filled with {fill}"] = objective(student, rng, own, fill)
@@ -549,7 +549,7 @@ def tokens_of_nobody(student, rng):
 
 @check("calc_tool_objective", points=2, seeds=2, expected=tool_objective_by_loops)
 def objectives_with_other_clips(student, rng):
-    """Other limits, given by position and by name, and 0.2 by default"""
+    """Other values of clip_coef, by name and by position, and the default of 0.2"""
     own = draw_own_mask(rng)
     found = {f"clip_coef {c}": objective(student, rng, own, clip_coef=c) for c in (0.05, 0.2, 0.5)}
     args = (*ragged_logprobs(rng, own).values(), rng.normal(len(own)), own)
@@ -559,7 +559,7 @@ def objectives_with_other_clips(student, rng):
 
 @check("calc_tool_objective", points=2, seeds=2, expected=tool_objective_by_loops)
 def objectives_of_every_shape(student, rng):
-    """One row, one token, as many rows as tokens, no own token at all; inf on the others"""
+    """One row, one token, as many rows as tokens, no own token at all; inf where the tool wrote"""
     return {
         name: objective(student, rng, mask, INF) for name, mask in masks_of_many_shapes(rng).items()
     }
@@ -580,7 +580,7 @@ def fills_of_all_kinds(student, rng):
 
 @check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
 def batches_with_empty_rows(student, rng):
-    """Completions without a token of their own count 0, and are counted: half of them, or all"""
+    """Completions with no token of their own count as 0, whether half of them or all"""
     own = draw_own_mask(rng, 8)
     own[rng.permutation(8)[:4]] = False
     found = {"half": objective(student, rng, own)}
@@ -589,7 +589,7 @@ def batches_with_empty_rows(student, rng):
 
 @check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
 def arguments_of_the_objective(student, rng):
-    """Log-probs, advantages and mask stay as they were"""
+    """The log-probs, advantages and mask are left unchanged"""
     own = draw_own_mask(rng)
     pair, advantages = ragged_logprobs(rng, own).values(), one_zero(rng, own)
     return with_inputs_after(student.calc_tool_objective, *pair, advantages, own.clone())
@@ -600,16 +600,16 @@ def arguments_of_the_objective(student, rng):
 
 @check("calc_call_value", public=True, expected=[0.5, -0.25, -0.125])
 def worked_values(student, rng):
-    """Price 1/8: 3/4 - 1/8 - 1/8; 3/4 - 7/8 - 1/8; as often right either way, and it still costs"""
+    """Price 1/8: 3/4 - 1/8 - 1/8 pays; 3/4 - 7/8 - 1/8 doesn't; 1/2 - 1/2 - 1/8 neither"""
     direct, called = rng.tensor([0.125, 0.875, 0.5]), rng.tensor([0.75, 0.75, 0.5])
     return student.calc_call_value(direct, called, 0.125)
 
 
 @check("calc_call_value", public=True, points=2, seeds=2, expected=call_value_by_outcomes)
 def values_by_outcomes(student, rng):
-    """Mean rewards over right and wrong, with a call less without; any price, and one of 0"""
+    """The mean reward with a call, over right and wrong, less the mean reward without one"""
     found = {}
-    for price in (0, 0.4, float(rng.uniform(1, high=2.0)), -0.1):
+    for price in (0, 0.4, float(rng.uniform(1, high=2.0))):
         p_direct, p_called = rng.uniform(2, 12)
         p_direct[:2], p_called[1:3] = 0.0, 1.0
         found[f"price {price}"] = student.calc_call_value(p_direct, p_called, price)
@@ -618,7 +618,7 @@ def values_by_outcomes(student, rng):
 
 @check("calc_call_value", expected=call_value_by_outcomes)
 def prices_per_question(student, rng):
-    """Each question with a price of its own; one price as a tensor without axes; one question"""
+    """A price for each question; one price as a scalar tensor; a single question"""
     p_direct, p_called, prices = rng.uniform(3, 9)
     f = student.calc_call_value
     return {
@@ -630,7 +630,7 @@ def prices_per_question(student, rng):
 
 @check("calc_call_value", expected=call_value_by_outcomes, tier="hardening")
 def probabilities_afterwards(student, rng):
-    """No question at all; the probabilities and prices stay as they were"""
+    """No questions at all; the probabilities and prices are left unchanged"""
     empty = rng.uniform(0)
     found = with_inputs_after(student.calc_call_value, *rng.uniform(3, 6))
     return found | {"no question": student.calc_call_value(empty, empty, 0.4)}
@@ -645,7 +645,7 @@ def probabilities_afterwards(student, rng):
     expected={"call": [0.25], "right_direct": [0.2], "exact_call": [0.028], "copied": [0.12]},
 )
 def worked_probabilities(student, rng):
-    """1/4 for "<"; ": 6" and eos 1/2 · 0.8 · 1/2; "2*3>" 0.7 · 0.2 · 0.4 · 1/2; 0.6 · 0.2"""
+    """P("<") = 1/4; ": 6" and eos 1/2 · 0.8 · 1/2; "2*3>" 0.7 · 0.2 · 0.4 · 1/2; 0.6 · 0.2"""
     # What comes next depends on the last symbol alone; "." is the eos.
     chain = {"\n": {"<": 0.25, "A": 0.6, "Q": 0.15}, "A": {":": 0.5, "A": 0.5}, ":": {" ": 1.0}}
     chain |= {" ": {"6": 0.8, "7": 0.2}, "6": {".": 0.5, "6": 0.5}, "<": {"2": 0.7, "3": 0.3}}
@@ -677,14 +677,14 @@ def measure(student, model, questions):
     float64=False,
 )
 def probabilities_of_random_models(student, rng):
-    """Random models, sums and products of different lengths: products over single tokens"""
+    """Random models, numbers of different lengths: products of single tokens' probabilities"""
     model = make_writer(rng, ASKED, {})
     return measure(student, model, draw_questions(rng))
 
 
 @check("measure_exactly", points=2, expected=measured_token_by_token, float64=False)
 def probabilities_of_one_question(student, rng):
-    """A question alone, and one among others, of which the longest pads the rest"""
+    """A question on its own, and the same one padded to the length of a longer one"""
     model, (one, *others) = make_writer(rng, ASKED, {}), draw_questions(rng, 4)
     return {
         "alone": measure(student, model, [one]),
@@ -700,7 +700,7 @@ def probabilities_of_one_question(student, rng):
     rtol=1e-3,
 )
 def probabilities_of_the_tools_model(student, rng):
-    """The chapter's model, asked for sums and products, as by plain calls without padding"""
+    """The chapter's model on sums and products, against plain calls without padding"""
     model = load_base_model("tools", "cpu", torch.float64)
     a, b, c = (str(rng.integer(10, 100)) for _ in range(3))
     return measure(student, model, [f"{a}*{b}", f"{a}+{c}", f"7*{c}", f"1{a}+2{b}"])
@@ -715,7 +715,7 @@ def probabilities_that_are_tiny(student, rng):
 
 @check("measure_exactly", expected=measured_token_by_token, float64=False, tier="hardening")
 def measuring_leaves_no_trace(student, rng):
-    """Questions stay as they were; no gradient; the results in the model's dtype"""
+    """No gradient is recorded; the questions are left unchanged"""
     model, questions = make_writer(rng, ASKED, {}), draw_questions(rng, 3)
     found = student.measure_exactly(model, questions)
     return found | {
@@ -758,14 +758,14 @@ def ordered(found):
 
 @check("compare_within_kinds", public=True, points=3, seeds=3, expected=parts_by_sorting)
 def thirds_of_mixed_kinds(student, rng):
-    """Kinds with 3 to 17 questions, mixed: thirds within each kind, the larger ones first"""
+    """Kinds of 3 to 17 questions, mixed: thirds within each kind, the larger parts first"""
     sizes = {name: rng.integer(3, 18) for name in ("2-digit sum", "1x2 product", "2x2 product", "")}
     return ordered(student.compare_within_kinds(*draw_answers(rng, sizes)))
 
 
 @check("compare_within_kinds", points=2, seeds=2, expected=parts_by_sorting)
 def other_numbers_of_parts(student, rng):
-    """One part, two, four, seven; as many parts as questions; one kind alone"""
+    """One, two, four and seven parts; as many parts as questions; a single kind"""
     sizes = {"b": 7, "a": rng.integer(8, 20), "c": 11}
     answers = draw_answers(rng, sizes)
     found = {f"n {n}": ordered(student.compare_within_kinds(*answers, n=n)) for n in (1, 2, 4, 7)}
@@ -775,7 +775,7 @@ def other_numbers_of_parts(student, rng):
 
 @check("compare_within_kinds", points=2, seeds=2, expected=parts_by_sorting, tier="hardening")
 def questions_known_alike(student, rng):
-    """Many questions of one P(right): they stay in the order in which they came"""
+    """Questions with the same P(right) stay in the order in which they came"""
     answers = draw_answers(rng, {"x": 40, "y": 7, "z": 100}, ties=True)
     found = {"few values": student.compare_within_kinds(*answers)}
     alike = (torch.full_like(answers[0], 0.5), *answers[1:])
@@ -784,7 +784,7 @@ def questions_known_alike(student, rng):
 
 @check("compare_within_kinds", expected=parts_by_sorting, tier="hardening")
 def too_few_questions(student, rng):
-    """n below 1, and a kind with fewer than n questions: a ValueError names it"""
+    """A ValueError names n if it is below 1, and kinds if one has fewer than n questions"""
     answers, f = draw_answers(rng, {"many": 9, "few": 2}), student.compare_within_kinds
     found = {f"n {n}": error_of("n", f, *answers, n=n) for n in (0, -1)}
     found |= {f"n {n}": error_of("kinds", f, *answers, n=n) for n in (3, 10)}
@@ -793,7 +793,7 @@ def too_few_questions(student, rng):
 
 @check("compare_within_kinds", expected=parts_by_sorting, tier="hardening")
 def measurements_afterwards(student, rng):
-    """No question: no kind; probabilities and kinds stay as they were"""
+    """No questions, no kinds; the probabilities and kinds are left unchanged"""
     p_right, p_call, kinds = draw_answers(rng, {"x": 5, "y": 6})
     found = with_inputs_after(student.compare_within_kinds, p_right, p_call, kinds)
     nothing = student.compare_within_kinds(rng.uniform(0), rng.uniform(0), [])
