@@ -235,7 +235,7 @@ def sample(student, rng, tool=reply, group_size=2, prompts=None, model=None, **l
     public=True,
     expected={
         "texts": ["<2*3>=6\nA: 6", "A: 1", "<1+1>=2\n<1+1>=2\n<1+1>"],
-        "own": [
+        "the own mask": [
             [True] * 5 + [False] * 3 + [True] * 5 + [False] * 8,
             [True] * 5 + [False] * 16,
             ([True] * 5 + [False] * 3) * 2 + [True] * 5,
@@ -254,7 +254,7 @@ def worked_turns(student, rng):
     turns = student.sample_in_turns(model, prompts, 1, tool, max_calls=2)
     return {
         "texts": turns.texts,
-        "own": turns.own_mask,
+        "the own mask": turns.own_mask,
         "call_ends": turns.call_ends,
         "finished": turns.finished,
     }
@@ -436,7 +436,7 @@ def nothing_to_differentiate(student, rng):
 
 @check("reward_fn_priced", public=True, expected=[1.0, 0.75, -0.25, 0.5, -0.5, 0.0])
 def worked_rewards(student, rng):
-    """Right; right with a call; only the tool said it; right, wrong with two; extra text"""
+    """Right; right with a call; only the tool said it; two calls, right and wrong; more"""
     samples = ["A: 6", "<2*3>=6\nA: 6", "<2*3>=6", "<2*>=?\n<2*3>=6\nA: 6", "<>=?\n>=?\nA: 5"]
     return student.reward_fn_priced([*samples, "A: 6 or 7"], ["6"] * 6, price=0.25)
 
