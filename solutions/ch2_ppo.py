@@ -649,7 +649,21 @@ class RLHFTrainer:
         )
         rows = chosen.repeat_interleave(group_size).tolist()
         prompts = [all_prompts[row] for row in rows]
-        samples = sample_completions(
+        columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
+        samples = self.sample(prompts, columns)
+        scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
+        scores = scores.to(self.device)
+        self._record_samples(prompts, samples, scores)
+        if group_size > 1:
+            groups = scores.view(n_prompts, group_size)
+            is_constant = (groups == groups[:, :1]).all(-1)
+            self.metrics["frac_reward_zero_std"].append(is_constant.float().mean().item())
+        return samples, scores
+
+    def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
+        """Sample a completion for each prompt; the columns are chapter 10's to use."""
+        args = self.args
+        return sample_completions(
             self.model,
             prompts,
             args.gen_len,
@@ -659,15 +673,6 @@ class RLHFTrainer:
             self.generator,
             prepend_bos=args.prepend_bos,
         )
-        columns = {name: [column[row] for row in rows] for name, column in args.columns.items()}
-        scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts} | columns)
-        scores = scores.to(self.device)
-        self._record_samples(prompts, samples, scores)
-        if group_size > 1:
-            groups = scores.view(n_prompts, group_size)
-            is_constant = (groups == groups[:, :1]).all(-1)
-            self.metrics["frac_reward_zero_std"].append(is_constant.float().mean().item())
-        return samples, scores
 
     def _record_samples(self, prompts: list[Prompt], samples: Samples, scores: Tensor) -> None:
         lengths = samples.completion_mask.sum(-1).float()

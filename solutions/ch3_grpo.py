@@ -13,6 +13,8 @@ al., 2025, arXiv:2503.20783); Schulman's note on approximating the KL
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -21,10 +23,12 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from solutions.ch0_sampling import Samples, get_logprobs, masked_mean
+from solutions.ch0_sampling import Samples, encode_prompts, get_logprobs, masked_mean
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer, calc_ratio
-from utils.validation import PositiveOrZero, Range, require, shape_checked
+from utils.models.turns import Environment, fill_failed
+from utils.prompts import Prompt
+from utils.validation import CountOrZero, Positive, PositiveOrZero, Range, require, shape_checked
 
 # --- Advantages ---------------------------------------------------------------------------------
 
@@ -212,13 +216,27 @@ class GrpoArgs(RLHFArgs):
     # k3 is averaged over completions, the exact KL over the vocabulary and over tokens.
     kl_kind: Literal["k3", "exact"] = "k3"
 
+    # Turns (chapter 10)
+    environment: Callable[..., str | None] | None = None  # It answers the policy's turns.
+    turn_end: str = ">"  # A turn ends with this text.
+    max_calls: CountOrZero = 2  # The environment answers at most so often in a completion.
+    environment_seconds: Positive = 10.0  # A call that takes longer has failed.
+
     def __post_init__(self):
         super().__post_init__()
+        self.make_environment()  # raises now what it would raise later
         require(
             self.minibatch_size % self.group_size == 0,
             f"group_size should divide a minibatch of batch_size / num_minibatches = "
             f"{self.minibatch_size} completions, but is {self.group_size}",
         )
+
+    def make_environment(self) -> Environment | None:
+        """Return what calls `environment`, within its limits; None if there is none."""
+        if self.environment is None:
+            return None
+        limits = (self.turn_end, self.max_calls, self.environment_seconds)
+        return Environment(self.environment, tuple(self.columns), *limits)
 
 
 def make_grpo_memory(
@@ -254,6 +272,37 @@ class GrpoTrainer(RLHFTrainer):
     args: GrpoArgs
     args_class = GrpoArgs
     model_class = TransformerWithLora
+
+    @functools.cached_property
+    def environment(self) -> Environment | None:
+        """Return what answers the policy's turns (chapter 10), if anything does."""
+        return self.args.make_environment()
+
+    def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
+        """Sample as chapter 2 does, or in turns with the environment, if there is one.
+
+        What it writes is in the completions, but not in their mask. Records "calls", how often it
+        was asked on average, and "environment_errors", how many rollouts it failed: these have
+        nothing in their mask.
+        """
+        args = self.args
+        if self.environment is None:
+            return super().sample(prompts, columns)
+        ids, mask = encode_prompts(self.model, prompts, args.gen_len, args.prepend_bos)
+        rows = {"prompt": prompts, **columns}
+        limits = (args.gen_len, args.temperature, args.top_k, args.top_p, self.generator)
+        drawn = self.environment.sample(self.model, ids, mask, rows, *limits)
+        self.metrics["calls"].append(drawn.n_calls.float().mean().item())
+        self.metrics["environment_errors"].append(drawn.failed.sum().item())
+        return Samples(**drawn.put_behind(ids, mask))
+
+    def sample_and_score(self, n_prompts: int, group_size: int = 1) -> tuple[Samples, Tensor]:
+        """Sample and score as chapter 2 does. A rollout that the environment failed moves no
+        baseline: it gets the mean reward of the others in its group.
+        """
+        samples, scores = super().sample_and_score(n_prompts, group_size)
+        failed = ~samples.completion_mask.any(-1)
+        return samples, fill_failed(scores, failed, group_size)
 
     @torch.no_grad()
     def rollout_phase(self) -> ReplayMemory:

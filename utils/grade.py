@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from utils.chapters import sort_chapters
+
 os.environ["OMP_NUM_THREADS"] = "1"  # more hang in a forked child
 
 from tqdm import tqdm
@@ -74,7 +76,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
             paths = [name for name in given if name not in known and Path(name).exists()]
             args.paths += map(Path, paths)
             setattr(args, option, [name for name in given if name not in paths])
-    args.chapters = sorted(set(args.chapters))
+    args.chapters = sort_chapters(set(args.chapters))
     if not args.paths:
         parser.error("there should be a PATH of a submission at least")
     return args

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import tyro
-from tyro.conf import Suppress, subcommand
+from tyro.conf import Suppress, arg, subcommand
 
 from solutions.ch2_ppo import RLHFArgs, reward_fn_sentiment
 from solutions.ch3_grpo import GrpoArgs
@@ -153,9 +153,20 @@ class PpoCommand(Options, RLHFArgs):
     """Train by PPO, with a value head."""
 
 
+OF_TURNS = "module:function; it gets a turn's text, and returns what is written next, or None."
+
+
 @dataclass
 class GrpoCommand(Options, GrpoArgs):
     """Train by GRPO, with groups of completions in place of a value head."""
+
+    environment: Annotated[str | None, arg(help=OF_TURNS)] = None  # type: ignore[assignment]
+
+    def __post_init__(self):
+        """Turn the environment's name into a function, and the other options as above."""
+        if isinstance(self.environment, str):
+            self.environment = load_function(self.environment)  # type: ignore[assignment]
+        super().__post_init__()
 
 
 TRAINERS: dict[type, tuple[type, type]] = {

@@ -127,6 +127,19 @@ TYPICAL = {
         "masked_but_not_weighed advantages_not_detached",
         "may_start": "strictly_less itself_counted",
     },
+    "ch10_tools": {
+        "run_calculator": "eval_of_what_the_policy_wrote line_break_forgotten computed_in_floats "
+        "dollar_before_a_line_break",
+        "get_own_mask": "padding_is_own everything_that_was_written turns_alternate calls_left_out",
+        "sample_in_turns": "answers_drawn_instead whole_completion_to_the_tool one_call_too_many "
+        "logprobs_of_what_nobody_took numbers_drawn_in_the_loop",
+        "reward_fn_priced": "price_paid_once only_who_is_right_pays the_tools_number_counts",
+        "calc_tool_objective": "counted_in_the_mean zeros_in_place_of_nan "
+        "masked_by_multiplication mean_over_all_tokens advantages_not_detached",
+        "calc_call_value": "price_forgotten only_who_is_right_pays",
+        "measure_exactly": "end_forgotten call_and_the_choice_to_call the_tools_words_predicted",
+        "compare_within_kinds": "parted_over_all_kinds parted_by_the_calls calls_left_in_place",
+    },
 }
 
 

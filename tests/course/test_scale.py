@@ -33,6 +33,7 @@ from solutions.ch7_scale import (
     to_trl_config,
     unsharded,
 )
+from solutions.ch10_tools import run_calculator
 from tests.course.helpers import ONE_STEP
 from tests.support import models, trl
 from utils.models.corpus import addition_rows, review_prompts
@@ -90,6 +91,7 @@ def run_everything(folder, qwen):
     return {
         "GRPO": learn_beside_one("GRPO", folder),
         "PPO": learn_beside_one("PPO", folder),
+        "turns": learn_beside_one("turns", folder),
         "embedded": shard_and_compare("embedded"),
         "qwen": shard_and_compare(qwen),
     }
@@ -115,20 +117,30 @@ def join(memories):
 
 
 SIZES = ("num_minibatches", "batches_per_learning_phase", "group_size")
+IN_TURNS = {
+    "base_model": "tools",
+    "prompts": ["Q: 23*47\n<", "Q: 3*47\n<3", "Q: 123+456\n<"],
+    "environment": run_calculator,
+    "group_size": 4,
+    "gen_len": 24,
+}
 CASES = {
     "GRPO": (DataParallelGrpoTrainer, GrpoTrainer, GrpoArgs, {"kl_kind": "exact", "group_size": 4}),
     "PPO": (DataParallelRLHFTrainer, RLHFTrainer, RLHFArgs, {}),
+    "turns": (DataParallelGrpoTrainer, GrpoTrainer, GrpoArgs, IN_TURNS | {"kl_kind": "exact"}),
 }
 
 
 def learn_beside_one(kind, folder):
     parallel, single, args_class, options = CASES[kind]
     setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
-    args = args_class(prompts=TRAIN, **ONE_STEP | setup | options)
+    args = args_class(**{"prompts": TRAIN} | ONE_STEP | setup | options)
     trainer, alone = parallel(args, microbatch_size=4), single(args)
     off = []
     for _ in range(3):
         memory = trainer.rollout_phase()
+        written = memory.attention_mask[:, memory.prompt_len :].bool()
+        assert bool((written & ~memory.mask).any()) == (kind == "turns")
         memories = [None, None]
         dist.all_gather_object(memories, memory)
         trainer.learning_phase(memory)

@@ -51,6 +51,7 @@ from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
 from utils.authoring.sums import SECTION, fill_source, read_exercises
+from utils.chapters import sort_chapters
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.reference import find_named
@@ -429,4 +430,4 @@ def write(notebook: NotebookNode, path: Path) -> None:
 
 def get_written_chapters() -> list[str]:
     """Return the chapters that have a source."""
-    return sorted(path.stem for path in (CHAPTERS / "source").glob("ch*.md"))
+    return sort_chapters(path.stem for path in (CHAPTERS / "source").glob("ch*.md"))

@@ -27,7 +27,7 @@ from utils.autograder import child, jobs, sandbox
 from utils.autograder.grader import Grader
 from utils.autograder.reading import SubmittedFiles, read_submission
 from utils.grading.points import load_points
-from utils.models.loading import boot_ahead
+from utils.models.loading import IN_THIS_REPO, boot_ahead
 
 ROOT = Path(__file__).parents[2]
 FIRST_DESCRIPTOR = 3  # after standard input, output and errors
@@ -46,6 +46,7 @@ PRELOADED = (
     "utils.plotting", "utils.preferences", "utils.prompts", "utils.rewards",
     "utils.tracking", "utils.validation",
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
+    "utils.models.questions", "utils.models.turns",
 )  # fmt: skip
 
 
@@ -141,7 +142,8 @@ def _get_limits() -> sandbox.Limits:
         "/proc/cpuinfo",
         "/sys/devices/system/cpu",
     }
-    folders |= {str(ROOT / "utils" / "models" / "embedded"), os.environ["COURSE_CHECKPOINTS"]}
+    folders |= {str(folder) for folder in IN_THIS_REPO.values()}
+    folders.add(os.environ["COURSE_CHECKPOINTS"])
     inside = {f for f in folders if not ROOT.is_relative_to(f)}
     return sandbox.Limits(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
 

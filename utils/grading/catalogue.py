@@ -27,6 +27,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from utils.chapters import sort_chapters
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "tests" / "mistakes"
 MAX_PER_EXERCISE = 8
@@ -217,7 +219,7 @@ def find_stale(chapter: str) -> list[str]:
 
 
 def main() -> int:
-    chapters = sorted(path.name for path in FOLDER.glob("ch*"))
+    chapters = sort_chapters(path.name for path in FOLDER.glob("ch*"))
     problems = [problem for chapter in chapters for problem in find_stale(chapter)]
     total = 0 if problems else sum(len(read_chapter(chapter)) for chapter in chapters)
     print(*problems, f"{len(problems)} problems, {total} mistakes that fit", sep="\n")

@@ -27,6 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from utils.chapters import sort_chapters
+
 
 class Rng:
     """Random inputs: the same numbers for the student and for the reference, in each of its dtypes.
@@ -162,7 +164,7 @@ def check(exercise: str, **options: Any) -> Callable[[Callable[[Any, Rng], Any]]
 def get_chapters() -> tuple[str, ...]:
     """Return the chapters that have checks, in order."""
     found = pkgutil.iter_modules(importlib.import_module("tests.checks").__path__)
-    return tuple(sorted(module.name for module in found))
+    return tuple(sort_chapters(module.name for module in found))
 
 
 def get_reference(chapter: str) -> ModuleType:

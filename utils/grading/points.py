@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from utils.chapters import sort_chapters
+
 TESTS = Path(__file__).parents[2] / "tests"
 FILE = TESTS / "points.toml"
 CORE_SHARE = 2 / 3
@@ -137,7 +139,7 @@ def _check_row(place: str, row: object) -> None:
 
 
 def list_chapters() -> list[str]:
-    return sorted(path.stem for path in TESTS.glob("checks/ch*.py"))
+    return sort_chapters(path.stem for path in TESTS.glob("checks/ch*.py"))
 
 
 @functools.cache

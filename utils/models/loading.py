@@ -17,6 +17,8 @@ from utils.validation import require
 
 EMBEDDED_MODEL = Path(__file__).parent / "embedded"
 CONTROL_MODEL = Path(__file__).parent / "control"  # of chapter 5's control experiment
+TOOLS_MODEL = Path(__file__).parent / "tools"  # of chapter 10
+IN_THIS_REPO = {"embedded": EMBEDDED_MODEL, "tools": TOOLS_MODEL}
 ALL_LINEAR_SITES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.in", "mlp.out")  # of GPT-2
 
 
@@ -43,7 +45,7 @@ def keep_booted(name: str | Path) -> None:
 
     For the small models of the checks, of which many are booted: a copy takes a fifth of the time.
     """
-    _kept.setdefault(str(EMBEDDED_MODEL if name == "embedded" else name), {})
+    _kept.setdefault(str(IN_THIS_REPO.get(str(name), name)), {})
 
 
 def boot_ahead(name: str | Path) -> None:
@@ -51,7 +53,7 @@ def boot_ahead(name: str | Path) -> None:
     first that each loads is there already."""
     keep_booted(name)
     copied = load_base_model(name, device="cpu")
-    for models in _kept[str(EMBEDDED_MODEL if name == "embedded" else name)].values():
+    for models in _kept[str(IN_THIS_REPO.get(str(name), name))].values():
         models.append(copied)
 
 
@@ -78,8 +80,8 @@ def load_base_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> TransformerBridge:
-    """Boot "embedded" (the model in this repo), one that `utils.models.fetch` has fetched
-    ("smollm2"), a local folder, or a model of the Hugging Face hub.
+    """Boot "embedded" or "tools" (the models in this repo), one that `utils.models.fetch` has
+    fetched ("smollm2"), a local folder, or a model of the Hugging Face hub.
 
     The device defaults to the GPU if there is one. The dtype defaults to bfloat16 on a GPU that
     computes in it, and else to float32, as always for the small models in this repo. Both are given
@@ -89,8 +91,7 @@ def load_base_model(
     Raises ValueError for a name that cannot be loaded, and for a dtype that is none.
     """
     exact_dtype = None if dtype is None else _get_dtype(dtype)
-    if str(name) == "embedded":
-        name = EMBEDDED_MODEL
+    name = IN_THIS_REPO.get(str(name), name)
     if str(name) in MODELS and not Path(name).is_dir():
         name = find_fetched(str(name))
     path = Path(name).expanduser()
@@ -150,9 +151,10 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
         base = TransformerBridge.boot_transformers(name, device=device, dtype=dtype)
     except OSError as error:
         raise ValueError(
-            f"the model's name should be 'embedded', a local folder, a model of the Hugging Face "
-            f"hub, or one that `python -m utils.models.fetch` fetches ({', '.join(MODELS)}), but "
-            f"there is no folder {name!r} here and the hub did not give it: {error}"
+            f"the model's name should be 'embedded', 'tools', a local folder, a model of the "
+            f"Hugging Face hub, or one that `python -m utils.models.fetch` fetches "
+            f"({', '.join(MODELS)}), but there is no folder {name!r} here and the hub did not "
+            f"give it: {error}"
         ) from error
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is

@@ -111,21 +111,44 @@ def pretrain(
     rows = pack(texts, tokenizer)
     torch.manual_seed(seed)
     model = build_model(tokenizer) if start is None else GPT2LMHeadModel.from_pretrained(start)
+
+    def get_loss(step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * steps + step)
+        batch = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
+        return model(batch, labels=batch).loss
+
+    losses = fit(model, get_loss, steps, lr, warmup_steps)
+    out.mkdir(parents=True, exist_ok=True)
+    model.eval().save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return sum(losses[-100:]) / len(losses[-100:])
+
+
+def fit(
+    model: GPT2LMHeadModel,
+    get_loss: Callable[[int], Tensor],
+    steps: int,
+    lr: float,
+    warmup_steps: int,
+    schedule_steps: int | None = None,
+) -> list[float]:
+    """Take AdamW steps on `get_loss(step)`, and return the losses.
+
+    The rate has a linear warm-up, then a cosine down to 0 at `schedule_steps`, by default `steps`.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
+    end = steps if schedule_steps is None else schedule_steps
 
     def get_scale(k: int) -> float:
-        """Return the scale of the rate: a linear warm-up, then a cosine down to 0."""
-        return min((k + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * k / steps))
+        return min((k + 1) / warmup_steps, 0.5 + 0.5 * math.cos(math.pi * k / end))
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, get_scale)
     losses = []
     bar = tqdm(range(steps), desc="pretrain")
     for step in bar:
-        generator = torch.Generator().manual_seed(seed * steps + step)
-        batch = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
-        loss = model(batch, labels=batch).loss
+        loss = get_loss(step)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,10 +156,7 @@ def pretrain(
         scheduler.step()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    out.mkdir(parents=True, exist_ok=True)
-    model.eval().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    return sum(losses[-100:]) / len(losses[-100:])
+    return losses
 
 
 def main() -> None:

@@ -83,6 +83,8 @@ def take_trl_step(
     `model` gives the adapters to begin with, and holds TRL's afterwards; `folder` its base.
     Returns the sum of the losses that TRL computed, and their gradient at the first step by the
     names of `model.trainable_state()`. Prompts are handed over as ids, as the samples have them.
+    What a completion has outside its mask but in the attention mask is the environment's, and goes
+    to TRL as its `env_mask` does, which it calls `tool_mask`.
     `model` should have rotary positions, or be a GPT-2 without adapters on q, k and v, of which
     PEFT has one. With `of_vllm` TRL takes the samples, with their log-probs, for vLLM's, and
     corrects for it as `config` says.
@@ -94,11 +96,15 @@ def take_trl_step(
     prompt_mask = samples.attention_mask[:, : samples.prompt_len].bool()
     pairs = zip(samples.input_ids[:, : samples.prompt_len], prompt_mask, strict=True)
     prompts = [ids[mask].tolist() for ids, mask in pairs]
-    rows = zip(samples.completion_ids, samples.completion_mask, strict=True)
+    written = samples.attention_mask[:, samples.prompt_len :].bool()
+    rows = zip(samples.completion_ids, written, strict=True)
     completions = [ids[mask].tolist() for ids, mask in rows]
+    rows = zip(samples.completion_mask, written, strict=True)
+    own_masks = [own[mask].long().tolist() for own, mask in rows]
+    has_others = not samples.completion_mask.equal(written)
     logprobs = None
     if of_vllm:
-        rows = zip(samples.logprobs, samples.completion_mask, strict=True)
+        rows = zip(samples.logprobs, written, strict=True)
         logprobs = [x[mask].tolist() for x, mask in rows]
     losses: list[float] = []
 
@@ -108,6 +114,10 @@ def take_trl_step(
 
         def _generate_single_turn(self, *_: Any, **__: Any):
             return completions, logprobs
+
+        def _generate(self, given: list):
+            found = super()._generate(given)
+            return (*found[:2], own_masks if has_others else None, *found[3:])
 
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)

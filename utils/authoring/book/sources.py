@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 
 from utils.authoring.book.pages import FIGURES, NOTEBOOKS, Site, make_chapter
+from utils.chapters import sort_chapters
 
 ROOT = Path(__file__).parents[3]
 FRONT = Path(__file__).with_name("index.md")
@@ -33,7 +34,7 @@ GRADED = re.compile(r'<details class="graded">.*?</details>', re.DOTALL)
 
 def list_chapters() -> list[str]:
     """Return the chapters that are executed, in their order."""
-    return sorted(path.stem for path in (ROOT / "solutions").glob("ch*.ipynb"))
+    return sort_chapters(path.stem for path in (ROOT / "solutions").glob("ch*.ipynb"))
 
 
 def list_pages() -> list[str]:

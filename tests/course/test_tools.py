@@ -1,0 +1,651 @@
+"""Chapter 10's solutions, and turns in the trainers, against plain calls, TRL, and each other."""
+
+import json
+import math
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import tyro
+from torch import nn
+
+from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
+from solutions.ch1_lora import TransformerWithLora
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
+from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
+from solutions.ch7_scale import to_trl_config
+from solutions.ch9_async import AsyncArgs, StaleTrainer
+from solutions.ch10_tools import (
+    ToolTrainer,
+    calc_call_value,
+    calc_tool_objective,
+    measure_exactly,
+    reward_fn_priced,
+    run_calculator,
+    sample_in_turns,
+)
+from tests.course.helpers import ONE_STEP, load, randomize
+from utils.chapters import sort_chapters
+from utils.models.decoding import draw, get_end_ids
+from utils.models.loading import EMBEDDED_MODEL, TOOLS_MODEL
+from utils.models.pretrain_tools import pretrain_tools
+from utils.models.questions import (
+    KINDS,
+    calculate,
+    draw_question,
+    draw_questions,
+    find_kind,
+    find_split,
+    question_prompt,
+    question_rows,
+    write_completion,
+)
+from utils.models.turns import Environment
+from utils.scale.trl import make_qwen, take_trl_step
+from utils.train import GrpoCommand
+
+BEGUN = ["Q: 23*47\n<", "Q: 3*47\n<3*4", "Q: 123+456\n<123+456>=579\n", "Q: 12+34\n<"]
+
+
+@pytest.fixture(scope="module")
+def tools():
+    """The tools model with adapters that do something."""
+    torch.manual_seed(0)
+    return randomize(TransformerWithLora.from_pretrained("tools", device="cpu"))
+
+
+# --- Sampling in turns --------------------------------------------------------------------------
+
+
+def sample_plainly(model, prompt, uniforms, tool, max_calls=2, call_end=">"):
+    """Sample a completion by calls of the model on all that there is, without a cache: its tokens,
+    and which are the policy's."""
+    tokenizer, ends = model.tokenizer, get_end_ids(model)
+    prompt_ids, _ = encode_prompts(model, [prompt], len(uniforms), True)
+    ids, own, pending, start, n_calls = [], [], [], 0, 0
+    for uniform in uniforms:
+        own.append(not pending)
+        if pending:
+            ids.append(pending.pop(0))
+            start = start if pending else len(ids)
+            continue
+        so_far = torch.cat([prompt_ids, torch.tensor([ids], dtype=torch.long)], dim=1)
+        logits = model(so_far)[:, -1]
+        ids.append(draw(logits, uniform[None])[0].item())
+        if ids[-1] in ends:
+            break
+        if ids[-1] == tokenizer.convert_tokens_to_ids(call_end):
+            if n_calls == max_calls:
+                break
+            n_calls += 1
+            said = tool(tokenizer.decode(ids[start:]))
+            pending = tokenizer(said, add_special_tokens=False)["input_ids"]
+            start = start if pending else len(ids)
+    return ids, own
+
+
+def assert_as_plain(model, turns, rows, tool, uniforms, **settings):
+    """Hold samples against `sample_plainly`, row by row."""
+    with torch.no_grad():
+        for i, row in enumerate(rows):
+            ids, own = sample_plainly(model, row, uniforms[i], tool, **settings)
+            n = len(ids)
+            written = turns.attention_mask[i, turns.prompt_len :].bool()
+            assert turns.completion_ids[i, :n].tolist() == ids
+            assert written.sum() == n
+            assert written[:n].all()
+            assert turns.completion_mask[i, :n].tolist() == own
+            assert not turns.completion_mask[i, n:].any()
+
+
+def shout(turn: str) -> str:
+    """Answer some turns with nothing, and some with more than there is room for."""
+    return ["", "=1081\n", "film " * 30][len(turn) % 3]
+
+
+@pytest.mark.parametrize("name", ["embedded", "gpt2", "llama", "qwen", "phi", "tools"])
+@pytest.mark.parametrize("max_calls", [0, 2])
+def test_sampling_in_turns_is_a_loop_of_plain_calls(folders, name, max_calls, monkeypatch):
+    """Left-padded prompts, and a call that ends with a token that the model chooses; in float64
+    where the bridge can, or a uniform number would lie between two roundings of a sum."""
+    dtype = torch.float32 if name == "phi" else torch.float64
+    if name == "tools":
+        torch.manual_seed(0)
+        model = randomize(TransformerWithLora.from_pretrained(name, device="cpu", dtype=dtype))
+    else:
+        model = load(folders, name, dtype=dtype)
+    prompts = [*BEGUN, "This movie is"]
+    limits = (3, shout, max_calls, 20)
+    first = sample_in_turns(model, prompts, *limits, torch.Generator().manual_seed(5))
+    call_end = ">" if name == "tools" else find_frequent(model.tokenizer, first)
+    monkeypatch.setattr("solutions.ch10_tools.CALL_END", call_end)
+    turns = sample_in_turns(model, prompts, *limits, torch.Generator().manual_seed(5))
+    uniforms = torch.rand(15, 20, generator=torch.Generator().manual_seed(5))
+    rows = [prompt for prompt in prompts for _ in range(3)]
+    assert_as_plain(model, turns, rows, shout, uniforms, max_calls=max_calls, call_end=call_end)
+    assert any(turns.call_ends) == (max_calls > 0)
+    assert torch.equal(turns.logprobs.isnan(), ~turns.own_mask)
+
+
+def find_frequent(tokenizer, samples):
+    """Return a token that many completions have, other than at their beginnings."""
+    counts = samples.completion_ids[:, 2:][samples.own_mask[:, 2:]].bincount(minlength=600)
+    counts[tokenizer.all_special_ids] = 0
+    return tokenizer.convert_ids_to_tokens(int(counts[: len(tokenizer)].argmax()))
+
+
+def test_what_a_row_draws_does_not_depend_on_the_others(tools):
+    alone = sample_in_turns(
+        tools, BEGUN[:1], 2, run_calculator, generator=torch.Generator().manual_seed(3)
+    )
+    among = sample_in_turns(
+        tools, BEGUN, 2, run_calculator, generator=torch.Generator().manual_seed(3)
+    )
+    assert alone.texts == among.texts[:2]
+
+
+def test_log_probs_of_the_sampler_are_those_of_scoring(tools):
+    turns = sample_in_turns(tools, BEGUN * 4, 2, run_calculator)
+    with torch.no_grad():
+        logits = tools(turns.input_ids, attention_mask=turns.attention_mask)
+    found = logits[:, turns.prompt_len - 1 : -1].log_softmax(-1)
+    found = found.gather(-1, turns.completion_ids[..., None])[..., 0]
+    own = turns.own_mask
+    assert 0 < own.sum() < turns.attention_mask[:, turns.prompt_len :].sum()
+    torch.testing.assert_close(turns.logprobs[own], found[own], rtol=0, atol=1e-4)
+
+
+SMALL = ONE_STEP | {
+    "base_model": "tools",
+    "prompts": [*BEGUN, "Q: 7*98\n"],
+    "columns": {"answers": ["1081", "141", "579", "46", "686"]},
+    "reward_fn": reward_fn_priced,
+    "environment": run_calculator,
+    "batch_size": 16,
+    "group_size": 4,
+    "gen_len": 24,
+    "total_phases": 4,
+    "kl_coef": 0.0,
+    "ent_coef": 0.0,
+    "base_lr": 1e-3,
+}
+
+
+def make_samples(kind=GrpoTrainer, args_class=GrpoArgs, **options) -> tuple[GrpoTrainer, Samples]:
+    trainer = kind(args_class(**SMALL | options))
+    return trainer, trainer.sample_and_score(4, 4)[0]
+
+
+def test_the_trainer_samples_what_the_chapter_samples():
+    """`GrpoTrainer`'s own loop, and `sample_in_turns` by `ToolTrainer`, to the bit."""
+    (_, ours), (_, theirs) = make_samples(), make_samples(ToolTrainer)
+    for name in ("input_ids", "attention_mask", "completion_mask"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    assert torch.equal(ours.logprobs.nan_to_num(7), theirs.logprobs.nan_to_num(7))
+    assert ours.texts == theirs.texts
+    assert "=" in "".join(ours.texts)
+    runs = [kind(GrpoArgs(**SMALL)) for kind in (GrpoTrainer, ToolTrainer)]
+    for trainer in runs:
+        for _ in range(2):
+            trainer.learning_phase(trainer.rollout_phase())
+    ours, theirs = (trainer.model.trainable_state() for trainer in runs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    calls = [trainer.metrics["calls"] for trainer in runs]
+    assert calls[0] == pytest.approx(calls[1])
+    assert calls[0][0] > 0
+
+
+CHAT = (
+    "{% for m in messages %}{{ 'Q: ' + m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<{% endif %}"
+)
+
+
+def test_chats_sample_as_the_text_that_their_template_writes(tools):
+    generators = [torch.Generator().manual_seed(1) for _ in "ab"]
+    plain = sample_in_turns(tools, BEGUN[:1], 4, run_calculator, generator=generators[0])
+    tools.tokenizer.chat_template = "<bos>" + CHAT
+    try:
+        chat = [[{"role": "user", "content": "23*47"}]]
+        written = sample_in_turns(tools, chat, 4, run_calculator, generator=generators[1])
+    finally:
+        tools.tokenizer.chat_template = None
+    assert written.texts == plain.texts
+    assert torch.equal(written.input_ids, plain.input_ids)
+    assert any(plain.call_ends)
+
+
+def test_a_model_with_a_readers_own_hooks_decodes_by_the_bridge(tools):
+    generators = [torch.Generator().manual_seed(2) for _ in "ab"]
+    fast = sample_in_turns(tools, BEGUN, 4, run_calculator, generator=generators[0])
+    block = tools.base.blocks[0]
+    seen = []
+    block.hook_out.add_hook(lambda x, hook: seen.append(1))
+    try:
+        slow = sample_in_turns(tools, BEGUN, 4, run_calculator, generator=generators[1])
+    finally:
+        block.hook_out.remove_hooks()
+    assert seen
+    assert slow.texts == fast.texts
+    assert torch.equal(slow.own_mask, fast.own_mask)
+
+
+# --- Tokens of nobody ---------------------------------------------------------------------------
+
+
+def test_log_probs_of_the_environment_may_be_nan():
+    """Objective and gradients, to the bit: the chapter's, and the trainer's with a KL term."""
+    trainer, samples = make_samples(num_minibatches=1, batches_per_learning_phase=2, kl_coef=0.1)
+    randomize(trainer.model)
+    written = samples.attention_mask[:, samples.prompt_len :].bool()
+    assert (written & ~samples.completion_mask).any()
+    memory = trainer.rollout_phase()
+    own = memory.mask
+    advantages = torch.linspace(-1, 1, len(own))
+    parameters = trainer.model.trainable_parameters()
+
+    def differentiate(objective):
+        return objective, *torch.autograd.grad(objective, parameters)
+
+    def run_chapter(spoil):
+        logits = trainer.model(memory.input_ids, attention_mask=memory.attention_mask)
+        logprobs = logits[:, memory.prompt_len - 1 : -1].log_softmax(-1)
+        logprobs = logprobs.gather(-1, ids_of(memory)[..., None])[..., 0]
+        old_logprobs = memory.logprobs
+        if spoil is not None:
+            logprobs = torch.where(own, logprobs, spoil)
+            old_logprobs = torch.where(own, old_logprobs, spoil)
+        return differentiate(calc_tool_objective(logprobs, old_logprobs, advantages, own))
+
+    def run_trainer(spoil):
+        (batch,) = replace(memory, num_minibatches=1, batches_per_learning_phase=1).get_minibatches(
+            torch.Generator().manual_seed(0)
+        )
+        if spoil is not None:
+            for name in ("logprobs", "ref_logprobs"):
+                getattr(batch, name).masked_fill_(~batch.mask, spoil)
+        return differentiate(trainer.compute_rlhf_objective(batch))
+
+    for run in (run_chapter, run_trainer):
+        plain = run(None)
+        assert max(gradient.abs().max() for gradient in plain[1:]) > 1e-4
+        for spoil in (math.nan, math.inf, -math.inf):
+            assert all(torch.equal(a, b) for a, b in zip(plain, run(spoil), strict=True))
+
+
+def ids_of(memory):
+    return memory.input_ids[:, memory.prompt_len :]
+
+
+def test_it_is_chapter_3s_objective_with_another_mask():
+    torch.manual_seed(0)
+    logprobs, old_logprobs = -torch.rand(6, 9), -torch.rand(6, 9)
+    advantages, own = torch.randn(6), torch.rand(6, 9) < 0.6
+    own[2] = False
+    ours = calc_tool_objective(logprobs, old_logprobs, advantages, own, 0.1)
+    theirs = calc_grpo_objective(logprobs, old_logprobs, None, advantages, own, 0.1, beta=0.0)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_loss_and_gradients_are_trls_with_a_tool_mask(kl_coef, tmp_path):
+    folder = make_qwen(tmp_path / "qwen")
+    torch.manual_seed(0)
+    prompts = [f"Q: {question}\n" for question in ("2*3", "23*47", "12+34", "123+456")]
+    args = GrpoArgs(
+        base_model=str(folder), prompts=prompts, batch_size=16, group_size=4, gen_len=14,
+        base_lr=1e-3, final_scale=1.0, total_phases=1, kl_coef=kl_coef,
+        **ONE_STEP | {"ent_coef": 0.0, "max_grad_norm": 1e9},
+    )  # fmt: skip
+    trainer = GrpoTrainer(args)
+    for layer in trainer.model.adapters.values():
+        nn.init.normal_(layer.lora_B, std=0.05)
+    rows = [prompt for prompt in prompts for _ in range(4)]
+    drawn = sample_completions(trainer.model, rows, 14, generator=torch.Generator().manual_seed(3))
+    # The environment wrote some tokens of each completion, not the first.
+    column = torch.arange(drawn.completion_mask.shape[1])
+    of_others = (column > 2) & (column < 3 + torch.arange(16)[:, None] % 5)
+    samples = replace(drawn, completion_mask=drawn.completion_mask & ~of_others, logprobs=None)
+    scores = torch.tensor([float(len(text) % 7 + text.count("e")) for text in samples.texts])
+    trainer.sample_and_score = lambda *_: (samples, scores)
+    (minibatch,) = trainer.rollout_phase().get_minibatches()
+    objective = trainer.compute_rlhf_objective(minibatch)
+    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
+    names = trainer.model.trainable_state()
+    model = TransformerWithLora.from_pretrained(folder, sites=args.lora_sites, device="cpu")
+    model.load_trainable_state(names)
+    config = to_trl_config(args) | {"max_grad_norm": 1e9}
+    loss, theirs = take_trl_step(model, folder, config, samples, scores)
+    assert abs(objective.item() + loss) < 1e-6
+    assert max(gradient.abs().max() for gradient in gradients) > 1e-3
+    for name, gradient in zip(names, gradients, strict=True):
+        torch.testing.assert_close(gradient, -theirs[name], rtol=0, atol=1e-6)
+    unmasked = trainer.compute_rlhf_objective(replace(minibatch, mask=drawn.completion_mask))
+    (other, *_) = torch.autograd.grad(unmasked, trainer.model.trainable_parameters())
+    assert (other - gradients[0]).abs().max() > 1e-4
+
+
+# --- Environments -------------------------------------------------------------------------------
+
+
+class Fragile:
+    """A calculator that fails once, at its second call."""
+
+    def __init__(self, fail):
+        self.fail, self.n_calls = fail, 0
+
+    def __call__(self, turn):
+        self.n_calls += 1
+        return self.fail() if self.n_calls == 2 else run_calculator(turn)
+
+
+def divide():
+    return 1 // 0
+
+
+@pytest.mark.parametrize(
+    ("fail", "said"),
+    [
+        (divide, "raised ZeroDivisionError"),
+        (lambda: time.sleep(60), "no answer within 0.3 seconds"),
+        (lambda: 1081, "returned int"),
+        (lambda: exit(3), "raised SystemExit"),
+    ],
+)
+def test_an_environment_that_fails_costs_one_rollout(fail, said):
+    trainer = GrpoTrainer(
+        GrpoArgs(**SMALL | {"environment": Fragile(fail), "environment_seconds": 0.3})
+    )
+    start = time.perf_counter()
+    with pytest.warns(UserWarning, match=said):
+        memory = trainer.rollout_phase()
+    assert time.perf_counter() - start < 20
+    assert trainer.metrics["environment_errors"] == [1]
+    is_lost = ~memory.mask.any(-1)
+    assert is_lost.sum() == 1
+    (lost,) = is_lost.nonzero().flatten().tolist()
+    group = memory.advantages[lost // 4 * 4 : lost // 4 * 4 + 4]
+    assert abs(memory.advantages[lost]) < 1e-3  # it moves no baseline
+    assert abs(group.sum()) < 1e-3
+    trainer.learning_phase(memory)
+    assert math.isfinite(trainer.metrics["grad_norm"][0])
+    memory = trainer.rollout_phase()  # and the next one works
+    assert memory.mask.any(-1).all()
+
+
+@pytest.mark.filterwarnings("ignore:environment raised")
+def test_an_environment_that_always_fails_ends_the_run():
+    """Once all completions of a rollout are lost: here, all of them call at once."""
+    changes = {"prompts": ["Q: 23*47\n<23*47"], "columns": {"answers": ["1081"]}}
+    changes |= {"environment": lambda turn: 1 // 0, "temperature": 0.1}
+    trainer = GrpoTrainer(GrpoArgs(**SMALL | changes))
+    with pytest.raises(ValueError, match="in all rollouts it raised ZeroDivisionError"):
+        trainer.rollout_phase()
+
+
+def test_an_environment_sees_what_it_names_and_may_end_a_rollout():
+    seen = []
+
+    def judge(turn, answers, prompt, completion="", unknown=3):
+        seen.append((turn, answers, prompt, completion, unknown))
+        return None if len(seen) % 2 else run_calculator(turn)
+
+    _, samples = make_samples(environment=judge)
+    assert seen
+    for turn, answers, prompt, completion, unknown in seen:
+        assert (
+            answers == dict(zip(SMALL["prompts"], SMALL["columns"]["answers"], strict=True))[prompt]
+        )
+        assert turn.endswith(">")
+        assert completion.endswith(turn)
+        assert unknown == 3
+    ended = [text for text in samples.texts if text.endswith(">")]
+    assert len(ended) >= len(seen[::2])
+    with pytest.raises(ValueError, match="environment should need no more than a turn"):
+        GrpoArgs(**SMALL | {"environment": lambda turn, secret: ""})
+    with pytest.raises(ValueError, match="environment should be a function"):
+        GrpoArgs(**SMALL | {"environment": "calculator"})
+    with pytest.raises(ValueError, match="turn_end"):
+        GrpoArgs(**SMALL | {"turn_end": ""})
+
+
+@pytest.mark.parametrize("turn_end", ["\n", ">=", "<eos>", ": 1"])
+def test_a_turn_may_end_with_any_text(turn_end):
+    """Of several tokens, or the end of the model's own, which then ends no rollout."""
+    turns = []
+
+    def answer(turn):
+        turns.append(turn)
+        return "\nQ: 12+34\n" if len(turns) < 5 else None
+
+    limits = {"turn_end": turn_end, "environment": answer, "max_calls": 3, "gen_len": 40}
+    _, samples = make_samples(**limits, temperature=0.9)
+    assert turns
+    assert all(turn.endswith(turn_end) and turn.count(turn_end) == 1 for turn in turns)
+    written = samples.attention_mask[:, samples.prompt_len :].bool()
+    assert (written & ~samples.completion_mask).any()
+    assert "\nQ: 12+34\n" in "".join(samples.texts)
+
+
+def test_the_trainers_of_other_chapters_take_an_environment():
+    cases = [
+        (RlvrTrainer, RlvrArgs, {"dynamic_sampling": True, "truncation": "mask"}),
+        (StaleTrainer, AsyncArgs, {"staleness": 1, "correction": "truncate", "sampler_bits": 8}),
+        (GrpoTrainer, GrpoArgs, {"kl_kind": "exact", "kl_coef": 0.1, "top_p": 0.9}),
+    ]
+    begun = {"prompts": BEGUN, "columns": {"answers": SMALL["columns"]["answers"][:4]}}
+    for kind, args_class, options in cases:
+        trainer = kind(args_class(**SMALL | begun | options))
+        for _ in range(2):
+            memory = trainer.rollout_phase()
+            trainer.learning_phase(memory)
+        written = memory.attention_mask[:, memory.prompt_len :].bool()
+        assert (written & ~memory.mask).any()
+        for name, values in trainer.metrics.items():
+            assert all(math.isfinite(value) for value in values), name
+
+
+def test_a_run_in_turns_goes_on_from_its_checkpoint(tmp_path):
+    def train(name, phases):
+        args = GrpoArgs(**SMALL | {"runs_dir": tmp_path, "name": name, "checkpoint_every": 2})
+        trainer = GrpoTrainer(args)
+        trainer.args.total_phases = phases
+        return trainer
+
+    whole = train("whole", 4)
+    rows = whole.train()
+    half = train("half", 4)
+    for _ in range(2):
+        half.learning_phase(half.rollout_phase())
+        half.phase += 1
+    state = half.get_state()
+    on = train("on", 4)
+    on.set_state(state)
+    history = on.train()
+    ours, theirs = whole.model.trainable_state(), on.model.trainable_state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert history[-1]["calls"] == rows[-1]["calls"]
+    assert rows[-1]["calls"] > 0
+
+
+def test_an_environment_may_be_named_on_the_command_line():
+    given = ["--environment", "solutions.ch10_tools:run_calculator", "--max-calls", "3"]
+    command = tyro.cli(GrpoCommand, args=given)
+    assert command.environment is run_calculator
+    assert command.make_environment().max_calls == 3
+    with pytest.raises(ValueError, match="has no function"):
+        GrpoCommand(environment="solutions.ch10_tools:nothing")
+
+
+def test_a_slow_answer_does_not_reach_the_next_question():
+    def slow_once(turn):
+        if turn == "first":
+            time.sleep(0.3)
+        return turn
+
+    environment = Environment(slow_once, seconds=0.1)
+    with pytest.warns(UserWarning, match="no answer"):
+        environment.ask("first", {})
+    time.sleep(0.4)
+    assert environment.ask("second", {}) == "second"
+    environment.leave()
+
+
+# --- The model and its questions ----------------------------------------------------------------
+
+
+def test_questions_are_split_and_their_answers_right():
+    rng = random.Random(0)
+    n_calls = 0
+    for _ in range(2000):
+        question = draw_question(rng, "corpus")
+        completion = write_completion(question, rng)
+        a, op, b = question.partition("*" if "*" in question else "+")
+        assert calculate(question) == (int(a) * int(b) if op == "*" else int(a) + int(b))
+        assert find_split(f"{b}{op}{a}") == find_split(question) == "corpus"
+        assert find_kind(question) in KINDS
+        n_calls += completion.startswith("<")
+        if not completion.startswith("<"):
+            assert completion == f"A: {calculate(question)}"
+        for call in re.finditer("<.*?>", completion):
+            assert completion[call.end() :].startswith(run_calculator(call[0]))
+    assert n_calls / 2000 == pytest.approx(0.15, abs=0.03)
+    for kind in KINDS:
+        for split in ("train", "held_out"):
+            assert {find_kind(q) for q in draw_questions(50, split, 0, kind)} == {kind}
+    splits = {find_split(row["prompt"][3:-1]) for row in question_rows()}
+    assert splits == {"train"}
+    shares = [find_split(f"{a}*{b}") for a in range(10, 100) for b in range(a, 100)]
+    assert shares.count("corpus") / len(shares) == pytest.approx(0.7, abs=0.03)
+
+
+def test_making_the_model_follows_its_seed(tmp_path):
+    losses = [pretrain_tools(tmp_path / name, steps=3, batch_size=8) for name in ("one", "two")]
+    assert losses[0] == losses[1]
+    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    assert pretrain_tools(tmp_path / "three", 3, 8, seed=1) != losses[0]
+
+
+def test_the_tools_model_is_small_and_loads_everywhere():
+    files = list(TOOLS_MODEL.iterdir())
+    assert sum(file.stat().st_size for file in files) <= 4_000_000
+    for name in ("tokenizer.json", "config.json"):
+        ours, theirs = (Path(folder) / name for folder in (TOOLS_MODEL, EMBEDDED_MODEL))
+        if name == "tokenizer.json":
+            assert ours.read_bytes() == theirs.read_bytes()
+    model = TransformerWithLora.from_pretrained("tools", device="cpu")
+    assert next(model.base.parameters()).dtype == torch.float32
+
+
+def test_the_tools_model_has_the_chapters_room_to_learn():
+    model = TransformerWithLora.from_pretrained("tools", device="cpu")
+    questions = draw_questions(256, "held_out", seed=3)
+    found = measure_exactly(model, questions)
+    value = calc_call_value(found["right_direct"], found["exact_call"] * found["copied"], 0.0)
+    assert value.mean().item() == pytest.approx(0.51, abs=0.04)
+    assert found["call"].mean().item() == pytest.approx(0.15, abs=0.02)
+    prompts = [question_prompt(question) for question in questions]
+    turns = sample_in_turns(
+        model, prompts, 2, run_calculator, generator=torch.Generator().manual_seed(0)
+    )
+    answers = [str(calculate(question)) for question in questions for _ in range(2)]
+    assert reward_fn_priced(turns.texts, answers).mean().item() == pytest.approx(0.40, abs=0.05)
+    assert turns.finished.float().mean() > 0.98
+    known = set("Q:A +*<>=?\n0123456789")  # other symbols have almost no probability
+    assert not [text for text in turns.texts if set(text) - known]
+
+
+def test_measuring_exactly_is_what_sampling_finds():
+    model = TransformerWithLora.from_pretrained("tools", device="cpu")
+    (question,) = draw_questions(1, "held_out", 5, "3-digit sum")
+    found = {name: p.item() for name, p in measure_exactly(model, [question]).items()}
+    generator = torch.Generator().manual_seed(1)
+    n = 1500
+    turns = sample_in_turns(
+        model, [question_prompt(question)], n, run_calculator, generator=generator
+    )
+    calls = [text for text in turns.texts if text.startswith("<")]
+    direct = [text for text in turns.texts if text.startswith("A")]
+    exact = [text for text in calls if text.startswith(f"<{question}>")]
+    result = calculate(question)
+    counts = {
+        "call": (len(calls), n),
+        "right_direct": (direct.count(f"A: {result}"), len(direct)),
+        "exact_call": (len(exact), len(calls)),
+        "copied": (exact.count(f"<{question}>={result}\nA: {result}"), len(exact)),
+    }
+    for name, (k, total) in counts.items():
+        sd = max(1e-3, (found[name] * (1 - found[name]) / total) ** 0.5)
+        assert abs(k / total - found[name]) < 4 * sd, name
+
+
+def test_chapter_10_comes_after_chapter_9():
+    assert sort_chapters(["notes", "ch10_tools", "ch1_lora", "ch9_async"]) == [
+        "ch1_lora", "ch9_async", "ch10_tools", "notes",
+    ]  # fmt: skip
+
+
+# --- What was recorded --------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[2] / "chapters" / "results"
+PRODUCTS, SUMS = ("1x2 product", "2x2 product"), ("2-digit sum", "3-digit sum")
+
+
+def read_runs() -> dict[str, list[dict]]:
+    """Read the recorded runs, by setting, in the order of their seeds."""
+    runs = json.loads((RESULTS / "ch10_tools_runs.json").read_text())
+    names = dict.fromkeys(run["setting"] for run in runs)
+    return {name: [run for run in runs if run["setting"] == name] for name in names}
+
+
+def test_at_price_04_products_are_called_for_and_sums_are_not():
+    runs = read_runs()["price 0.4"]
+    assert [run["seed"] for run in runs] == [1, 2, 3]
+    base = json.loads((RESULTS / "ch10_tools_base.json").read_text())
+    assert base["sampled"]["accuracy"] == pytest.approx(0.40, abs=0.02)
+    for run in runs:
+        assert min(run["kinds"][kind]["call"] for kind in PRODUCTS) >= 0.95
+        assert max(run["kinds"][kind]["call"] for kind in SUMS) <= 0.10
+        assert run["sampled"]["accuracy"] >= 0.80
+        for thirds in run["thirds"].values():  # whatever the base knows of them
+            assert max(thirds) - min(thirds) <= 0.05
+        assert run["tool_off"]["accuracy"] < base["tool_off"]["accuracy"]
+
+
+def test_calling_takes_off_the_later_the_higher_its_price():
+    by_price = [
+        [run["take_off"] for run in read_runs()[f"price {price}"]]
+        for price in ("0", "0.2", "0.4", "0.6", "0.8")
+    ]
+    assert by_price.pop() == [None] * 3
+    for of_seed in zip(*by_price, strict=True):
+        assert list(of_seed) == sorted(set(of_seed))
+    for run in read_runs()["price 0.6"]:  # the mean value is below 0: rarer at first
+        assert min(run["called"][:20]) < 0.1
+        assert run["take_off"] > 25
+
+
+def test_a_tool_that_lies_is_a_price():
+    runs = read_runs()
+    for run in runs["lies in 10%"]:
+        assert min(of["call"] for of in run["kinds"].values()) > 0.9  # it goes on calling
+    for run in runs["lies in 30%"]:
+        assert min(run["kinds"][kind]["call"] for kind in PRODUCTS) > 0.9
+        assert max(run["kinds"][kind]["call"] for kind in SUMS) < 0.2
+        assert run["honest"]["accuracy"] > run["sampled"]["accuracy"] + 0.1
+
+
+def test_training_on_the_tools_words_unlearns_them():
+    """The base gives those of a 2x2 product -4.5 nats, and honest runs no less than -10."""
+
+    def read_words(name):
+        return [run["kinds"]["2x2 product"]["log_tool_words"] for run in read_runs()[name]]
+
+    assert max(read_words("price 0.4, trained on")) < -20
+    for name in ("price 0.4", "price 0.4, in the mean", "price 0.4, log-probs 0"):
+        assert min(read_words(name)) > -10

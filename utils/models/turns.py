@@ -1,0 +1,328 @@
+"""Sampling in turns: completions that a policy and an environment write together.
+
+The trainers' own version of chapter 10's `sample_in_turns`, for any environment: it may end a
+rollout, see the prompt and the columns of its row, raise, or hang. `Environment.sample` is one loop
+over a decoder's `start`, `draw` and `advance`, as `Decoder.generate` is, with the same draws.
+"""
+
+import contextlib
+import inspect
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from utils.models.decoding import draw, get_decoder, get_end_ids
+from utils.validation import require
+
+OFFERED = ("prompt", "completion")  # what an environment may name, besides a trainer's columns
+
+
+@dataclass(frozen=True)
+class TurnDraws:
+    """Hold completions in turns, the pad id after their ends. `logprobs` and `log_kept_mass` are as
+    those of `Draws` on the policy's tokens, and NaN elsewhere. A row whose environment failed has
+    no own token, so that nothing is learnt from it."""
+
+    completion_ids: Int[Tensor, "batch completion"]
+    own_mask: Bool[Tensor, "batch completion"]  # true where the policy chose the token
+    is_written: Bool[Tensor, "batch completion"]  # true where either wrote
+    logprobs: Float[Tensor, "batch completion"]
+    log_kept_mass: Float[Tensor, "batch completion"]
+    texts: list[str]  # of both, without special tokens
+    n_calls: Int[Tensor, "batch"]  # how often the environment was asked
+    failed: Bool[Tensor, "batch"]
+
+    def put_behind(
+        self, prompt_ids: Int[Tensor, "batch seq"], prompt_mask: Int[Tensor, "batch seq"]
+    ) -> dict[str, Any]:
+        """Return the fields of chapter 0's `Samples`, of which the policy's tokens are the
+        completion mask."""
+        return {
+            "input_ids": torch.cat([prompt_ids, self.completion_ids], dim=1),
+            "attention_mask": torch.cat([prompt_mask, self.is_written.long()], dim=1),
+            "prompt_len": prompt_ids.shape[1],
+            "completion_mask": self.own_mask,
+            "texts": self.texts,
+            "logprobs": self.logprobs,
+            "log_kept_mass": self.log_kept_mass,
+        }
+
+
+def fill_failed(
+    scores: Float[Tensor, "batch"], failed: Bool[Tensor, "batch"], group_size: int
+) -> Float[Tensor, "batch"]:
+    """Return scores in which what failed has the mean of the others in its group, 0 without any."""
+    if not failed.any():
+        return scores
+    groups, is_valid = scores.view(-1, group_size), ~failed.view(-1, group_size)
+    sums = groups.masked_fill(~is_valid, 0.0).sum(-1)
+    means = sums / is_valid.sum(-1).clamp(min=1)
+    return torch.where(failed, means.repeat_interleave(group_size), scores)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Say why a call gave no answer: it raised, took too long, or returned something else."""
+
+    said: str
+
+
+class Environment:
+    """What answers a policy's turns.
+
+    `function(turn)` gets the text of a turn: all since the environment last wrote, up to
+    `turn_end`, which it ends with. It returns the text that is written next, or None to end the
+    rollout. It may name further arguments: `prompt`, `completion` (all that both have written), and
+    those of `columns`, each with its row's value.
+
+    After `max_calls` answers, the next turn gets none and ends the rollout. Calls are made one
+    after another, in a thread, and given up after `seconds`; one that never returns goes on in its
+    thread until the program ends.
+
+    Raises ValueError for a `function` that is none or needs another argument, and for an empty
+    `turn_end`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., str | None],
+        columns: Sequence[str] = (),
+        turn_end: str = ">",
+        max_calls: int = 2,
+        seconds: float = 10.0,
+    ):
+        require(callable(function), f"environment should be a function, but is {function!r}")
+        require(turn_end, "turn_end should have at least one character, but is empty")
+        self.function, self.turn_end = function, turn_end
+        self.max_calls, self.seconds = max_calls, seconds
+        self.named = find_named(function, (*OFFERED, *columns))
+        self._worker: Worker | None = None  # while a rollout is sampled
+        self._turn_ends: Bool[Tensor, "vocab"] | None = None
+
+    def ask(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
+        """Return what the environment answers to a turn; warn if that is a failure."""
+        if self._worker is None:
+            self._worker = Worker(self.function)
+        said = self._worker.ask(turn, {name: row[name] for name in self.named}, self.seconds)
+        if isinstance(said, Failure):
+            self.leave()
+            warnings.warn(f"environment {said.said}, after the turn {turn!r}", stacklevel=2)
+        return said
+
+    def leave(self) -> None:
+        """End the thread, once its call returns."""
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+    @torch.no_grad()
+    def sample(
+        self,
+        model: Any,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        rows: Mapping[str, Sequence[Any]],
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> TurnDraws:
+        """Sample a completion for each left-padded prompt, until all have ended.
+
+        `rows` hold what the environment may name, but for `completion`: a value for each row. The
+        uniform numbers are drawn ahead, one for each row and step, so what a row draws does not
+        depend on the others.
+
+        Raises ValueError, with the last failure, if the environment failed in all rows.
+        """
+        decoder, device = get_decoder(model), prompt_ids.device
+        shape = (len(prompt_ids), max_new_tokens)
+        uniforms = torch.rand(shape, generator=generator, device=device)
+        going = torch.arange(len(prompt_ids), device=device)  # the rows that go on
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.leave)
+            if decoder.is_merged:
+                stack.enter_context(model.merged())
+            logits = decoder.start(prompt_ids, prompt_mask, max_new_tokens)
+            turn_ends = self.find_turn_ends(model.tokenizer, logits.shape[-1]).to(device)
+            transcripts = Transcripts(self, model, rows, shape, turn_ends)
+            for step in range(max_new_tokens):
+                drawn = draw(logits, uniforms[going, step], temperature, top_k, top_p)
+                tokens, goes_on = transcripts.write(going, step, *drawn)
+                going = going[goes_on]
+                if len(going) == 0 or step + 1 == max_new_tokens:
+                    break
+                logits = decoder.advance(tokens, goes_on)
+        return transcripts.close(step + 1)
+
+    def find_turn_ends(self, tokenizer: Any, vocab: int) -> Bool[Tensor, "vocab"]:
+        """Return which tokens may be the last of `turn_end`, by their text; "<eos>" is not ">"."""
+        if self._turn_ends is None or len(self._turn_ends) != vocab:
+            known = min(vocab, len(tokenizer))
+            texts = tokenizer.batch_decode([[token] for token in range(known)])
+            last = (self.turn_end[-1], "\ufffd")  # the latter where a character has several tokens
+            ends = [text.endswith(last) for text in texts] + [False] * (vocab - known)
+            for token in tokenizer.all_special_ids:
+                if token < known:
+                    ends[token] = self.turn_end.endswith(texts[token])
+            self._turn_ends = torch.tensor(ends)
+        return self._turn_ends
+
+
+class Transcripts:
+    """What has been written in each row, by whom, and what the environment writes next."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        model: Any,
+        rows: Mapping[str, Sequence[Any]],
+        shape: tuple[int, int],
+        turn_ends: Bool[Tensor, "vocab"],
+    ):
+        self.environment, self.tokenizer, self.rows = environment, model.tokenizer, rows
+        self.turn_ends, device = turn_ends, turn_ends.device
+        ends, pad = get_end_ids(model), self.tokenizer.pad_token_id
+        self.ends = torch.tensor(ends, dtype=torch.long, device=device)
+        batch = shape[0]
+        self.ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
+        self.forced = torch.full(shape, -1, device=device)  # the environment's tokens, ahead
+        self.logprobs = torch.full(shape, torch.nan, device=device)
+        self.log_kept_mass = self.logprobs.clone()
+        self.own_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.starts = [0] * batch  # where the present turns began
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.n_calls, self.failures = [0] * batch, dict[int, Failure]()
+
+    def write(
+        self,
+        going: Int[Tensor, "row"],
+        step: int,
+        tokens: Int[Tensor, "row"],
+        logprobs: Float[Tensor, "row"],
+        log_kept_mass: Float[Tensor, "row"],
+    ) -> tuple[Int[Tensor, "row"], Bool[Tensor, "row"]]:
+        """Write a token in each row, the environment's if it has one, or else the drawn one.
+
+        Returns the tokens, and which rows go on.
+        """
+        forced = self.forced[going, step]
+        is_own = forced < 0
+        tokens = torch.where(is_own, tokens, forced)
+        self.ids[going, step], self.own_mask[going, step] = tokens, is_own
+        self.lengths[going] = step + 1
+        exact, none = self.logprobs.dtype, torch.nan
+        self.logprobs[going, step] = logprobs.to(exact).masked_fill(~is_own, none)
+        self.log_kept_mass[going, step] = log_kept_mass.to(exact).masked_fill(~is_own, none)
+        goes_on = ~(is_own & torch.isin(tokens, self.ends))
+        for i in (is_own & self.turn_ends[tokens]).nonzero().flatten().tolist():
+            row = int(going[i])
+            turn = self.tokenizer.decode(self.ids[row, self.starts[row] : step + 1].tolist())
+            if turn.endswith(self.environment.turn_end):
+                goes_on[i] = self._end_turn(row, turn, step)
+        return tokens, goes_on
+
+    def _end_turn(self, row: int, turn: str, step: int) -> bool:
+        """Ask the environment, unless it was asked too often, and return whether the row goes
+        on."""
+        if self.n_calls[row] == self.environment.max_calls:
+            return False
+        self.n_calls[row] += 1
+        known = {name: values[row] for name, values in self.rows.items()}
+        said = self.environment.ask(turn, known | {"completion": self._show(row, step)})
+        if isinstance(said, Failure):
+            self.failures[row] = said
+        if not isinstance(said, str):
+            return False
+        ids = self.tokenizer(said, add_special_tokens=False)["input_ids"]
+        ids = ids[: self.ids.shape[1] - step - 1]
+        self.starts[row] = step + 1 + len(ids)
+        self.forced[row, step + 1 : self.starts[row]] = self.forced.new_tensor(ids)
+        return True
+
+    def _show(self, row: int, step: int) -> str:
+        ids = self.ids[row, : step + 1].tolist()
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def close(self, length: int) -> TurnDraws:
+        """Return what was written, in columns up to `length`."""
+        batch = len(self.ids)
+        if len(self.failures) == batch:
+            last = list(self.failures.values())[-1]
+            raise ValueError(f"environment should answer, but in all rollouts it {last.said}")
+        failed = torch.zeros(batch, dtype=torch.bool, device=self.ids.device)
+        failed[list(self.failures)] = True
+        drawn, lengths = slice(length), self.lengths.tolist()
+        return TurnDraws(
+            self.ids[:, drawn],
+            self.own_mask[:, drawn] & ~failed[:, None],
+            torch.arange(length, device=self.ids.device) < self.lengths[:, None],
+            self.logprobs[:, drawn],
+            self.log_kept_mass[:, drawn],
+            [self._show(row, lengths[row] - 1) for row in range(batch)],
+            torch.tensor(self.n_calls, device=self.ids.device),
+            failed,
+        )
+
+
+class Worker:
+    """A thread that calls a function, so that whoever asks can stop waiting for it."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        self._questions: queue.SimpleQueue = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue = queue.SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="environment").start()
+
+    def ask(self, turn: str, row: dict[str, Any], seconds: float) -> str | Failure | None:
+        self._questions.put((turn, row))
+        try:
+            return self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return Failure(f"gave no answer within {seconds:g} seconds")
+
+    def stop(self) -> None:
+        self._questions.put(None)
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        while (question := self._questions.get()) is not None:
+            self._answers.put(self._call(*question))
+
+    def _call(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
+        try:
+            said = self.function(turn, **row)
+        except BaseException as error:  # in this thread, nothing else would report it
+            return Failure(f"raised {type(error).__name__}: {error}")
+        if said is None or isinstance(said, str):
+            return said
+        return Failure(f"returned {type(said).__name__}, and not text or None")
+
+
+def find_named(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
+    """Return which of the offered names parameters behind the first one have.
+
+    Raises ValueError for another parameter that has no default.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+    except ValueError:  # as of some built-in functions
+        return []
+    if any(p.kind == p.VAR_KEYWORD for p in parameters):
+        return list(offered)
+    named = []
+    for p in parameters:
+        if p.name in offered and p.kind != p.POSITIONAL_ONLY:
+            named.append(p.name)
+        elif p.kind != p.VAR_POSITIONAL and p.default is p.empty:
+            said = f"environment should need no more than a turn and {', '.join(offered)}"
+            raise ValueError(f"{said}, but needs {p.name!r}")
+    return named
