@@ -92,7 +92,7 @@ def make_old() -> bytes:
         ("    check_fields,\n", "    require_integers,\n"),
         ("        check_fields(self)\n", "        require_integers(self, 1, 'batch_size')\n"),
         ("    sample_completions,\n)\n", ")\nfrom utils.models.decoding import sample_faster\n"),
-        ("        samples = sample_completions(\n", "        samples = sample_faster(\n"),
+        ("        return sample_completions(\n", "        return sample_faster(\n"),
         ("self._read_scores(minibatch, scored).calc_mean_entropy(minibatch.mask)", "scored[0]"),
         ("        # (1) sample, (2) score\n", "        from utils.tracking import RunLog\n"),
     ):

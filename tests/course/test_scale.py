@@ -168,7 +168,8 @@ def learn_once(kind, folder, **of_memory):
     parallel, _, args_class, options = CASES[kind]
     setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
     setup |= {"ent_coef": 0.1, "kl_coef": 0.3}
-    trainer = parallel(args_class(prompts=TRAIN, **ONE_STEP | setup | options), **of_memory)
+    args = args_class(**{"prompts": TRAIN} | ONE_STEP | setup | options)
+    trainer = parallel(args, **of_memory)
     for layer in trainer.model.adapters.values():
         nn.init.normal_(layer.lora_B, std=0.02, generator=torch.Generator().manual_seed(0))
     trainer.learning_phase(trainer.rollout_phase())

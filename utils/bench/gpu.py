@@ -20,7 +20,9 @@ import torch
 from tqdm import tqdm
 from transformers import PretrainedConfig
 
+from utils.bench.comparisons import load
 from utils.bench.models import LLAMA, QWEN, Work, save_random
+from utils.models.decoding import get_decoder
 
 SHAPES: dict[str, tuple[PretrainedConfig, Work]] = {
     "SmolLM2-135M, 64 tokens": (LLAMA, Work(gen_len=64)),
@@ -76,10 +78,7 @@ def _measure_alone(measure: Callable[[], dict]) -> dict:
 
 def measure_ours(folder: Path, work: Work) -> dict:
     """Measure the trainer's steps, and say by which decoder it samples."""
-    from utils.bench import ours
-    from utils.models.decoding import get_decoder
-
-    contestant = ours.Contestant(folder, work, device="cuda")
+    contestant = load("ours").Contestant(folder, work, device="cuda")
     contestant.check_length()
     methods = {"sampling": "sample_and_score", "reference": "get_ref_logprobs"}
     clock = Clock(contestant.trainer, methods)
@@ -97,9 +96,7 @@ def measure_ours(folder: Path, work: Work) -> dict:
 
 def measure_trl(folder: Path, work: Work, options: dict[str, Any]) -> dict:
     """Measure TRL's steps; what it does between sampling and the update is the reference's part."""
-    from utils.bench import trl
-
-    contestant = trl.Contestant(folder, work, **ON_GPU | options)
+    contestant = load("trl").Contestant(folder, work, **ON_GPU | options)
     methods = {"sampling": "_generate", "rollout": "_generate_and_score_completions"}
     clock = Clock(contestant.trainer, methods)
     steps = contestant.train(ROUNDS + 1, lambda _: clock.end_step())
