@@ -321,7 +321,7 @@ def test_a_vocabulary_of_any_size_is_drawn_from_in_two_levels():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("embedded", "without hooks"), ("phi", "phi isn't a GPT-2"), ("windowed", "isn't a GPT-2")],
+    [("embedded", "without hooks"), ("phi", "type phi"), ("windowed", "this configuration")],
 )
 def test_a_decoder_says_why_it_was_chosen(name, expected, folders):
     assert expected in get_decoder(load(folders, name, TransformerWithLora)).why
