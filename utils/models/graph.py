@@ -31,7 +31,9 @@ _kept: weakref.WeakKeyDictionary[Any, "Step"] = weakref.WeakKeyDictionary()  # b
 def get_step(model: Any, native: NativeModel, n_rows: int, n_columns: int) -> "Step":
     """Return the model's kept step, with the weights of this moment, or a new one in its place.
 
-    A bridge alone keeps none: a step holds its bridge, which then would never be freed.
+    It takes up the GPU's memory until another takes its place or the model is gone, also where the
+    model has moved to a CPU. A bridge alone keeps none: a step holds its bridge, which then would
+    never be freed.
     """
     step = _kept.get(model)
     if step is None or not step.fits(native, n_rows, n_columns):
