@@ -35,7 +35,7 @@ from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrain
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import aggregate_tokens
 from utils.models.forward import NativeScorer, Scores, get_scorer, recomputing
-from utils.tracking import Run, restore_generator
+from utils.tracking import Run
 from utils.validation import CountOrZero, require, shape_checked
 
 # --- Memory -------------------------------------------------------------------------------------
@@ -194,10 +194,10 @@ class DataParallel(RLHFTrainer):
     process it is the trainer itself. It is made for the objectives of PPO and GRPO, whose means the
     classes below take over all ranks and microbatches; another objective needs the same care.
 
-    microbatch_size: completions that are in memory at a time, while a rank learns; None is its
-        share of a minibatch. The step is the same; of metrics, means over microbatches are kept.
-    checkpointing: keep the input of each block alone, and compute the block anew in the backward
-        pass: `checkpoint_blocks` for the trainers' own forward pass.
+    microbatch_size: how many completions a rank learns from at a time; by default, its share of a
+        minibatch. The step is the same. Metrics are means over the microbatches.
+    checkpointing: keep only the input of each block, and compute the block anew in the backward
+        pass, as `checkpoint_blocks` does for a bridge's forward pass.
 
     Raises ValueError if a rank's share does not divide into minibatches, whole groups or
     microbatches, and for checkpointing where the trainers' own forward pass does not run.
@@ -314,9 +314,8 @@ class DataParallel(RLHFTrainer):
         states = state.get("generators", [state["generator"]])
         n = len(states)
         require(n == self.n_ranks, f"the run should go on with {n} ranks, but has {self.n_ranks}")
-        super().set_state(state)
+        super().set_state(state | {"generator": states[self.rank]})
         self.generator_states = states
-        restore_generator(self.generator, self.generator_states[self.rank])
 
 
 class SilentRun:

@@ -239,14 +239,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:
-    """Give a generator the state of one; with a warning a new one that follows from it, where that
-    was on another kind of device."""
+    """Give a generator a kept state. If that is of another kind of device, warn, and seed the
+    generator with a number that follows from it."""
     if len(state) == len(generator.get_state()):
         generator.set_state(state)
         return
     warnings.warn(
-        f"The checkpoint's random numbers are another device's. From here on, the run draws those "
-        f"of {generator.device.type}.",
+        f"The checkpoint's random numbers are another device's. From here on the run draws others, "
+        f"on {generator.device.type}.",
         stacklevel=3,
     )
     digest = hashlib.sha256(state.numpy().tobytes()).digest()

@@ -10,7 +10,14 @@ from solutions.ch0_sampling import encode_prompts
 from utils.bench import comparisons, ours, trl
 from utils.bench.measuring import measure_peak, run_apart
 from utils.bench.models import LLAMA, Work, make_data, save_embedded, save_random
-from utils.bench.report import MARKS, PUBLISHED, README, format_report, replace_tables
+from utils.bench.report import (
+    MARKS,
+    PUBLISHED,
+    README,
+    format_report,
+    replace_tables,
+    summarise,
+)
 from utils.models.loading import EMBEDDED_MODEL
 
 TINY = Work(n_prompts=2, group_size=2, gen_len=5)
@@ -108,3 +115,15 @@ def test_the_readme_has_the_tables_of_the_published_results():
     readme = README.read_text()
     assert all(readme.count(mark) == 1 for mark in MARKS)
     assert replace_tables(readme, format_report(json.loads(PUBLISHED.read_text()))) == readme
+
+
+def test_a_card_that_is_too_small_for_a_side_still_gets_its_table():
+    measured = json.loads(PUBLISHED.read_text())["gpu"]
+    assert len(summarise({"gpu": measured})["against_trl_gpu"]) == 2
+    small, large = measured["shapes"].values()
+    small |= {side: {"error": "OutOfMemoryError: ..."} for side in small if side != "ours"}
+    large["ours"] = {"error": "OutOfMemoryError: ..."}
+    assert summarise({"gpu": measured}) == {"against_trl_gpu": {}}
+    report = format_report({"gpu": measured})
+    assert report.count("did not run: OutOfMemoryError") == 3
+    assert "times as long" not in report

@@ -1,6 +1,9 @@
 """The faster sampler draws from the same distribution as chapter 0's, and says what it drew."""
 
+import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -264,10 +267,41 @@ def test_two_decoders_of_one_model_do_not_mix_their_rows(embedded):
         first.advance(ids[:, -1], everyone)
 
 
-def test_logits_of_nan_are_an_error_on_a_gpu_too(embedded):
-    next(iter(embedded.adapters.values())).lora_B.data.fill_(torch.nan)
+def test_logits_of_nan_are_an_error_on_a_gpu_too_and_leave_nothing_behind(embedded):
+    expected = generate(get_graph_decoder(embedded), embedded)
+    lora_B = next(iter(embedded.adapters.values())).lora_B
+    lora_B.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits should be numbers"):
         generate(get_graph_decoder(embedded), embedded)
+    lora_B.data.zero_()
+    assert_same_draws(generate(get_graph_decoder(embedded), embedded), expected, 1e-6)
+
+
+def test_a_step_is_made_anew_where_a_weight_lies_elsewhere(embedded):
+    generate(get_graph_decoder(embedded), embedded)
+    step = graph._kept[embedded]
+    norm = embedded.base.ln_final.original_component
+    norm.weight = torch.nn.Parameter(2 * norm.weight.data, requires_grad=False)
+    found = generate(get_graph_decoder(embedded), embedded)
+    assert graph._kept[embedded] is not step
+    assert_same_draws(found, generate(Decoder(embedded), embedded), 1e-4)
+
+
+def test_a_step_has_the_rank_of_the_adapters_and_goes_with_its_model():
+    model = randomize(TransformerWithLora.from_pretrained("embedded", rank=2, device="cpu"))
+    generate(get_graph_decoder(model), model)
+    for layer in model.adapters.values():  # rank 4, with the halves alike
+        layer.lora_A = torch.nn.Parameter(layer.lora_A.data.repeat(1, 2))
+        layer.lora_B = torch.nn.Parameter(layer.lora_B.data.repeat(2, 1))
+    found = generate(get_graph_decoder(model), model)
+    assert_same_draws(found, generate(Decoder(model), model), 1e-4)
+    twin = copy.deepcopy(model)
+    assert twin not in graph._kept
+    generate(get_graph_decoder(twin), twin)
+    steps = [weakref.ref(graph._kept[x]) for x in (model, twin)]
+    del model, twin, layer
+    gc.collect()
+    assert [step() for step in steps] == [None, None]
 
 
 def test_a_vocabulary_of_any_size_is_drawn_from_in_two_levels():
@@ -287,7 +321,7 @@ def test_a_vocabulary_of_any_size_is_drawn_from_in_two_levels():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("embedded", "without hooks"), ("phi", "phi isn't a GPT-2"), ("windowed", "isn't a GPT-2")],
+    [("embedded", "without hooks"), ("phi", "type phi"), ("windowed", "this configuration")],
 )
 def test_a_decoder_says_why_it_was_chosen(name, expected, folders):
     assert expected in get_decoder(load(folders, name, TransformerWithLora)).why

@@ -25,7 +25,8 @@ from utils.grading.checks import get_checks
 from utils.grading.observation import StudentNames
 from utils.grading.reference import get_chapter_source
 from utils.grading.substitution import build_module, is_stub
-from utils.models.loading import load_base_model
+from utils.models import loading
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.rewards import call_reward_fn
 from utils.tracking import describe_args, format_stably
 
@@ -68,6 +69,12 @@ def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos(tmp_path)
     assert model.tokenizer.bos_token is None
     samples = get_samples(model, ["<|start|>user\nHi"], 2)
     assert samples.input_ids[0, :-2].tolist() == fast("<|start|>user\nHi")["input_ids"]
+
+
+def test_the_repositorys_models_stay_in_float32_by_whatever_path(monkeypatch):
+    monkeypatch.setattr(loading, "choose_dtype", lambda device: torch.bfloat16)  # as on a GPU
+    for name in ("embedded", EMBEDDED_MODEL, os.path.relpath(EMBEDDED_MODEL)):
+        assert next(load_base_model(name, device="cpu").parameters()).dtype == torch.float32
 
 
 def test_a_bos_is_not_put_before_another():

@@ -29,7 +29,7 @@ from utils.models.graph import Step, get_step
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
-EVERY = 32  # tokens from one look at whether all rows have ended to the next, on a GPU
+EVERY = 32  # On a GPU, it's checked after so many tokens whether all rows have ended.
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,9 @@ class NativeDecoder(Decoder):
     """Samples from GPT-2 and Llama-type models without hooks."""
 
     def __init__(self, model: Any, native: NativeModel):
-        super().__init__(model, "without hooks, rows leaving when they have ended: not on a GPU")
+        device = native.unembedding.device.type
+        why = f"without hooks; on {device}, rows leave when they have ended"
+        super().__init__(model, why)
         self.native = native
         self.keys: list[Tensor] = []  # of each block, [row kv_heads capacity d_head]
         self.values: list[Tensor] = []
@@ -320,9 +322,7 @@ class NativeDecoder(Decoder):
     ) -> Float[Tensor, "row d_heads"]:
         """Attend from one query a head: two products of batches beat fused attention on a CPU."""
         rows, kv_heads, _, d_head = keys.shape
-        if (
-            q.dtype != torch.float32 or q.device.type != "cpu"
-        ):  # shorter ones would round the scores
+        if q.dtype != torch.float32 or q.device.type != "cpu":  # bfloat16 would round the scores
             k, v = keys[:, :, : self.length], values[:, :, : self.length]
             bias = self.bias[:, None, None, : self.length]
             is_grouped = q.shape[1] != kv_heads
@@ -342,13 +342,14 @@ class NativeDecoder(Decoder):
 
 
 class GraphDecoder(NativeDecoder):
-    """Samples without hooks, in buffers that a CUDA graph can replay: all rows until the last ends.
+    """Samples without hooks, in buffers that a CUDA graph can replay; a row that has ended stays
+    until the last one ends.
 
-    One at a time samples from a model, as its buffers are kept with it.
+    The buffers are kept for the model, so only one of its decoders can sample at a time.
     """
 
     def __init__(self, model: Any, native: NativeModel):
-        Decoder.__init__(self, model, "without hooks, a CUDA graph for each token: on a GPU")
+        Decoder.__init__(self, model, "without hooks; on a GPU, each token is one CUDA graph")
         self.native = native
 
     @torch.no_grad()
@@ -390,7 +391,7 @@ class GraphDecoder(NativeDecoder):
     ) -> Draws:
         """Sample with these uniform numbers; top-k, top-p and temperature 0 draw outside the graph.
 
-        Nothing is awaited inside, so that the graphs follow one another without a gap.
+        The GPU is awaited only every EVERY tokens, so that the graphs follow one another closely.
         """
         temperature, top_k, top_p = settings
         if temperature == 0 or top_k is not None or top_p not in (None, 1):

@@ -72,7 +72,8 @@ def find_native(model: Any) -> NativeModel | str:
 
 def _find_obstacle(model: Any, base: Any) -> str | None:
     if not is_covered(base.original_model.config):
-        return f"{base.original_model.config.model_type} isn't a GPT-2 or a Llama-type model"
+        kind = base.original_model.config.model_type
+        return f"utils.models.blocks can't compute a model of type {kind} with this configuration"
     if any(hasattr(p, "full_tensor") for p in list_parameters(model)):
         return "the weights are sharded"
     frozen = list_parameters(base)
@@ -156,7 +157,7 @@ def forget(model: Any) -> None:
 
 def _try(model: Any, other: Run, own: Run) -> str | None:
     """Return the first thing in which two ways differ, in words."""
-    weight = next(model.parameters())
+    weight = next(get_parts(model).base.parameters())
     devices = [weight.device] if weight.device.type == "cuda" else []
     with torch.random.fork_rng(devices), randomized(model) as parameters:
         try:

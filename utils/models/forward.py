@@ -31,9 +31,10 @@ from utils.validation import require
 
 CHUNK = 2**19  # logits that exist at a time on a CPU, if that is MIN_ROWS or more
 GPU_SHARE = 1 / 512  # of a GPU's memory, which one float32 copy of a chunk's logits may take
-WIDTH = 32  # tokens of a row on which a scorer is tried
-_recomputes: ContextVar[bool] = ContextVar("recomputes", default=False)
 MIN_ROWS = 64  # of a chunk: fewer make poor use of the unembedding that is read for them
+WIDTH = 32  # tokens of a row on which a scorer is tried
+
+_recomputes: ContextVar[bool] = ContextVar("recomputes", default=False)
 
 
 # --- Rows without padding -------------------------------------------------------------------------
@@ -444,8 +445,8 @@ class NativeScorer(BridgeScorer):
 
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
-    """Make a forward pass inside keep the input of each block alone: the backward pass computes the
-    block anew. Gradients are the same to the last bit."""
+    """Make a forward pass inside keep only the input of each block: the backward pass, inside or
+    after, computes the block anew. Gradients are the same to the last bit."""
     before = _recomputes.set(True)
     try:
         yield

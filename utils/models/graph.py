@@ -9,6 +9,7 @@ Nothing in it may wait for the GPU (`bool(x)`, `x.item()`, `x[mask]`), as a reco
 `utils.models.decoding` samples with it. On a CPU the same code runs without a graph.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from utils.models.blocks import Block, NativeModel, Product, join, normalize
+from utils.models.fast_path import list_parameters
 
 COLUMNS = 64  # The caches' width is a multiple of it: prompts of another width fit the same graph.
 WIDTH = 128  # tokens of the vocabulary that are summed together, when one is drawn
@@ -29,7 +31,9 @@ _kept: weakref.WeakKeyDictionary[Any, "Step"] = weakref.WeakKeyDictionary()  # b
 def get_step(model: Any, native: NativeModel, n_rows: int, n_columns: int) -> "Step":
     """Return the model's kept step, with the weights of this moment, or a new one in its place.
 
-    A bridge alone keeps none: a step holds its bridge, which then would never be freed.
+    It takes up the GPU's memory until another takes its place or the model is gone, also where the
+    model has moved to a CPU. A bridge alone keeps none: a step holds its bridge, which then would
+    never be freed.
     """
     step = _kept.get(model)
     if step is None or not step.fits(native, n_rows, n_columns):
@@ -110,10 +114,11 @@ class Step:
         self.uniforms = make(n_rows, n_columns, dtype=torch.float32)
         self.ids = make(n_rows, n_columns, dtype=torch.long)  # what was drawn
         self.logprobs = make(n_rows, n_columns, dtype=torch.float32)
-        self.pick, self.read = self._pick, self._read
+        functions = [self._pick, self._read]
         if device.type == "cuda":
             with torch.cuda.device(device):
-                self.pick, self.read = capture(self._pick, self._read)
+                functions = capture(*functions)
+        self.pick, self.read = functions
 
     def fits(self, native: NativeModel, n_rows: int, n_columns: int) -> bool:
         """Return whether this step does for so many rows and columns, without much waste."""
@@ -137,12 +142,16 @@ class Step:
         last_positions: Tensor,
         logits: Float[Tensor, "row vocab"],
     ) -> None:
-        """Take over what a forward pass has made of the prompts, for one decoder: the user."""
+        """Take over what a forward pass has made of the prompts, for one decoder: the user.
+
+        Behind the prompts the caches are cleared. What an earlier decoder left there has a weight
+        of 0, but if it's nan, so is 0 times it.
+        """
         self.user = weakref.ref(user)
         seq = bias.shape[1]
         for caches, parts in ((self.keys, keys), (self.values, values)):
             for cache, part in zip(caches, parts, strict=True):
-                cache[:, :, :seq] = part
+                cache[:, :, :seq], cache[:, :, seq:] = part, 0.0
         self.bias.fill_(-torch.inf)[:, 0, 0, :seq] = bias
         self.positions.copy_(last_positions + 1)
         self.column.fill_(seq)
@@ -208,16 +217,10 @@ class Step:
 
 
 def get_key(native: NativeModel) -> tuple:
-    """Return what a recording depends on: which sites have adapters, and where the weights lie."""
-    weights = [
-        products[0].weight.data_ptr()
-        for block in native.blocks
-        for products in list_products(block)
-        if len(products) == 1
-    ]
-    ranks = [layer.lora_A.shape[-1] for layer in native.parts.adapters.values()]
-    places = (native.unembedding.data_ptr(), native.unembedding.dtype, *weights)
-    return (*native.parts.adapters, *ranks, torch.is_inference_mode_enabled(), *places)
+    """Return what a recording depends on: the adapters' ranks, and where the weights lie."""
+    ranks = {site: layer.lora_A.shape[-1] for site, layer in native.parts.adapters.items()}
+    places = [parameter.data_ptr() for parameter in list_parameters(native.base)]
+    return ranks, places, native.unembedding.dtype, torch.is_inference_mode_enabled()
 
 
 def pick(
@@ -226,7 +229,7 @@ def pick(
     """Draw a token a row, as `decoding.draw` does, in two levels: first which WIDTH tokens of the
     vocabulary, then which of them. A cumulative sum over all of them takes much longer.
 
-    The second result is its log-probability. Where logits are nan, some token has one of nan.
+    The second result is its log-probability: nan in a row where a logit is.
     """
     probs = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     missing = -probs.shape[1] % WIDTH
@@ -247,12 +250,19 @@ def lower(at: Float[Tensor, "row 1"], total: Float[Tensor, "row 1"]) -> Float[Te
     return torch.minimum(at, total.nextafter(torch.zeros_like(total)))
 
 
+@functools.cache
+def get_stream(device: int) -> torch.cuda.Stream:
+    """Return the stream on which a GPU records. One will do: cuBLAS keeps memory for each."""
+    return torch.cuda.Stream(device)
+
+
 def capture(*functions: Callable[[], None]) -> list[Callable[[], None]]:
     """Record what each function starts on the GPU, and return what replays it.
 
-    They run twice before, in turns: what they set up the first time can't be recorded.
+    They run twice before, in turns: what they set up the first time can't be recorded. Meanwhile
+    other threads, NCCL's for one, may use the GPU.
     """
-    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    side, here = get_stream(torch.cuda.current_device()), torch.cuda.current_stream()
     side.wait_stream(here)
     with torch.cuda.stream(side):
         for function in functions * 2:
@@ -260,8 +270,8 @@ def capture(*functions: Callable[[], None]) -> list[Callable[[], None]]:
     here.wait_stream(side)
     graphs: list[torch.cuda.CUDAGraph] = []
     for function in functions:
+        pool = graphs[0].pool() if graphs else None
         graphs.append(torch.cuda.CUDAGraph())
-        pool = graphs[0].pool() if len(graphs) > 1 else None
-        with torch.cuda.graph(graphs[-1], pool=pool):
+        with torch.cuda.graph(graphs[-1], pool, side, capture_error_mode="thread_local"):
             function()
     return [graph.replay for graph in graphs]

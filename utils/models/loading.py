@@ -114,7 +114,7 @@ def load_base_model(
         said = f"device should be one that PyTorch has here, such as cpu, but is {str(device)!r}"
         raise ValueError(f"{said}: {str(error).splitlines()[0]}") from error
     if exact_dtype is None:
-        is_ours = path.parent == EMBEDDED_MODEL.parent
+        is_ours = path.resolve().parent == EMBEDDED_MODEL.resolve().parent
         exact_dtype = torch.float32 if is_ours else choose_dtype(torch.device(device))
     kept = _kept.get(str(name))
     if kept is None:
