@@ -4,9 +4,9 @@
 `get_parts()` says, what the model computes, with less work. You may have edited the model, its
 adapters, its value head, or the functions that make a trainer's objective of its logits. So both
 ways are run once on a few tokens, with random numbers in place of what is trained, and compared:
-values and gradients. If they differ, your own code runs, and a warning says so. They're compared
-anew when the model's code, its modules or their plain attributes change, and whenever `train()`
-begins.
+values and gradients. If they differ by more than rounding, your own code runs, and a warning says
+so. (In bfloat16, gradients alone have to differ by a quarter to be noticed.) They're compared anew
+when the model's code, its modules or their plain attributes change, and whenever `train()` begins.
 """
 
 import contextlib
