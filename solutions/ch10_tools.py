@@ -45,8 +45,8 @@ def run_calculator(turn: str) -> str:
     """Return what the calculator writes after a turn: "=1081\\n" after "<23*47>".
 
     A turn that is "<a+b>" or "<a*b>", and nothing else, is answered with "=", the result and a
-    newline. a and b are whole numbers of 1 to 9 of the digits 0 to 9, without a sign or a space;
-    leading zeros count nothing. After any other turn it writes "=?\\n". It depends on its argument
+    newline. a and b are whole numbers of one to nine digits, 0 to 9, without a sign or a space;
+    leading zeros are ignored. After any other turn it writes "=?\\n". It depends on its argument
     alone, evaluates no code, and never raises.
     """
     match = re.fullmatch(r"<([0-9]{1,9})([+*])([0-9]{1,9})>", turn)
@@ -285,7 +285,7 @@ def calc_call_value(
     The two are the probabilities of a right answer without a call and with one; the price is one
     number, or one for each question. The sign of a question's value says what is best for it. The
     mean over questions says what training does first, while the policy does not tell them apart
-    yet: calls become more frequent, the sooner the larger it is, or, below 0, rarer.
+    yet: above 0, calls become more frequent, and the larger it is, the sooner; below 0, rarer.
     """
     return p_right_called - p_right_direct - price
 
