@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from utils.models.blocks import Block, NativeModel, Product, join, normalize
+from utils.models.fast_path import list_parameters
 
 COLUMNS = 64  # The caches' width is a multiple of it: prompts of another width fit the same graph.
 WIDTH = 128  # tokens of the vocabulary that are summed together, when one is drawn
@@ -143,6 +144,7 @@ class Step:
         for caches, parts in ((self.keys, keys), (self.values, values)):
             for cache, part in zip(caches, parts, strict=True):
                 cache[:, :, :seq] = part
+                cache[:, :, seq:] = 0.0  # A nan of before would count behind the bias too.
         self.bias.fill_(-torch.inf)[:, 0, 0, :seq] = bias
         self.positions.copy_(last_positions + 1)
         self.column.fill_(seq)
@@ -209,15 +211,10 @@ class Step:
 
 def get_key(native: NativeModel) -> tuple:
     """Return what a recording depends on: which sites have adapters, and where the weights lie."""
-    weights = [
-        products[0].weight.data_ptr()
-        for block in native.blocks
-        for products in list_products(block)
-        if len(products) == 1
-    ]
+    places = [parameter.data_ptr() for parameter in list_parameters(native.base)]
     ranks = [layer.lora_A.shape[-1] for layer in native.parts.adapters.values()]
-    places = (native.unembedding.data_ptr(), native.unembedding.dtype, *weights)
-    return (*native.parts.adapters, *ranks, torch.is_inference_mode_enabled(), *places)
+    dtype, is_inference = native.unembedding.dtype, torch.is_inference_mode_enabled()
+    return (*native.parts.adapters, *ranks, dtype, is_inference, *places)
 
 
 def pick(
