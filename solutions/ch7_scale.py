@@ -29,13 +29,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from solutions.ch0_sampling import masked_mean
+from solutions.ch0_sampling import Samples, masked_mean
 from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import aggregate_tokens
 from utils.models.forward import NativeScorer, Scores, get_scorer, recomputing
-from utils.tracking import Run, restore_generator
+from utils.tracking import Run
 from utils.validation import CountOrZero, require, shape_checked
 
 # --- Memory -------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class DataParallel(RLHFTrainer):
     process it is the trainer itself. It is made for the objectives of PPO and GRPO, whose means the
     classes below take over all ranks and microbatches; another objective needs the same care.
 
-    microbatch_size: completions that are in memory at a time, while a rank learns; None is its
+    microbatch_size: completions that a rank scores, or learns from, at a time; None is its
         share of a minibatch. The step is the same; of metrics, means over microbatches are kept.
     checkpointing: keep the input of each block alone, and compute the block anew in the backward
         pass: `checkpoint_blocks` for the trainers' own forward pass.
@@ -226,11 +226,13 @@ class DataParallel(RLHFTrainer):
         size = args.minibatch_size
         self.microbatch_size = size if microbatch_size is None else microbatch_size
         require(
-            self.microbatch_size >= 1 and size % self.microbatch_size == 0,
+            isinstance(self.microbatch_size, int)
+            and self.microbatch_size >= 1
+            and size % self.microbatch_size == 0,
             f"microbatch_size should divide the {size} completions of a rank's minibatch, but is "
-            f"{microbatch_size}",
+            f"{microbatch_size!r}",
         )
-        scorer = get_scorer(self.model)
+        scorer = get_scorer(self.model, self.get_formulas())
         require(
             not checkpointing or isinstance(scorer, NativeScorer),
             f"checkpointing should be False for this model: {scorer.why}",
@@ -242,6 +244,11 @@ class DataParallel(RLHFTrainer):
             for parameter in self.model.trainable_parameters():
                 dist.broadcast(parameter.data, src=0)
         self.generator_states = self._gather(self.generator.get_state())
+
+    def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield input ids and attention masks, one microbatch after the other."""
+        rows = self.microbatch_size
+        return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
 
     def learning_phase(self, memory: ReplayMemory) -> None:
         """Take one step for each minibatch, with the gradients of all ranks."""
@@ -314,9 +321,9 @@ class DataParallel(RLHFTrainer):
         states = state.get("generators", [state["generator"]])
         n = len(states)
         require(n == self.n_ranks, f"the run should go on with {n} ranks, but has {self.n_ranks}")
-        super().set_state(state)
-        self.generator_states = states
-        restore_generator(self.generator, self.generator_states[self.rank])
+        super().set_state(state | {"generator": states[self.rank]})
+        self.generator_states = list(states)
+        self.generator_states[self.rank] = self.generator.get_state()  # another one's, on a GPU
 
 
 class SilentRun:
@@ -347,22 +354,23 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the entropy over the tokens of all ranks, by this microbatch's share of them."""
-        mask = minibatch.mask
-        here = self._read_scores(minibatch, scored).calc_mean_entropy(mask)
-        entropy = global_masked_mean(here.expand(mask.shape), mask)  # each rank by its tokens
-        entropy = entropy * self.token_share
-        self.metrics["entropy"].append(entropy.item())
-        return entropy
+        here = super().measure_entropy(minibatch, scored)
+        return self._weight("entropy", here, minibatch.mask)
 
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the exact KL from the reference over the tokens of all ranks, likewise."""
-        mask = minibatch.mask
-        here = self._read_scores(minibatch, scored).calc_mean_kl(mask)
-        kl = global_masked_mean(here.expand(mask.shape), mask) * self.token_share
-        self.metrics["kl_exact"].append(kl.item())
-        return kl
+        here = super().measure_kl(minibatch, scored)
+        return self._weight("kl_exact", here, minibatch.mask)
+
+    def _weight(
+        self, name: str, here: Float[Tensor, ""], mask: Bool[Tensor, "rows completion"]
+    ) -> Float[Tensor, ""]:
+        """Weight a mean over tokens, each rank and each microbatch by its tokens, and record it."""
+        mean = global_masked_mean(here.expand(mask.shape), mask) * self.token_share
+        self.metrics[name][-1:] = [mean.item()]  # in place of the one from here
+        return mean
 
 
 class DataParallelRLHFTrainer(DataParallel):
