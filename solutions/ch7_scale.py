@@ -229,8 +229,8 @@ class DataParallel(RLHFTrainer):
             isinstance(self.microbatch_size, int)
             and self.microbatch_size >= 1
             and size % self.microbatch_size == 0,
-            f"microbatch_size should divide the {size} completions of a rank's minibatch, but is "
-            f"{microbatch_size!r}",
+            f"microbatch_size should divide the {size} completions of a minibatch (batch_size / "
+            f"num_minibatches, with ranks each one's share), but is {microbatch_size!r}",
         )
         scorer = get_scorer(self.model, self.get_formulas())
         require(
