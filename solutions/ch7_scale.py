@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
-from solutions.ch0_sampling import masked_mean
+from solutions.ch0_sampling import Samples, masked_mean
 from solutions.ch1_lora import TransformerWithLora, make_lora_hooks
 from solutions.ch2_ppo import ReplayMemory, ReplayMinibatch, RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -194,8 +194,8 @@ class DataParallel(RLHFTrainer):
     process it is the trainer itself. It is made for the objectives of PPO and GRPO, whose means the
     classes below take over all ranks and microbatches; another objective needs the same care.
 
-    microbatch_size: how many completions a rank learns from at a time; by default, its share of a
-        minibatch. The step is the same. Metrics are means over the microbatches.
+    microbatch_size: how many completions a rank scores, or learns from, at a time; by default, its
+        share of a minibatch. The step is the same. Metrics are means over the microbatches.
     checkpointing: keep only the input of each block, and compute the block anew in the backward
         pass, as `checkpoint_blocks` does for a bridge's forward pass.
 
@@ -226,11 +226,13 @@ class DataParallel(RLHFTrainer):
         size = args.minibatch_size
         self.microbatch_size = size if microbatch_size is None else microbatch_size
         require(
-            self.microbatch_size >= 1 and size % self.microbatch_size == 0,
-            f"microbatch_size should divide the {size} completions of a rank's minibatch, but is "
-            f"{microbatch_size}",
+            isinstance(self.microbatch_size, int)
+            and self.microbatch_size >= 1
+            and size % self.microbatch_size == 0,
+            f"microbatch_size should divide the {size} completions of a minibatch (batch_size / "
+            f"num_minibatches, with ranks each one's share), but is {microbatch_size!r}",
         )
-        scorer = get_scorer(self.model)
+        scorer = get_scorer(self.model, self.get_formulas())
         require(
             not checkpointing or isinstance(scorer, NativeScorer),
             f"checkpointing should be False for this model: {scorer.why}",
@@ -242,6 +244,11 @@ class DataParallel(RLHFTrainer):
             for parameter in self.model.trainable_parameters():
                 dist.broadcast(parameter.data, src=0)
         self.generator_states = self._gather(self.generator.get_state())
+
+    def split_samples(self, samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield input ids and attention masks, one microbatch after the other."""
+        rows = self.microbatch_size
+        return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
 
     def learning_phase(self, memory: ReplayMemory) -> None:
         """Take one step for each minibatch, with the gradients of all ranks."""
@@ -315,7 +322,8 @@ class DataParallel(RLHFTrainer):
         n = len(states)
         require(n == self.n_ranks, f"the run should go on with {n} ranks, but has {self.n_ranks}")
         super().set_state(state | {"generator": states[self.rank]})
-        self.generator_states = states
+        self.generator_states = list(states)
+        self.generator_states[self.rank] = self.generator.get_state()  # another one's, on a GPU
 
 
 class SilentRun:
@@ -346,22 +354,23 @@ class DataParallelGrpoTrainer(DataParallel, GrpoTrainer):
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the entropy over the tokens of all ranks, by this microbatch's share of them."""
-        mask = minibatch.mask
-        here = self._read_scores(minibatch, scored).calc_mean_entropy(mask)
-        entropy = global_masked_mean(here.expand(mask.shape), mask)  # each rank by its tokens
-        entropy = entropy * self.token_share
-        self.metrics["entropy"].append(entropy.item())
-        return entropy
+        here = super().measure_entropy(minibatch, scored)
+        return self._weight("entropy", here, minibatch.mask)
 
     def measure_kl(
         self, minibatch: ReplayMinibatch, scored: Scores | Float[Tensor, "batch seq vocab"]
     ) -> Float[Tensor, ""]:
         """Return the exact KL from the reference over the tokens of all ranks, likewise."""
-        mask = minibatch.mask
-        here = self._read_scores(minibatch, scored).calc_mean_kl(mask)
-        kl = global_masked_mean(here.expand(mask.shape), mask) * self.token_share
-        self.metrics["kl_exact"].append(kl.item())
-        return kl
+        here = super().measure_kl(minibatch, scored)
+        return self._weight("kl_exact", here, minibatch.mask)
+
+    def _weight(
+        self, name: str, here: Float[Tensor, ""], mask: Bool[Tensor, "rows completion"]
+    ) -> Float[Tensor, ""]:
+        """Weight a mean over tokens, each rank and each microbatch by its tokens, and record it."""
+        mean = global_masked_mean(here.expand(mask.shape), mask) * self.token_share
+        self.metrics[name][-1:] = [mean.item()]  # in place of the one from here
+        return mean
 
 
 class DataParallelRLHFTrainer(DataParallel):

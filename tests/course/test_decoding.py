@@ -304,6 +304,31 @@ def test_a_step_has_the_rank_of_the_adapters_and_goes_with_its_model():
     assert [step() for step in steps] == [None, None]
 
 
+def test_weights_of_nan_leave_nothing_behind_in_the_kept_step(folders):
+    model = load(folders, "gpt2")
+    expected = generate(get_graph_decoder(model), model)
+    state = {name: tensor.clone() for name, tensor in model.trainable_state().items()}
+    for parameter in model.trainable_parameters():
+        parameter.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits should be numbers"):
+        generate(get_graph_decoder(model), model)
+    model.load_trainable_state(state)
+    assert_same_draws(generate(get_graph_decoder(model), model), expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("site", ["ln_final", "blocks.0.mlp.out"])
+def test_a_weight_in_another_place_is_another_step(site, folders):
+    model = load(folders, "gpt2")
+    generate(get_graph_decoder(model), model)
+    module, step = model.base.get_submodule(site).original_component, graph._kept[model]
+    before = module.bias.data
+    kept, module.bias.data = before.clone(), torch.randn_like(before)
+    found = generate(get_graph_decoder(model), model)
+    assert_same_draws(found, generate(Decoder(model), model), tolerance=1e-4)
+    assert graph._kept[model] is not step  # a graph has the addresses of before
+    assert torch.equal(before, kept)
+
+
 def test_a_vocabulary_of_any_size_is_drawn_from_in_two_levels():
     for vocab in (5, 128, 300, 1000):
         generator = torch.Generator().manual_seed(vocab)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch.testing import assert_close
 
 from solutions.ch0_sampling import get_logprobs, sample_completions
 from solutions.ch1_lora import TransformerWithLora
-from solutions.ch2_ppo import ReplayMemory, RLHFArgs, RLHFTrainer
+from solutions.ch2_ppo import ReplayMemory, RLHFArgs, RLHFTrainer, calc_entropy_bonus
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
 from solutions.ch7_scale import (
@@ -193,6 +194,15 @@ def test_a_step_is_the_same_by_microbatches_and_with_checkpointing(kind, tmp_pat
     assert_close(both[1], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["measure_entropy", "measure_kl"])
+def test_an_edit_of_what_is_measured_is_trained_by_microbatches_too(name, tmp_path, monkeypatch):
+    _, gradient, _ = learn_once("GRPO", tmp_path, microbatch_size=8)
+    own = getattr(RLHFTrainer, name)
+    monkeypatch.setattr(RLHFTrainer, name, lambda *given: 3 * own(*given))
+    _, edited, _ = learn_once("GRPO", tmp_path, microbatch_size=8)
+    assert (edited - gradient).norm() > 0.01 * gradient.norm()
+
+
 def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path):
     args = GrpoArgs(prompts=TRAIN, batch_size=64, runs_dir=tmp_path, **ONE_STEP)
     trainers = [DataParallelGrpoTrainer(args, checkpointing=is_on) for is_on in (False, True)]
@@ -207,9 +217,52 @@ def test_checkpointing_is_refused_where_it_would_not_happen(folders, tmp_path):
         DataParallelGrpoTrainer(args, checkpointing=True)
 
 
-@pytest.mark.parametrize(("name", "value"), [("microbatch_size", 3), ("microbatch_size", 0)])
+def test_checkpointing_is_refused_where_a_readers_formula_runs(monkeypatch, tmp_path):
+    def twice(logits, mask, ent_coef):
+        return 2 * calc_entropy_bonus(logits, mask, ent_coef)
+
+    monkeypatch.setattr("solutions.ch2_ppo.calc_entropy_bonus", twice)
+    args = RLHFArgs(runs_dir=tmp_path, **ONE_STEP)
+    with (
+        pytest.warns(UserWarning, match="your own code runs"),
+        pytest.raises(ValueError, match="checkpointing should be False .* something else"),
+    ):
+        DataParallelRLHFTrainer(args, checkpointing=True)
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "PPO"])
+def test_a_rollout_is_scored_by_microbatches_too(kind, tmp_path, monkeypatch):
+    rows = []
+    score = RLHFTrainer.score
+    monkeypatch.setattr(
+        RLHFTrainer, "score", lambda *given: rows.append(len(given[1])) or score(*given)
+    )
+    learn_once(kind, tmp_path, microbatch_size=2)
+    assert set(rows) == {2}
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "PPO"])
+def test_a_checkpoint_of_a_gpu_is_told_once(kind, tmp_path):
+    parallel, _, args_class, options = CASES[kind]
+    args = args_class(**{"prompts": TRAIN, "runs_dir": tmp_path} | ONE_STEP | options)
+    trainer = parallel(args)
+    of_a_gpu = torch.arange(16, dtype=torch.uint8)
+    state = trainer.get_state() | {"generator": of_a_gpu, "generators": [of_a_gpu]}
+    with pytest.warns(UserWarning, match="another device's") as said:
+        trainer.set_state(state)
+    assert len(said) == 1
+    before = trainer.generator.get_state()
+    with warnings.catch_warnings():  # Ctrl-C in the next phase: it's a state of here by now
+        warnings.simplefilter("error")
+        trainer.set_state(trainer.get_state())
+    assert torch.equal(trainer.generator.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("microbatch_size", x) for x in (3, 0, 4.0, "4")], ids=str
+)
 def test_a_microbatch_that_does_not_divide_is_an_error(name, value, tmp_path):
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"{name} .*batch_size / num_minibatches"):
         learn_once("GRPO", tmp_path, **{name: value})
 
 
