@@ -50,8 +50,10 @@ def test_what_grows_and_what_does_not():
 
 # --- TRL ----------------------------------------------------------------------------------------
 
-OF_TRL = {"max_grad_norm": 1e9, "vllm_importance_sampling_clip_max": 1.5}
-MODES = ("token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
+
+def of_vllm(**options):
+    """TRL's arguments of its correction."""
+    return {f"vllm_importance_sampling_{name}": value for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +98,15 @@ def differentiate(trainer, objective):
     return objective.item(), dict(zip(names, found, strict=True))
 
 
-def take_theirs(late, **config):
-    """The objective of TRL's step, and its gradients."""
+def take_theirs(late, **options):
+    """The objective of TRL's step, and its gradients: as our arguments are translated, or with
+    these options of TRL's correction in their place."""
     folder, trainer, samples, scores = late
     model = TransformerWithLora.from_pretrained(folder, sites=trainer.args.lora_sites, device="cpu")
     model.load_trainable_state(trainer.model.trainable_state())
-    config = to_trl_config(trainer.args) | OF_TRL | config
+    config = to_trl_config(trainer.args)
+    if options:
+        config = {k: v for k, v in config.items() if not k.startswith("vllm")} | of_vllm(**options)
     loss, gradients = take_trl_step(model, folder, config, samples, scores, of_vllm=True)
     return -loss, {name: -gradient for name, gradient in gradients.items()}
 
@@ -127,7 +132,8 @@ def test_none_is_trl_without_its_correction(late):
     (minibatch,) = trainer.rollout_phase().get_minibatches()
     trainer.args.correction = "none"
     ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
-    assert_same_step(ours, take_theirs(late, vllm_importance_sampling_correction=False))
+    assert_same_step(ours, take_theirs(late))
+    assert_same_step(ours, take_theirs(late, correction=False))
 
 
 def test_truncate_is_trl_with_token_truncate(late):
@@ -135,7 +141,8 @@ def test_truncate_is_trl_with_token_truncate(late):
     (minibatch,) = trainer.rollout_phase().get_minibatches()
     trainer.args.correction, trainer.args.cap = "truncate", 1.5
     ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
-    assert_same_step(ours, take_theirs(late, vllm_importance_sampling_mode="token_truncate"))
+    assert_same_step(ours, take_theirs(late))
+    assert_same_step(ours, take_theirs(late, mode="token_truncate", clip_max=1.5))
 
 
 @pytest.mark.parametrize("cap", [0.8, 1.5])
@@ -146,8 +153,7 @@ def test_weights_of_sequences_are_trl_with_sequence_truncate(late, cap):
     assert (weights.amax(-1) < cap).any()
     ratio = torch.exp(logprobs - logprobs.detach())
     objective = masked_mean(ratio * weights * batch.advantages[:, None], batch.mask, dim=-1).mean()
-    mode = {"vllm_importance_sampling_mode": "sequence_truncate"}
-    theirs = take_theirs(late, **mode, vllm_importance_sampling_clip_max=cap)
+    theirs = take_theirs(late, mode="sequence_truncate", clip_max=cap)
     assert_same_step(differentiate(late[1], objective), theirs)
 
 
@@ -155,8 +161,7 @@ def test_what_trl_masks_stays_in_its_denominator(late):
     """With "token_mask" and limits of 1 / cap and cap, it divides by all tokens of a completion,
     and our "mask" by those that are left."""
     batch, logprobs = score_ours(late)
-    limits = {"vllm_importance_sampling_clip_min": 1 / 1.5}
-    theirs = take_theirs(late, vllm_importance_sampling_mode="token_mask", **limits)
+    theirs = take_theirs(late, mode="token_mask", clip_min=1 / 1.5, clip_max=1.5)
     kept = mask_mismatched(logprobs, batch.logprobs, batch.mask, 1 / 1.5, 1.5)
     share = kept.sum(-1) / batch.mask.sum(-1)
     assert share.min() < 0.9
@@ -185,8 +190,35 @@ def test_the_default_of_trl_leaves_out_whole_completions(late):
     weights = weights.masked_fill(weights > 3, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
     objective = masked_mean(ratio * weights * batch.advantages[:, None], batch.mask, dim=-1).mean()
-    theirs = take_theirs(late, vllm_importance_sampling_clip_max=3.0)
+    theirs = take_theirs(late, clip_max=3.0)
     assert_same_step(differentiate(late[1], objective), theirs)
+
+
+def test_the_translation_is_what_trl_reads():
+    from trl import GRPOConfig
+
+    args = AsyncArgs(top_p=0.9, correction="truncate", cap=1.7)
+    rest = {"output_dir": "unused", "use_cpu": True, "report_to": "none", "bf16": False}
+    config = GRPOConfig(**to_trl_config(args) | rest)
+    assert config.top_p == 0.9
+    assert config.vllm_importance_sampling_correction
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    assert config.vllm_importance_sampling_clip_max == 1.7
+    off = GRPOConfig(**to_trl_config(AsyncArgs()) | rest)
+    assert off.top_p == 1.0
+    assert not off.vllm_importance_sampling_correction
+    assert not [name for name in to_trl_config(GrpoArgs()) if name.startswith("vllm")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"staleness": 1}, {"sampler_bits": 8}, {"correction": "clip"}, {"correction": "mask"}],
+    ids=str,
+)
+def test_what_trl_has_nothing_for_is_named(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} should be .* but is {value!r}"):
+        to_trl_config(AsyncArgs(**options))
 
 
 # --- Short dtypes -------------------------------------------------------------------------------
