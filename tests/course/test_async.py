@@ -1,7 +1,9 @@
 """Chapter 9's solutions against roots of polynomials, TRL, chapter 0's sampler, and chapter 3."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -382,3 +384,65 @@ def test_more_room_never_makes_a_step_slower():
         for eta in (0, 1, 2, 4, None)
     ]
     assert all(b <= 1.02 * a for a, b in itertools.pairwise(seconds))
+
+
+# --- What the chapter says of its runs ----------------------------------------------------------
+
+RESULTS = Path(__file__).parents[2] / "chapters" / "results"
+
+
+def load(name, key):
+    """One number of each recorded run, by its setting."""
+    found = {}
+    for run in json.loads((RESULTS / f"ch9_async_{name}.json").read_text()):
+        found.setdefault(run["setting"], []).append(run[key])
+    assert all(len(numbers) == 3 for numbers in found.values())
+    return found
+
+
+def test_late_runs_die_and_the_clip_keeps_them_alive():
+    accuracy = load("runs", "accuracy")
+    assert min(accuracy["on-policy"]) > 0.88
+    assert max(accuracy["8 late, none"]) < 0.05
+    assert min(accuracy["8 late, clip"]) > 0.8
+    assert max(accuracy["rate 0.003, 8 late, none"]) < 0.05
+    assert min(accuracy["rate 0.003, 8 late, clip"]) > 0.25
+    for correction in ("truncate", "mask"):
+        assert max(accuracy[f"rate 0.003, 8 late, {correction}"]) == 0
+
+
+def test_whole_completions_may_be_weighted_or_clipped():
+    """The ranges of "Go further"."""
+    accuracy = load("runs", "accuracy")
+    names = {
+        "8 late, weights of sequences": (0.79, 0.91),
+        "8 late, clip of sequences, 0.2": (0.83, 0.89),
+        "8 late, clip": (0.83, 0.87),
+        "8 late, clip of sequences, 3e-4 and 4e-4": (0.71, 0.75),
+    }
+    for name, ends in names.items():
+        assert (round(min(accuracy[name]), 2), round(max(accuracy[name]), 2)) == ends
+    assert [round(x, 2) for x in accuracy["8 late, truncate"]] == [0.89, 0.89, 0.0]
+    assert round(min(accuracy["8 late, weights of sequences, cap 10"]), 2) == 0.30
+    worked = load("runs", "worked")["8 late, clip of sequences, 3e-4 and 4e-4"]
+    assert 0.38 < min(worked) < max(worked) < 0.45
+
+
+def test_a_teacher_saves_samples_with_its_own_as_well():
+    """The completions until 85% are right: the numbers of "Go further"."""
+    samples = load("distil", "samples")
+    needed = {
+        setting: [
+            next(n for n, a in zip(ns, curve, strict=True) if a >= 0.85)
+            for ns, curve in zip(samples[setting], curves, strict=True)
+        ]
+        for setting, curves in load("distil", "accuracy").items()
+    }
+    assert {setting: (min(n), max(n)) for setting, n in needed.items()} == {
+        "reward": (1536, 1920),
+        "KL as reward": (896, 1024),
+        "KL as loss": (768, 896),
+        "teacher's samples": (896, 1024),
+    }
+    teachers = [found["accuracy"] for found in load("distil", "teacher")["reward"]]
+    assert (round(min(teachers), 2), round(max(teachers), 2)) == (0.89, 0.91)
