@@ -461,29 +461,46 @@ def gather_trainable_state(model: TransformerWithLora) -> dict[str, Tensor]:
 # --- TRL ----------------------------------------------------------------------------------------
 
 
+def _refuse_what_trl_lacks(args: GrpoArgs) -> None:
+    get = vars(args).get
+    lacking = {
+        "kl_kind": args.kl_kind == "exact" and args.kl_coef > 0,
+        "advantage_kind": get("advantage_kind") == "leave_one_out",
+        "dynamic_sampling": get("dynamic_sampling"),
+        "truncation": get("truncation") == "penalty",
+        "refresh_every": get("refresh_every"),
+        "staleness": get("staleness"),
+        "sampler_bits": get("sampler_bits"),
+        "correction": get("correction") in ("clip", "mask"),
+    }
+    for name, is_lacking in lacking.items():
+        require(
+            not is_lacking,
+            f"{name} should be one that TRL's trainer has, but is {get(name)!r}",
+        )
+
+
 def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
     """Return arguments of `trl.GRPOConfig` (TRL 1.16) that take the same step as `GrpoTrainer`.
 
     With several minibatches in a rollout TRL deals completions to them otherwise. Of `RlvrArgs`,
     what TRL has as well is translated: loss_mode, ratio_level, truncation "mask". The learning rate
     is constant, as ours follows a schedule by phases and TRL's by updates. TRL prepends no bos, so
-    hand it prompts that have one.
+    hand it prompts that have one. (No check asks for top_p, or for chapter 9's `AsyncArgs`: its
+    correction "none" or "truncate" is TRL's with `use_vllm` and one update per rollout.)
 
     Raises ValueError, with the argument's name, where TRL's trainer has nothing for its value:
     kl_kind "exact" (unless kl_coef is 0), advantage_kind "leave_one_out", dynamic_sampling,
     truncation "penalty", refresh_every.
     """
-    other = {
-        "kl_kind": ("exact", args.kl_kind == "exact" and args.kl_coef > 0),
-        "advantage_kind": ("leave_one_out", getattr(args, "advantage_kind", "") == "leave_one_out"),
-        "dynamic_sampling": (True, getattr(args, "dynamic_sampling", False)),
-        "truncation": ("penalty", getattr(args, "truncation", "") == "penalty"),
-        "refresh_every": (getattr(args, "refresh_every", 0), getattr(args, "refresh_every", 0) > 0),
-    }
-    for name, (value, is_set) in other.items():
-        require(not is_set, f"{name} should be one that TRL's trainer has, but is {value!r}")
+    _refuse_what_trl_lacks(args)
+    get = vars(args).get
     loss_types = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
-    high = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
+    corrections = {
+        "none": {"correction": False},
+        "truncate": {"correction": True, "mode": "token_truncate", "clip_max": get("cap")},
+    }
+    correction = corrections.get(get("correction"), {})
     return {
         # What a batch is
         "per_device_train_batch_size": args.minibatch_size,
@@ -496,16 +513,18 @@ def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
         "max_completion_length": args.gen_len,
         "temperature": args.temperature,
         "top_k": args.top_k or 0,
-        "mask_truncated_completions": getattr(args, "truncation", "") == "mask",
+        "top_p": 1.0 if args.top_p is None else args.top_p,
+        "mask_truncated_completions": get("truncation") == "mask",
         # What it maximises
-        "loss_type": loss_types[getattr(args, "loss_mode", "sequence")],
-        "importance_sampling_level": getattr(args, "ratio_level", "token"),
+        "loss_type": loss_types[get("loss_mode", "sequence")],
+        "importance_sampling_level": get("ratio_level", "token"),
         "scale_rewards": args.advantage_scale,
         "epsilon": args.clip_coef,
-        "epsilon_high": high,
+        "epsilon_high": args.clip_coef if args.clip_coef_high is None else args.clip_coef_high,
         "beta": args.kl_coef,
         "use_bias_correction_kl": False,
         "entropy_coef": args.ent_coef,
+        **{f"vllm_importance_sampling_{k}": value for k, value in correction.items()},
         # How it steps
         "learning_rate": args.base_lr,
         "lr_scheduler_type": "constant",

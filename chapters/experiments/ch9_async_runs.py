@@ -15,7 +15,14 @@ from pathlib import Path
 import torch
 
 from chapters.experiments.ch5_rlvr_ablations import go_on, make_setup, measure
-from solutions.ch9_async import AsyncArgs, StaleTrainer
+from solutions.ch3_grpo import calc_single_update_objective
+from solutions.ch5_rlvr import calc_rlvr_objective
+from solutions.ch9_async import (
+    AsyncArgs,
+    StaleTrainer,
+    calc_importance_weights,
+    measure_mismatch,
+)
 from utils.models.corpus import held_out_pairs, training_pairs
 from utils.rewards import is_worked, reward_fn_addition
 
@@ -42,15 +49,25 @@ SETTINGS: dict[str, dict] = {
        for bits in (4, 3) for c in ("none", "truncate")},
     "top-p 0.7, rate 0.003": {"base_lr": 3e-3, "top_p": 0.7},
     "top-p 0.9, rate 0.003": {"base_lr": 3e-3, "top_p": 0.9},
+    "8 late, weights of sequences": LATE | {"of_sequences": "product"},
+    "8 late, weights of sequences, cap 10": LATE | {"of_sequences": "product", "cap": 10.0},
+    "8 late, clip of sequences, 3e-4 and 4e-4": LATE | {
+        "of_sequences": "mean", "clip_coef": 3e-4, "clip_coef_high": 4e-4,
+    },
+    "8 late, clip of sequences, 0.2": LATE | {"of_sequences": "mean"},
 }  # fmt: skip
+OWN = {"sign", "true_logprobs", "of_sequences"}  # of `Trainer`, not of its arguments
 KEYS = ("reward", "worked", "k3", "max_ratio", "effective_share", "kept_mass")
 
 
 class Trainer(StaleTrainer):
-    """Count worked answers; keep advantages of one sign, or put the kept mass into log-probs."""
+    """Count worked answers; keep advantages of one sign, put the kept mass into log-probs, or
+    correct whole completions: weight them by the "product" of their ratios, up to the cap, or clip
+    their geometric "mean" (GSPO)."""
 
     sign = 0
     true_logprobs = False
+    of_sequences = ""
 
     def sample_and_score(self, n_prompts: int, group_size: int = 1):
         samples, scores = super().sample_and_score(n_prompts, group_size)
@@ -65,15 +82,30 @@ class Trainer(StaleTrainer):
             memory.advantages.copy_((self.sign * memory.advantages).clamp(min=0) * self.sign)
         return memory
 
+    def compute_rlhf_objective(self, minibatch):
+        if not self.of_sequences:
+            return super().compute_rlhf_objective(minibatch)
+        args, mask = self.args, minibatch.mask
+        scored = self.score(minibatch.input_ids, minibatch.attention_mask, minibatch.prompt_len)
+        pair = (scored.logprobs, minibatch.logprobs)
+        for name, value in measure_mismatch(*pair, mask).items():
+            self.metrics[name].append(value)
+        if self.of_sequences == "mean":
+            clips = (args.clip_coef, args.clip_coef_high)
+            return calc_rlvr_objective(*pair, minibatch.advantages, mask, *clips, "sequence")
+        weights = calc_importance_weights(*pair, mask, args.cap, "sequence").amax(-1)
+        return calc_single_update_objective(pair[0], minibatch.advantages * weights, mask)
+
 
 def train(setting: dict, seed: int, updates: int, folder: str, pairs=None) -> tuple[Trainer, list]:
     """Train, and return the trainer with one row of metrics per update."""
     setting = dict(setting)
-    sign, true_logprobs = setting.pop("sign", 0), setting.pop("true_logprobs", False)
+    own = {name: setting.pop(name) for name in OWN & setting.keys()}
     setup = make_setup(pairs or training_pairs(), seed, updates, folder)
     setup |= {"reward_fn": reward_fn_addition, "batches_per_learning_phase": 1}
     trainer = Trainer(AsyncArgs(**setup | setting))
-    trainer.sign, trainer.true_logprobs = sign, true_logprobs
+    for name, value in own.items():
+        setattr(trainer, name, value)
     rows, n_constant = [], 0
     for _ in range(updates):
         trainer.metrics.clear()

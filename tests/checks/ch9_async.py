@@ -289,6 +289,17 @@ def products_of_long_completions(student, rng):
     return found
 
 
+@check("measure_mismatch", expected=mismatch_by_loops, tier="hardening")
+def tokens_far_apart(student, rng):
+    """Log ratios of 25 to 60, and of -25 to -200: the numbers of the formula, not clamped"""
+    found, mask = {}, ragged_mask(rng, 4, 6)
+    for name, low, high in (("more likely", 25.0, 60.0), ("less likely", -200.0, -25.0)):
+        sampler_logprobs = -rng.uniform(4, 6, low=300.0, high=400.0).round()
+        logprobs = sampler_logprobs + rng.uniform(4, 6, low=low, high=high).round()
+        found[name] = student.measure_mismatch(logprobs, sampler_logprobs, mask)
+    return found
+
+
 @check("measure_mismatch", expected=mismatch_by_loops, rtol=0.02, atol=1e-12, tier="hardening")
 def tiny_differences(student, rng):
     """Differences of 1e-4, as from a sampler in a different precision: k3 is right to 2%"""

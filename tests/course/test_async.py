@@ -1,7 +1,9 @@
 """Chapter 9's solutions against roots of polynomials, TRL, chapter 0's sampler, and chapter 3."""
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,8 +52,10 @@ def test_what_grows_and_what_does_not():
 
 # --- TRL ----------------------------------------------------------------------------------------
 
-OF_TRL = {"max_grad_norm": 1e9, "vllm_importance_sampling_clip_max": 1.5}
-MODES = ("token_truncate", "sequence_truncate", "token_mask", "sequence_mask")
+
+def of_vllm(**options):
+    """TRL's arguments of its correction."""
+    return {f"vllm_importance_sampling_{name}": value for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +100,15 @@ def differentiate(trainer, objective):
     return objective.item(), dict(zip(names, found, strict=True))
 
 
-def take_theirs(late, **config):
-    """The objective of TRL's step, and its gradients."""
+def take_theirs(late, **options):
+    """The objective of TRL's step, and its gradients: as our arguments are translated, or with
+    these options of TRL's correction in their place."""
     folder, trainer, samples, scores = late
     model = TransformerWithLora.from_pretrained(folder, sites=trainer.args.lora_sites, device="cpu")
     model.load_trainable_state(trainer.model.trainable_state())
-    config = to_trl_config(trainer.args) | OF_TRL | config
+    config = to_trl_config(trainer.args)
+    if options:
+        config = {k: v for k, v in config.items() if not k.startswith("vllm")} | of_vllm(**options)
     loss, gradients = take_trl_step(model, folder, config, samples, scores, of_vllm=True)
     return -loss, {name: -gradient for name, gradient in gradients.items()}
 
@@ -127,7 +134,8 @@ def test_none_is_trl_without_its_correction(late):
     (minibatch,) = trainer.rollout_phase().get_minibatches()
     trainer.args.correction = "none"
     ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
-    assert_same_step(ours, take_theirs(late, vllm_importance_sampling_correction=False))
+    assert_same_step(ours, take_theirs(late))
+    assert_same_step(ours, take_theirs(late, correction=False))
 
 
 def test_truncate_is_trl_with_token_truncate(late):
@@ -135,7 +143,8 @@ def test_truncate_is_trl_with_token_truncate(late):
     (minibatch,) = trainer.rollout_phase().get_minibatches()
     trainer.args.correction, trainer.args.cap = "truncate", 1.5
     ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
-    assert_same_step(ours, take_theirs(late, vllm_importance_sampling_mode="token_truncate"))
+    assert_same_step(ours, take_theirs(late))
+    assert_same_step(ours, take_theirs(late, mode="token_truncate", clip_max=1.5))
 
 
 @pytest.mark.parametrize("cap", [0.8, 1.5])
@@ -146,8 +155,7 @@ def test_weights_of_sequences_are_trl_with_sequence_truncate(late, cap):
     assert (weights.amax(-1) < cap).any()
     ratio = torch.exp(logprobs - logprobs.detach())
     objective = masked_mean(ratio * weights * batch.advantages[:, None], batch.mask, dim=-1).mean()
-    mode = {"vllm_importance_sampling_mode": "sequence_truncate"}
-    theirs = take_theirs(late, **mode, vllm_importance_sampling_clip_max=cap)
+    theirs = take_theirs(late, mode="sequence_truncate", clip_max=cap)
     assert_same_step(differentiate(late[1], objective), theirs)
 
 
@@ -155,8 +163,7 @@ def test_what_trl_masks_stays_in_its_denominator(late):
     """With "token_mask" and limits of 1 / cap and cap, it divides by all tokens of a completion,
     and our "mask" by those that are left."""
     batch, logprobs = score_ours(late)
-    limits = {"vllm_importance_sampling_clip_min": 1 / 1.5}
-    theirs = take_theirs(late, vllm_importance_sampling_mode="token_mask", **limits)
+    theirs = take_theirs(late, mode="token_mask", clip_min=1 / 1.5, clip_max=1.5)
     kept = mask_mismatched(logprobs, batch.logprobs, batch.mask, 1 / 1.5, 1.5)
     share = kept.sum(-1) / batch.mask.sum(-1)
     assert share.min() < 0.9
@@ -185,8 +192,35 @@ def test_the_default_of_trl_leaves_out_whole_completions(late):
     weights = weights.masked_fill(weights > 3, 0.0)
     ratio = torch.exp(logprobs - logprobs.detach())
     objective = masked_mean(ratio * weights * batch.advantages[:, None], batch.mask, dim=-1).mean()
-    theirs = take_theirs(late, vllm_importance_sampling_clip_max=3.0)
+    theirs = take_theirs(late, clip_max=3.0)
     assert_same_step(differentiate(late[1], objective), theirs)
+
+
+def test_the_translation_is_what_trl_reads():
+    from trl import GRPOConfig
+
+    args = AsyncArgs(top_p=0.9, correction="truncate", cap=1.7)
+    rest = {"output_dir": "unused", "use_cpu": True, "report_to": "none", "bf16": False}
+    config = GRPOConfig(**to_trl_config(args) | rest)
+    assert config.top_p == 0.9
+    assert config.vllm_importance_sampling_correction
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    assert config.vllm_importance_sampling_clip_max == 1.7
+    off = GRPOConfig(**to_trl_config(AsyncArgs()) | rest)
+    assert off.top_p == 1.0
+    assert not off.vllm_importance_sampling_correction
+    assert not [name for name in to_trl_config(GrpoArgs()) if name.startswith("vllm")]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"staleness": 1}, {"sampler_bits": 8}, {"correction": "clip"}, {"correction": "mask"}],
+    ids=str,
+)
+def test_what_trl_has_nothing_for_is_named(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name} should be .* but is {value!r}"):
+        to_trl_config(AsyncArgs(**options))
 
 
 # --- Short dtypes -------------------------------------------------------------------------------
@@ -350,3 +384,65 @@ def test_more_room_never_makes_a_step_slower():
         for eta in (0, 1, 2, 4, None)
     ]
     assert all(b <= 1.02 * a for a, b in itertools.pairwise(seconds))
+
+
+# --- What the chapter says of its runs ----------------------------------------------------------
+
+RESULTS = Path(__file__).parents[2] / "chapters" / "results"
+
+
+def load(name, key):
+    """One number of each recorded run, by its setting."""
+    found = {}
+    for run in json.loads((RESULTS / f"ch9_async_{name}.json").read_text()):
+        found.setdefault(run["setting"], []).append(run[key])
+    assert all(len(numbers) == 3 for numbers in found.values())
+    return found
+
+
+def test_late_runs_die_and_the_clip_keeps_them_alive():
+    accuracy = load("runs", "accuracy")
+    assert min(accuracy["on-policy"]) > 0.88
+    assert max(accuracy["8 late, none"]) < 0.05
+    assert min(accuracy["8 late, clip"]) > 0.8
+    assert max(accuracy["rate 0.003, 8 late, none"]) < 0.05
+    assert min(accuracy["rate 0.003, 8 late, clip"]) > 0.25
+    for correction in ("truncate", "mask"):
+        assert max(accuracy[f"rate 0.003, 8 late, {correction}"]) == 0
+
+
+def test_whole_completions_may_be_weighted_or_clipped():
+    """The ranges of "Go further"."""
+    accuracy = load("runs", "accuracy")
+    names = {
+        "8 late, weights of sequences": (0.79, 0.91),
+        "8 late, clip of sequences, 0.2": (0.83, 0.89),
+        "8 late, clip": (0.83, 0.87),
+        "8 late, clip of sequences, 3e-4 and 4e-4": (0.71, 0.75),
+    }
+    for name, ends in names.items():
+        assert (round(min(accuracy[name]), 2), round(max(accuracy[name]), 2)) == ends
+    assert [round(x, 2) for x in accuracy["8 late, truncate"]] == [0.89, 0.89, 0.0]
+    assert round(min(accuracy["8 late, weights of sequences, cap 10"]), 2) == 0.30
+    worked = load("runs", "worked")["8 late, clip of sequences, 3e-4 and 4e-4"]
+    assert 0.38 < min(worked) < max(worked) < 0.45
+
+
+def test_a_teacher_saves_samples_with_its_own_as_well():
+    """The completions until 85% are right: the numbers of "Go further"."""
+    samples = load("distil", "samples")
+    needed = {
+        setting: [
+            next(n for n, a in zip(ns, curve, strict=True) if a >= 0.85)
+            for ns, curve in zip(samples[setting], curves, strict=True)
+        ]
+        for setting, curves in load("distil", "accuracy").items()
+    }
+    assert {setting: (min(n), max(n)) for setting, n in needed.items()} == {
+        "reward": (1536, 1920),
+        "KL as reward": (896, 1024),
+        "KL as loss": (768, 896),
+        "teacher's samples": (896, 1024),
+    }
+    teachers = [found["accuracy"] for found in load("distil", "teacher")["reward"]]
+    assert (round(min(teachers), 2), round(max(teachers), 2)) == (0.89, 0.91)

@@ -48,6 +48,7 @@ def read(config: dict) -> dict:
     """The arguments that matter, as TRL reads them: defaults, and what one says by another."""
     sizes = {"steps_per_generation", "generation_batch_size"}
     others = config.keys() - DEFAULTS.keys() - FREE - sizes
+    others -= {name for name in others if name.startswith("vllm_")}  # without use_vllm, harmless
     strange = {name for name in others if HARMLESS.get(name, config) != config[name]}
     found = DEFAULTS | config
     per_device = found.pop("per_device_train_batch_size")
