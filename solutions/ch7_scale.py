@@ -496,7 +496,7 @@ def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
     _refuse_what_trl_lacks(args)
     get = vars(args).get
     loss_types = {"sequence": "grpo", "token": "dapo", "constant": "dr_grpo"}
-    corrections = {
+    corrections: dict[Any, dict[str, Any]] = {
         "none": {"correction": False},
         "truncate": {"correction": True, "mode": "token_truncate", "clip_max": get("cap")},
     }
