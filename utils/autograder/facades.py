@@ -17,6 +17,7 @@ HIDDEN = ("utils", "tests")
 # hold none and are called by what is given. All else in them can be called no more.
 ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "ch0_sampling": {"utils.models.decoding": (), "utils.models.forward": ()},
+    "ch10_tools": {"utils.models.turns": ()},
 }
 # And exercises of other chapters whose probes do without them, though the chapter gives them.
 ANSWERED = ("calc_entropy_bonus", "calc_kl_penalty")
