@@ -50,21 +50,22 @@ class Run:
             trainer.folder = create_run_folder(Path(args.runs_dir), args.name, kind)
         self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"
-        try:
-            self.log = RunLog(trainer.folder, trainer.history, args)
-        except BaseException:  # as wandb raises
-            self.lock.release()
-            raise
-        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
         self.is_told = False  # that no group had two rewards
+        self.state = trainer.get_state()
+        forget(trainer.model)  # it may have been edited since
+        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
         if truncated := [n for n in ("top_k", "top_p") if getattr(args, n, None) is not None]:
             self.bar.write(
                 f"Training with {' and '.join(truncated)}: what the sampler drops is never learned,"
                 " and log-probs do not know of it. The metric kept_mass shows how much it keeps."
             )
-        self.state = trainer.get_state()
         self.start = time.perf_counter()
-        forget(trainer.model)  # it may have been edited since
+        try:  # last of all: what is stopped from here on is saved
+            self.log = RunLog(trainer.folder, trainer.history, args)
+        except BaseException:  # as wandb raises
+            self.bar.close()
+            self.lock.release()
+            raise
         return self
 
     def end_phase(self) -> None:
