@@ -26,6 +26,7 @@ SPECIAL = {
     "utils.course.demo": "demo",
     "utils.course.real_model": "demo",
     "utils.train": "scale",
+    "utils.sample": "scale",
 }
 
 
