@@ -139,7 +139,7 @@ def test_a_run_that_has_ended_is_shown_once(run, capsys):
     watch.main([str(run)])
     said = capsys.readouterr().out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert "2 phases are done; the run isn't running" in said
+    assert "2 of ? phases are done; it has ended" in said
     assert f"{rows[-1]['reward']:.3f}" in said
     assert f"{rows[0]['entropy']:.3f} to {rows[-1]['entropy']:.3f}" in said
 
@@ -148,6 +148,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
     page, path = tmp_path / "page.html", tmp_path / "metrics.jsonl"
     row = {"reward": 0.5, "entropy": 1.0, "completion_len": 3.0}
     path.write_text(json.dumps({"phase": 1} | row) + '\n{"phase": 2, "rew')  # half a row
+    (tmp_path / "args.json").write_text('{"total_phases": 7}')
     lock, states = claim(tmp_path), []
 
     def go_on(_):
@@ -160,8 +161,8 @@ def test_a_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
     watch.watch(tmp_path, page)
     said = capsys.readouterr().out
     assert len(states) == 1
-    assert "1 phases are done; the run goes on" in said
-    assert "2 phases are done; the run isn't running" in said
+    assert "1 of 7 phases are done; it goes on" in said
+    assert "2 of 7 phases are done; it has ended" in said
     assert re.search(r"\x1b\[\d+F\x1b\[J", said)  # in place
     assert 'http-equiv="refresh"' in states[0]
     assert 'http-equiv="refresh"' not in page.read_text(encoding="utf-8")
@@ -172,7 +173,7 @@ def test_a_folder_without_a_run_or_without_rows_is_said(tmp_path, capsys):
         watch.main([str(tmp_path)])
     (tmp_path / "metrics.jsonl").write_text("")
     watch.main([str(tmp_path)])
-    assert "0 phases are done" in capsys.readouterr().out
+    assert "0 of ? phases are done" in capsys.readouterr().out
 
 
 def test_a_curve_goes_from_its_lowest_to_its_highest():
