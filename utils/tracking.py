@@ -25,6 +25,12 @@ from tqdm import tqdm
 
 from utils.models.fast_path import forget
 from utils.plotting import plot_history
+from utils.run_folder import EARLY, keep_samples, write_args
+from utils.signals import find_equal_rewards
+
+
+class EarlyStop(Exception):
+    """A run ends before its last phase, as if that were the last: the message says why."""
 
 
 class Run:
@@ -51,6 +57,7 @@ class Run:
         self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"
         self.is_told = False  # that no group had two rewards
+        self.n_logged = len(trainer.history)
         self.state = trainer.get_state()
         forget(trainer.model)  # it may have been edited since
         self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
@@ -62,6 +69,8 @@ class Run:
         self.start = time.perf_counter()
         try:  # last of all: what is stopped from here on is saved
             self.log = RunLog(trainer.folder, trainer.history, args)
+            write_args(trainer)
+            keep_samples(trainer.folder, trainer.phase)
         except BaseException:  # as wandb raises
             self.bar.close()
             self.lock.release()
@@ -74,16 +83,18 @@ class Run:
         row = {name: sum(values) / len(values) for name, values in trainer.metrics.items()}
         row = {"phase": trainer.phase} | row | {"seconds": time.perf_counter() - self.start}
         trainer.history.append(row)
-        self.log.append(row)
+        for new in trainer.history[self.n_logged :]:  # an evaluation before training is one
+            self.log.append(new)
+        self.n_logged = len(trainer.history)
         # A method of one's own may record less.
         shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
         is_due = args.samples_every and (trainer.phase - 1) % args.samples_every == 0
         if is_due and "reward" in shown:
             heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
             self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
-        if row.get("frac_reward_zero_std") == 1 and not self.is_told:
-            self.bar.write(f"phase {trainer.phase}: in every group all rewards are equal, so this "
-                           "update has nothing to learn from them")  # fmt: skip
+        said = find_equal_rewards(trainer.history, args.total_phases)
+        if said and not self.is_told:
+            self.bar.write(said)
             self.is_told = True
         self.bar.set_postfix(shown)
         self.bar.update()
@@ -93,9 +104,12 @@ class Run:
         self.start = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        is_broken = error is not None and not isinstance(error, EarlyStop)
         try:
             self.bar.close()
-            if error is not None:
+            if isinstance(error, EarlyStop):
+                self.bar.write(str(error))
+            if is_broken:
                 self._go_back(error)
             else:
                 save_checkpoint(self.checkpoint, self.state)
@@ -107,7 +121,7 @@ class Run:
                 self.log.close()
             finally:
                 self.lock.release()
-            if error is not None and not self.checkpoint.exists():
+            if is_broken and not self.checkpoint.exists():
                 self._leave_no_folder()
 
     def _go_back(self, error: BaseException) -> None:
@@ -126,7 +140,8 @@ class Run:
 
     def _leave_no_folder(self) -> None:
         """Remove the folder of a run whose first phase failed, unless it holds something else."""
-        self.log.path.unlink(missing_ok=True)
+        for name in EARLY:
+            (self.trainer.folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is not empty
             self.trainer.folder.rmdir()
         self.trainer.folder = None
