@@ -3,13 +3,14 @@
     python -m utils.sample runs/my-run --prompt "This movie is" "The plot"
     python -m utils.sample runs/my-run/best.safetensors --temperature 0 --html before_after.html
 
-Without `--prompt` the prompts are some of those that the run trained on. A token of the run's is
-coloured by the KL there, in nats: how far the policy's distribution over the next token is from the
-base's. Colours show in a terminal, unless NO_COLOR is set.
+Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on. A
+token of the run's is coloured by the KL there, in nats: how far the policy's distribution over the
+next token is from the base's. Colours show in a terminal, unless NO_COLOR is set.
 """
 
 import argparse
 import ast
+import json
 import os
 import shutil
 import sys
@@ -89,10 +90,14 @@ def _read_adapter(path: Path) -> tuple[dict[str, Tensor], float]:
     return trained, float(metadata["scaling"])
 
 
-def choose_prompts(args: dict[str, Any], n: int) -> list[Prompt]:
-    """Return `n` of a run's prompts at most, evenly spread over them."""
-    text = str(args.get("prompts"))
+def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
+    """Return `n` prompts at most, spread over those a run was evaluated on, or else trained on."""
+    written, text = folder / "samples.jsonl", str(args.get("prompts"))
     found = [args.get("prefix", "")] if text == "None" else ast.literal_eval(text)
+    if written.is_file():
+        lines = written.read_text(encoding="utf-8").split("\n")[:-1]
+        samples = [json.loads(line) for line in lines]
+        found = [x["prompt"] for x in samples if x["split"] == "eval"] or found
     distinct = [x for i, x in enumerate(found) if x not in found[:i]]
     return distinct[:: max(len(distinct) // n, 1)][:n]
 
@@ -242,7 +247,8 @@ def main(arguments: list[str] | None = None) -> None:
     tolerate_encoding()
     try:
         policy, args = load_policy(given.run, given.base, given.device)
-        prompts = choose_prompts(args, max(given.n, 1))
+        folder = given.run.parent if given.run.is_file() else given.run
+        prompts = choose_prompts(folder, args, max(given.n, 1))
         if given.prompt is not None:
             texts = [text.replace("\\n", "\n") for text in given.prompt]
             is_chat = isinstance(prompts[0], list)

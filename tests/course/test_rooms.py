@@ -27,6 +27,7 @@ SPECIAL = {
     "utils.course.demo": "demo",
     "utils.course.real_model": "demo",
     "utils.sample": "train",
+    "utils.scale.to_trl": "train",
 }
 
 

@@ -12,7 +12,7 @@ from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils import sample, watch
 from utils.models.loading import load_base_model
-from utils.tracking import claim
+from utils.tracking import claim, load_checkpoint
 
 SMALL = {
     "batch_size": 8, "num_minibatches": 1, "batches_per_learning_phase": 1, "total_phases": 2,
@@ -84,8 +84,17 @@ def test_a_folder_and_its_adapter_file_are_the_same_policy(run, tmp_path):
 def test_a_ppo_run_is_sampled_without_its_value_head(tmp_path):
     RLHFTrainer(RLHFArgs(runs_dir=tmp_path, name="ppo", **SMALL)).train()
     policy, args = sample.load_policy(tmp_path / "ppo")
-    assert sample.choose_prompts(args, 8) == ["This movie is"]
+    assert sample.choose_prompts(tmp_path / "ppo", args, 8) == ["This movie is"]
     assert len(policy.adapters) == 16
+
+
+def test_held_out_prompts_come_first(run):
+    args = load_checkpoint(run / "checkpoint.pt")["args"]
+    assert sample.choose_prompts(run, args, 8) == PROMPTS
+    rows = [{"prompt": f"p{i % 4}", "split": "eval" if i > 3 else "train"} for i in range(12)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sample.choose_prompts(run, args, 2) == ["p0", "p2"]
+    (run / "samples.jsonl").unlink()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ def test_a_run_that_has_ended_is_shown_once(run, capsys):
     watch.main([str(run)])
     said = capsys.readouterr().out
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert "2 of ? phases are done; it has ended" in said
+    assert "2 of 2 phases are done; it has ended" in said
     assert f"{rows[-1]['reward']:.3f}" in said
     assert f"{rows[0]['entropy']:.3f} to {rows[-1]['entropy']:.3f}" in said
 
