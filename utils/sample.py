@@ -3,9 +3,9 @@
     python -m utils.sample runs/my-run --prompt "This movie is" "The plot"
     python -m utils.sample runs/my-run/best.safetensors --temperature 0 --html before_after.html
 
-Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on. A
-token of the run's is coloured by the KL there, in nats: how far the policy's distribution over the
-next token is from the base's. Colours show in a terminal, unless NO_COLOR is set.
+Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on.
+A token of the run's is coloured by the KL there, in nats: how far the policy's distribution over
+the next token is from the base's. Colours show in a terminal, unless NO_COLOR is set.
 """
 
 import argparse

@@ -66,17 +66,17 @@ def make_config(noted: dict[str, Any], out: Path) -> dict[str, Any]:
     name = str(args.base_model)
     model = find_fetched(name) if name in MODELS else IN_THIS_REPO.get(name, name)
     is_gpt2 = AutoConfig.from_pretrained(model).model_type == "gpt2"
-    modules = [NAMES[site][0 if is_gpt2 else 1] for site in args.lora_sites]
-    rewards = noted.get("reward") or noted.get("reward_fn")
-    rewards = [rewards] if isinstance(rewards, str) else rewards
-    require(rewards, "reward should name the functions, but the run has the default, chapter 2's")
+    modules = {str(NAMES[site][0 if is_gpt2 else 1]) for site in args.lora_sites}
+    rewards = noted.get("reward") or [
+        noted.get("reward_fn", "solutions.ch2_ppo:reward_fn_sentiment")
+    ]
     return {
         "model_name_or_path": str(model),
         "dtype": str(args.dtype).removeprefix("torch."),
         "use_peft": True,
         "lora_r": args.lora_rank,
         "lora_alpha": int(args.lora_alpha),
-        "lora_target_modules": sorted({m if is_gpt2 else m.split(".")[1] for m in modules}),
+        "lora_target_modules": sorted(modules),
         "datasets": [{"path": "json", "data_files": str((out / "prompts.jsonl").resolve())}],
         "reward_funcs": [path.replace(":", ".") for path in rewards],
         "reward_weights": noted.get("reward_weights") or [1.0] * len(rewards),
