@@ -38,8 +38,12 @@ def write_args(trainer: Any) -> None:
     if options is None:
         named = {f.name: name_value(getattr(trainer.args, f.name)) for f in fields(trainer.args)}
         options = {"trainer": name_value(type(trainer))} | named
+    write_options(trainer.folder, options)
+
+
+def write_options(folder: Path, options: dict[str, Any]) -> None:
     text = json.dumps({"version": get_version()} | options, indent=1)
-    (trainer.folder / ARGS).write_text(text + "\n", encoding="utf-8")
+    (folder / ARGS).write_text(text + "\n", encoding="utf-8")
 
 
 def read_args(folder: Path) -> dict[str, Any]:

@@ -104,12 +104,12 @@ class Run:
         self.start = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        is_broken = error is not None and not isinstance(error, EarlyStop)
         try:
             self.bar.close()
             if isinstance(error, EarlyStop):
                 self.bar.write(str(error))
-            if is_broken:
+                error = None
+            if error is not None:
                 self._go_back(error)
             else:
                 save_checkpoint(self.checkpoint, self.state)
@@ -121,7 +121,7 @@ class Run:
                 self.log.close()
             finally:
                 self.lock.release()
-            if is_broken and not self.checkpoint.exists():
+            if error is not None and not self.checkpoint.exists():
                 self._leave_no_folder()
 
     def _go_back(self, error: BaseException) -> None:

@@ -11,12 +11,17 @@ from safetensors.torch import load_file
 
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
-from utils.models.corpus import addition_rows
+from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
+from utils.models.export import read_run
+from utils.models.loading import load_base_model
+from utils.models.turns import Stops
 from utils.run_folder import append_samples, keep_samples, read_args
 from utils.signals import find_equal_rewards, find_mostly_cut_off
-from utils.train.__main__ import train
+from utils.train.__main__ import make_trainer, train
 from utils.train.data import WeightedRewards
+from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import GrpoCommand, PpoCommand, make_args
+from utils.train.parsing import parse
 from utils.train.watched import count_overlap
 
 ROWS = addition_rows()
@@ -24,7 +29,7 @@ SMALL = (
     "--gen-len 16 --batch-size 16 --num-minibatches 1 --batches-per-learning-phase 1 "
     "--device cpu --samples-every 0 --warmup-steps 0 --total-phases 4"
 ).split()
-HELD = [{"prompt": "Q: 12+34\n", "answers": "46"}, {"prompt": "Q: 21+35\n", "answers": "56"}]
+HELD = [{"prompt": addition_prompt(a, b), "answers": str(a + b)} for a, b in held_out_pairs()[:2]]
 COMMANDS = {"grpo": GrpoCommand, "ppo": PpoCommand}
 
 
@@ -158,7 +163,7 @@ def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, capsys):
     path = tmp_path / "held.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in known))
     shared = count_overlap(known, [row["prompt"] for row in ROWS])
-    assert shared >= 1
+    assert shared == 1
     train_ppo_or_grpo("grpo", tmp_path, "--eval-data", str(path), "--total-phases", "1")
     assert f"eval_data: {shared} of its 2 prompts are among those of" in capsys.readouterr().err
     path.write_text('{"prompt": "x"}\n')
@@ -248,17 +253,19 @@ def test_a_run_keeps_its_arguments(tmp_path):
         read_args(tmp_path)
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_each_option_has_a_sentence_of_help(kind, capsys):
+@pytest.mark.parametrize("command", [PpoCommand, GrpoCommand, DpoCommand])
+def test_each_option_has_a_sentence_of_help(command, capsys):
     with pytest.raises(SystemExit):
-        tyro.cli(COMMANDS[kind], args=["--help"])
+        tyro.cli(command, args=["--help"])
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    types = get_type_hints(COMMANDS[kind], include_extras=True)
-    for name in COMMANDS[kind].__dataclass_fields__:
+    types = get_type_hints(command, include_extras=True)
+    for name in command.__dataclass_fields__:
         (help_,) = [x.help for x in types[name].__metadata__ if hasattr(x, "help")]
         assert re.fullmatch(r"[^.].{20,}[^.]\.", help_), name
         option = f"--{name.replace('_', '-')}"
-        assert re.search(rf" {option}[ ,].{{0,60}} {re.escape(help_)} \(default: ", said), name
+        assert re.search(
+            rf" {option}[ ,].{{0,60}} {re.escape(help_)} \((default: |required)", said
+        ), name
 
 
 def test_grpo_shows_what_it_reads():
@@ -279,3 +286,196 @@ def test_grpo_shows_what_it_reads():
     trainer.learning_phase(trainer.rollout_phase())
     assert {"clip_coef", "group_size"} <= read
     assert not unread & read
+
+
+def run(folder, *words):
+    """Train as `main` does with these words, and return the history and the folder."""
+    return train(parse([str(word) for word in words])), folder / "run"
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("gen-len: 7\nbase_lr: 1e-3\nprepend_bos: false\nreward: [a:f, b:g]\n"
+                    "name: null\nlora_sites:\n  - attn.q\n")  # fmt: skip
+    found = parse(["grpo", "--config", str(path), "--gen-len", "9"])
+    assert (found.gen_len, found.base_lr, found.prepend_bos) == (9, 1e-3, False)
+    assert (found.reward, found.lora_sites, found.name) == (["a:f", "b:g"], ("attn.q",), None)
+    other = tmp_path / "run.json"
+    other.write_text('{"trainer": "solutions.ch5_rlvr:RlvrTrainer", "loss_mode": "token"}')
+    assert parse(["grpo", "--config", str(other)]).loss_mode == "token"
+    for text, said in (
+        ("gen_length: 7", "'gen_length' is none: did you mean gen_len?"),
+        ("vf_coef: 1", "'vf_coef' is none: did you mean ent_coef?|'vf_coef' is none: did"),
+        ("[1]", "should hold options by name"),
+        ("a: [", "should be YAML or JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            parse(["grpo", "--config", str(path)])
+    with pytest.raises(ValueError, match="config should be a file"):
+        parse(["grpo", "--config", str(tmp_path / "none.yaml")])
+    for words in (["--gen-len", "x"], ["--weights-dtype", "float16"]):
+        with pytest.raises(SystemExit):
+            parse(["grpo", *words])
+    assert "float16" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_by_its_folder_alone(held, tmp_path):
+    options = ["--eval-data", held, "--runs-dir", str(tmp_path), "--name", "run"]
+    options += ["--prefix=Q: 12+3", "--reward", "tests.course.test_train_command:short"]
+    words = ["grpo", *SMALL, "--group-size", "4", *options]
+    half, folder = run(tmp_path, *words, "--total-phases", "2")
+    with pytest.raises(ValueError, match="total_phases should be 2 as in the checkpoint, but is 1"):
+        run(tmp_path, "--resume", folder, "--total-phases", "1")
+    for path in (folder, folder / "checkpoint.pt"):
+        assert run(tmp_path, "--resume", path)[0] == half
+    with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
+        run(tmp_path, "--resume", folder, "--gen-len", "8")
+    assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
+
+
+def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):
+    options = ["--runs-dir", str(tmp_path), "--base-lr", "0.01", "--final-scale", "0"]
+    words = ["ppo", *SMALL, *options]
+    half, folder = run(tmp_path, *words, "--total-phases", "2", "--name", "run")
+    whole, _ = run(tmp_path, *words, "--total-phases", "4", "--name", "other")
+    capsys.readouterr()
+    more, _ = run(tmp_path, "--resume", folder, "--total-phases", "4")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run goes on to phase 4 in place of 2." in said
+    assert "a run of 4 phases from here on: 0.005, and it was 0" in said
+    assert more[:2] == half
+    assert [row["lr"] for row in more[2:]] == [row["lr"] for row in whole[2:]] == [0.005, 0.0025]
+    assert read_args(folder)["total_phases"] == 4
+
+
+def test_a_run_begins_with_the_adapters_of_another(tmp_path):
+    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path)]
+    options += ["--total-phases", "1"]
+    _, folder = run(tmp_path, *options, "--name", "run", "--lora-rank", "2", "--base-lr", "0.1")
+    command = parse([*options, "--name", "second", "--adapter", str(folder)])
+    assert command.lora_rank == 2
+    trainer = make_trainer(command, make_args(command))
+    kept = load_file(folder / "adapter.safetensors")
+    found = trainer.model.trainable_state()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    history = train(command)
+    assert history[0]["kl_k3"] > 1e-3  # from the base
+    path = folder / "adapter.safetensors"
+    assert parse([*options, "--adapter", str(path)]).lora_rank == 2
+
+
+class NotATrainer:
+    pass
+
+
+def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
+    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path), "--name", "run"]
+    options += ["--reward", "tests.course.test_train_command:graded", "--eval-data", held]
+    options += ["--data", "utils.models.corpus:addition_rows", "--total-phases", "1"]
+    own = [
+        ("solutions.ch5_rlvr:RlvrTrainer", ["--loss-mode", "token", "--dynamic-sampling"],
+         "informative_frac"),
+        ("solutions.ch9_async:StaleTrainer", ["--staleness", "1"], "age"),
+        ("solutions.ch10_tools:ToolTrainer",
+         ["--environment", "solutions.ch10_tools:run_calculator", "--eval-samples", "4"], "calls"),
+    ]  # fmt: skip
+    for i, (path, words, metric) in enumerate(own):
+        folder = tmp_path / str(i)
+        given = [*options, "--runs-dir", folder, "--trainer", path, *words]
+        history, left = run(folder, *given)
+        assert metric in history[1]
+        assert history[0]["eval_reward"] > 0
+        assert read_args(left)["trainer"] == path
+        assert run(folder, "--resume", left)[0] == history
+    for n in ("1", "2"):
+        given[-1] = n
+        with pytest.raises(ValueError, match="eval_samples should be a multiple of group_size"):
+            run(tmp_path, *given, "--name", "uneven")
+    with pytest.raises(ValueError, match="should derive from DataParallel for microbatch_size"):
+        run(tmp_path, *options, "--trainer", own[0][0], "--microbatch-size", "4")
+    for path in ("tests.course.test_train_command:NotATrainer", "solutions.ch2_ppo:RLHFTrainer"):
+        with pytest.raises(ValueError, match="should be a class derived from GrpoTrainer for grpo"):
+            parse([*options, "--trainer", path])
+
+
+# --- Stops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_completions_end_at_a_stop_and_are_drawn_as_without(kind, tmp_path):
+    words = [kind, *SMALL, "--runs-dir", str(tmp_path), "--prefix", "Q: 47+38\n"]
+    words += ["--group-size", "4"] if kind == "grpo" else []
+    stops = ["tens", "A: 8"]
+    sampled = []
+    for given in ([], ["--stop", *stops]):
+        command = parse([*words, *given])
+        trainer = make_trainer(command, make_args(command))
+        sampled.append(trainer.sample(["Q: 47+38\n"] * 64, {}))
+    plain, stopped = sampled
+    prompt_len, ids = plain.prompt_len, plain.input_ids
+    n_stopped = 0
+    for i, (text, whole) in enumerate(zip(stopped.texts, plain.texts, strict=True)):
+        places = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+        n = int(stopped.completion_mask[i].sum())
+        drawn = stopped.input_ids[i, prompt_len : prompt_len + n]
+        assert torch.equal(drawn, ids[i, prompt_len : prompt_len + n])
+        if places:
+            n_stopped += 1
+            assert any(stop in text for stop in stops)
+            shorter = trainer.model.tokenizer.decode(drawn[:-1])
+            assert not any(stop in shorter for stop in stops)  # the last token completes it
+        else:
+            assert text == whole
+    assert 10 < n_stopped < 64
+    assert not trainer.find_cut_off(stopped)[
+        [any(s in t for s in stops) for t in stopped.texts]
+    ].any()
+    history = train(parse([*words, "--stop", *stops, "--name", "run"]))
+    assert all(row["grad_norm"] < 1e3 for row in history)  # nothing is nan behind the stop
+    assert read_args(tmp_path / "run")["stop"] == stops
+
+
+def test_what_a_shell_leaves_of_a_new_line_is_one():
+    assert parse(["grpo", "--stop", "\\n\\n", "---"]).stop == ["\n\n", "---"]
+    stops = Stops(["\n\n", "é"])
+    tokenizer = load_base_model("embedded", device="cpu").tokenizer
+    may_end = stops.find_turn_ends(tokenizer, 512)
+    assert may_end[tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+    assert may_end[tokenizer("é", add_special_tokens=False)["input_ids"][-1]]
+    assert 0 < may_end.sum() < 200
+    with pytest.raises(ValueError, match="stop should be texts that are not empty"):
+        Stops([""])
+    command = parse(["grpo", "--stop", "a", "--environment", "solutions.ch10_tools:run_calculator"])
+    with pytest.raises(ValueError, match="environment should be None beside stop"):
+        make_trainer(command, make_args(command))
+
+
+# --- Preferences ----------------------------------------------------------------------------------
+
+
+def test_preferences_train_by_dpo(tmp_path):
+    rows = [{"prompt": f"Q: {a}+11\n", "chosen": f"A: {a + 11}", "rejected": "I like it."}
+            for a in range(20, 36)]  # fmt: skip
+    for name, chosen in (("train", rows[:12]), ("held", rows[12:])):
+        lines = "".join(json.dumps(row) + "\n" for row in chosen)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    words = ["dpo", "--data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "held.jsonl"]
+    words += ["--runs-dir", tmp_path, "--name", "run", "--batch-size", "4", "--epochs", "2"]
+    words = [*map(str, words), "--device", "cpu"]
+    history = train_on_preferences(parse(words))
+    folder = tmp_path / "run"
+    assert [row["phase"] for row in history] == list(range(7))
+    assert history == read_lines(folder / "metrics.jsonl")
+    assert history[0]["eval_accuracy"] == 0.5  # the policy is the reference
+    assert history[-1]["eval_accuracy"] == 1
+    assert history[-1]["margin"] > history[1]["margin"] == 0
+    assert read_args(folder)["command"] == "dpo"
+    _, _, args = read_run(folder)
+    assert args["lora_rank"] == 4
+    with pytest.raises(ValueError, match="name should be new"):
+        train_on_preferences(parse(words))
+    command = parse(["grpo", *SMALL, "--adapter", str(folder)])
+    found = make_trainer(command, make_args(command)).model.trainable_state()
+    kept = load_file(folder / "adapter.safetensors")
+    assert all(torch.equal(found[name], kept[name]) for name in kept)

@@ -17,27 +17,22 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
-from tyro.conf import subcommand
 
-from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
-from solutions.ch7_scale import DataParallelGrpoTrainer, DataParallelRLHFTrainer
+from solutions.ch2_ppo import RLHFArgs
+from solutions.ch7_scale import DataParallel
 from utils.course.session import choose_threads
 from utils.run_folder import name_value
-from utils.train.options import GrpoCommand, PpoCommand, make_args
+from utils.train.dpo import DpoCommand, train_on_preferences
+from utils.train.options import find_adapter, find_run, make_args
+from utils.train.parsing import load_trainer, parse
 from utils.train.watched import Evaluation, Watched, count_overlap, get_rank
+from utils.validation import require
 
 TIMEOUT = timedelta(minutes=10)  # until a rank that waits for another gives up
-
-
-TRAINERS: dict[type, type[RLHFTrainer]] = {
-    PpoCommand: DataParallelRLHFTrainer,
-    GrpoCommand: DataParallelGrpoTrainer,
-}
 
 
 @contextmanager
@@ -62,15 +57,29 @@ def joined(name: str | None):
 
 def make_trainer(command: Any, args: RLHFArgs) -> Watched:
     """Make the trainer that the options ask for, and say what is to be known of its data."""
-    trainer_class = TRAINERS[type(command)]
-    watched = type(trainer_class.__name__, (Watched, trainer_class), {})
+    found = load_trainer(name_command(command), command.trainer)
     limits = {"microbatch_size": command.microbatch_size, "checkpointing": command.checkpointing}
+    if not issubclass(found, DataParallel):
+        asked = [name for name, value in limits.items() if value]
+        asked += ["torchrun"] if get_rank()[1] > 1 else []
+        require(
+            not asked,
+            f"trainer should derive from DataParallel for {' and '.join(asked)}, but "
+            f"{found.__name__} does not",
+        )
+        limits = {}
+    watched: Any = type(found.__name__, (Watched, found), {})
     trainer = watched(args, **limits)
+    if command.adapter is not None and command.resume is None:
+        trainer.model.load_adapter(find_adapter(command.adapter))
     trainer.options = name_options(command)
+    if command.stop:
+        trainer.stop_at(command.stop)
     if command.eval_data is not None:
         rows = command.read_evaluation_rows(args.columns)
-        limits = (command.eval_every, command.eval_samples, command.patience)
-        trainer.evaluation = Evaluation(rows, *limits)
+        trainer.evaluation = Evaluation(
+            rows, command.eval_every, command.eval_samples, command.patience
+        )
         shared = count_overlap(rows, args.get_prompts())
         if shared and get_rank()[0] == 0:
             say(
@@ -82,9 +91,15 @@ def make_trainer(command: Any, args: RLHFArgs) -> Watched:
 
 def name_options(command: Any) -> dict[str, Any]:
     """Return the options as a run keeps them."""
-    name = type(command).__name__.removesuffix("Command").lower()
     found = {f.name: name_value(getattr(command, f.name)) for f in fields(command)}
-    return {"command": name} | {k: v for k, v in found.items() if k != "resume"}
+    left_out = ("resume", "config")
+    return {"command": name_command(command)} | {
+        name: value for name, value in found.items() if name not in left_out
+    }
+
+
+def name_command(command: Any) -> str:
+    return type(command).__name__.removesuffix("Command").lower()
 
 
 def train(command: Any) -> list[dict[str, float]]:
@@ -93,7 +108,7 @@ def train(command: Any) -> list[dict[str, float]]:
     with joined(args.device) as rank:
         trainer: Any = make_trainer(command, args)
         if command.resume is not None:
-            trainer.load_checkpoint(command.resume / "checkpoint.pt")
+            trainer.load_checkpoint(find_run(command.resume) / "checkpoint.pt")
         try:
             history = trainer.train()
         except BaseException as error:
@@ -142,13 +157,11 @@ def stop(signum: int, frame: Any) -> None:
 
 
 def main() -> None:
-    ppo: Any = Annotated[PpoCommand, subcommand("ppo")]
-    grpo: Any = Annotated[GrpoCommand, subcommand("grpo")]
     signal.signal(signal.SIGTERM, stop)
     try:
-        args: Any = tyro.cli(ppo | grpo, prog="python -m utils.train", description=__doc__)
+        command = parse(sys.argv[1:])
         choose_threads()
-        train(args)
+        train_on_preferences(command) if isinstance(command, DpoCommand) else train(command)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt as error:  # said already, with how to go on

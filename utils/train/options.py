@@ -1,8 +1,4 @@
-"""The command's options: those of a trainer's arguments, each with its help, and some of its own.
-
-Options come from the command line, else from the file after --config, else from the run after
---resume.
-"""
+"""The command's options: those of a trainer's arguments, each with its help, and its own."""
 
 import inspect
 import re
@@ -95,6 +91,17 @@ Data = Annotated[
     str | None,
     say("Prompts, and columns for the reward: a .jsonl or .txt file, or module:function."),
 ]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    say("Of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
+]
+Adapter = Annotated[
+    Path | None,
+    say("Begin with the adapters of this run or file; the KL stays that from the base."),
+]
+Config = Annotated[
+    Path | None, say("A YAML or JSON file of options by name; the command line wins.")
+]
 
 
 @dataclass(kw_only=True)
@@ -119,17 +126,31 @@ class Options:
     patience: Annotated[
         int | None, say("Stop after so many evaluations without improvement; None never does.")
     ] = None
-    weights_dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        say("Of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
-    ] = None
+    stop: Annotated[
+        list[str],
+        say("Texts that end a completion and are learnt with it; \\n is a new line."),
+    ] = field(default_factory=list)
+    weights_dtype: Dtype = None
     microbatch_size: Annotated[
         int | None, say("Completions to learn from at a time, to save memory; None is all.")
     ] = None
     checkpointing: Annotated[
         bool, say("Compute each block twice to keep less of it in memory.")
     ] = False
-    resume: Annotated[Path | None, say("Go on with the run of this folder.")] = None
+    trainer: Annotated[
+        str | None,
+        say("module:class, such as solutions.ch5_rlvr:RlvrTrainer; its arguments are options too."),
+    ] = None
+    adapter: Adapter = None
+    config: Config = None
+    resume: Annotated[
+        Path | None,
+        say("Go on with the run of this folder, whose options are the defaults then."),
+    ] = None
+
+    def __post_init__(self):
+        """Read what a shell leaves of a new line or a tab."""
+        self.stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop]
 
     def read_evaluation_rows(self, columns: dict[str, list]) -> list[dict[str, Any]]:
         """Return the held-out rows; raises ValueError if they lack a column of the data."""
@@ -158,7 +179,11 @@ def make_command(name: str, args_class: type[RLHFArgs], doc: str) -> type[Option
     for f in fields(args_class):
         if f.name in hidden:
             continue
-        kind = str | None if "Callable" in str(kinds[f.name]) else kinds[f.name]
+        kind = kinds[f.name]
+        if "Callable" in str(kind):
+            kind = str | None  # module:function
+        elif kind == Literal[True, False]:
+            kind = bool
         default = f.default
         if f.default_factory is not MISSING:
             default = field(default_factory=f.default_factory)
@@ -192,3 +217,14 @@ def make_args(command: Any) -> RLHFArgs:
     if command.weights_dtype is not None:
         values["dtype"] = getattr(torch, command.weights_dtype)
     return command.args_class(**values)
+
+
+def find_run(path: str | Path) -> Path:
+    """Return the folder of a run, which may be given by a file in it."""
+    path = Path(path).expanduser()
+    return path.parent if path.suffix in (".pt", ".safetensors") else path
+
+
+def find_adapter(path: Path) -> Path:
+    """Return the file of the adapters that are given by a run or a file."""
+    return path if path.suffix == ".safetensors" else path / "adapter.safetensors"

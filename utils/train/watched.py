@@ -3,7 +3,9 @@
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,14 +14,15 @@ from jaxtyping import Bool
 from torch import Tensor
 from tqdm import tqdm
 
-from solutions.ch0_sampling import Samples
+from solutions.ch0_sampling import Samples, encode_prompts
 from solutions.ch2_ppo import ReplayMemory, RLHFTrainer
 from utils.models.decoding import get_end_ids
+from utils.models.turns import Stops
 from utils.prompts import Prompt
 from utils.rewards import call_reward_fn
 from utils.run_folder import append_samples
 from utils.signals import find_cut_off, find_mostly_cut_off
-from utils.tracking import EarlyStop
+from utils.tracking import EarlyStop, check_same_args, load_checkpoint
 from utils.train.data import WeightedRewards
 from utils.validation import Count, check_fields, require
 
@@ -40,7 +43,7 @@ class Evaluation:
         check_fields(self)
 
 
-def count_overlap(rows: list[dict[str, Any]], prompts: list[Prompt]) -> int:
+def count_overlap(rows: list[dict[str, Any]], prompts: Sequence[Prompt]) -> int:
     """Return how many rows have a prompt that is among `prompts`."""
     known = {json.dumps(prompt) for prompt in prompts}
     return sum(json.dumps(row["prompt"]) in known for row in rows)
@@ -60,6 +63,7 @@ class Watched(RLHFTrainer):
 
     options: dict[str, Any] | None = None
     evaluation: Evaluation | None = None
+    stops: Stops | None = None
     is_told = False  # that most completions are cut off
 
     def train(self) -> list[dict[str, float]]:
@@ -92,7 +96,48 @@ class Watched(RLHFTrainer):
                 self.metrics[name].append(value)
         self._say_what_is_cut_off()
 
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Go on from a checkpoint, for more phases than its run had if the arguments say so.
+
+        Then the learning rates follow the schedule of all the phases from here on.
+        """
+        state = load_checkpoint(Path(path))
+        was, now = state["args"].get("total_phases", 0), self.args.total_phases
+        check_same_args(self.args, state["args"] | {"total_phases": max(was, now)})
+        self.set_state(state)
+        self.folder = Path(path).parent
+        if now > was:
+            before = self.scheduler.get_last_lr()[0]
+            self.scheduler.last_epoch -= 1  # the step after the last phase, taken again
+            self.scheduler.step()
+            if get_rank()[0] == 0:
+                tqdm.write(
+                    f"{self.folder.name} goes on to phase {now} in place of {was}. The learning "
+                    f"rate is that of a run of {now} phases from here on: "
+                    f"{self.scheduler.get_last_lr()[0]:.3g}, and it was {before:.3g}"
+                )
+
     # Samples
+
+    def stop_at(self, stops: list[str]) -> None:
+        """End completions at these strings; their tokens are kept and learnt, as an eos is.
+
+        Raises ValueError where something else decides what has ended.
+        """
+        for name, default in (("environment", None), ("truncation", "keep")):
+            value = getattr(self.args, name, default)
+            require(value == default, f"{name} should be {default} beside stop, but is {value!r}")
+        self.stops = Stops(stops)
+
+    def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
+        """Sample as the trainer does, or up to the first stop."""
+        if self.stops is None:
+            return super().sample(prompts, columns)
+        args = self.args
+        ids, mask = encode_prompts(self.model, prompts, args.gen_len, args.prepend_bos)
+        limits = (args.gen_len, args.temperature, args.top_k, args.top_p, self.generator)
+        drawn = self.stops.sample(self.model, ids, mask, {}, *limits)
+        return Samples(**drawn.put_behind(ids, mask))
 
     def _record_samples(self, prompts: list[Prompt], samples: Samples, scores: Tensor) -> None:
         super()._record_samples(prompts, samples, scores)
@@ -106,7 +151,11 @@ class Watched(RLHFTrainer):
 
     def find_cut_off(self, samples: Samples) -> Bool[Tensor, "batch"]:
         """Mark the completions that had not ended when they had `gen_len` tokens."""
-        return find_cut_off(samples, get_end_ids(self.model), self.args.gen_len)
+        cut_off = find_cut_off(samples, get_end_ids(self.model), self.args.gen_len)
+        if self.stops is not None:
+            has_ended = [self.stops.is_end(text) for text in samples.texts]
+            cut_off &= ~torch.tensor(has_ended, device=cut_off.device)
+        return cut_off
 
     def get_parts(self) -> dict[str, Tensor]:
         """Return what each of several rewards gave in the last call, by its name."""
@@ -165,10 +214,12 @@ class Watched(RLHFTrainer):
             columns = {name: [row[name] for row in batch] for name in batch[0]}
             prompts = columns.pop("prompt")
             samples = self.sample(prompts, columns)
+            args = self.args
+            ids, _ = encode_prompts(self.model, prompts, args.gen_len, args.prepend_bos)
             require(
-                len(samples.texts) == len(prompts),
-                f"eval_samples should be {len(samples.texts) // len(share)}, as this trainer "
-                f"samples whole groups, but is {n}",
+                torch.equal(ids, samples.input_ids[:, : samples.prompt_len]),
+                "eval_samples should be a multiple of group_size for a trainer that samples whole "
+                f"groups, as this one does, but is {n}",
             )
             known = {"prompts": prompts} | columns
             scores = call_reward_fn(self.args.reward_fn, samples.texts, known)
@@ -187,7 +238,8 @@ class Watched(RLHFTrainer):
         if patience is not None and len(since) >= patience:
             raise EarlyStop(
                 f"Stopped after phase {self.phase}: the last {len(since)} evaluations were no "
-                f"better than that after phase {at:.0f}, whose reward was {best:.3f}"
+                f"better than that after phase {at:.0f}, whose reward was {best:.3f}. To go on: a "
+                f"larger --patience, or None"
             )
 
     def _say_what_is_cut_off(self) -> None:
