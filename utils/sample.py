@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,12 +25,14 @@ from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 from torch import Tensor
 
-from solutions.ch0_sampling import Samples, sample_completions
+from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from utils.models.forward import get_scorer
 from utils.models.loading import load_base_model
+from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
+from utils.run_folder import ARGS, read_args
 from utils.tracking import load_checkpoint, tolerate_encoding
 from utils.validation import require
 
@@ -91,13 +94,17 @@ def _read_adapter(path: Path) -> tuple[dict[str, Tensor], float]:
 
 
 def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
-    """Return `n` prompts at most, spread over those a run was evaluated on, or else trained on."""
+    """Return `n` prompts at most, spread over those a run was evaluated on, or else trained on.
+
+    Raises ValueError where neither is known.
+    """
     written, text = folder / "samples.jsonl", str(args.get("prompts"))
-    found = [args.get("prefix", "")] if text == "None" else ast.literal_eval(text)
+    found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
     if written.is_file():
         lines = written.read_text(encoding="utf-8").split("\n")[:-1]
         samples = [json.loads(line) for line in lines]
         found = [x["prompt"] for x in samples if x["split"] == "eval"] or found
+    require(found[0] is not None, f"prompt should be given, as {folder} doesn't say which it had")
     distinct = [x for i, x in enumerate(found) if x not in found[:i]]
     return distinct[:: max(len(distinct) // n, 1)][:n]
 
@@ -125,19 +132,23 @@ def compare(
     gen_len: int,
     temperature: float = 1.0,
     seed: int = 0,
-    **settings: Any,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    prepend_bos: bool = True,
+    stops: Sequence[str] = (),
 ) -> Comparison:
-    """Sample the base and the policy, and measure the KL, at temperature 1 where that is 0.
-
-    settings: others of `sample_completions`, as top_k, top_p and prepend_bos.
-    """
+    """Sample the base and the policy, up to the first of `stops` if there are any, and measure the
+    KL, at temperature 1 where that is 0."""
     device = next(policy.parameters()).device
 
     def sample() -> Samples:
         generator = torch.Generator(device).manual_seed(seed)
-        return sample_completions(
-            policy, prompts, gen_len, temperature, generator=generator, **settings
-        )
+        limits = (gen_len, temperature, top_k, top_p, generator)
+        if not stops:
+            return sample_completions(policy, prompts, *limits, prepend_bos)
+        ids, mask = encode_prompts(policy, prompts, gen_len, prepend_bos)
+        drawn = Stops(stops).sample(policy, ids, mask, {}, *limits)
+        return Samples(**drawn.put_behind(ids, mask))
 
     with policy.reference():
         before = sample()
@@ -248,17 +259,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         policy, args = load_policy(given.run, given.base, given.device)
         folder = given.run.parent if given.run.is_file() else given.run
-        prompts = choose_prompts(folder, args, max(given.n, 1))
-        if given.prompt is not None:
+        if given.prompt is None:
+            prompts = choose_prompts(folder, args, max(given.n, 1))
+        else:
             texts = [text.replace("\\n", "\n") for text in given.prompt]
-            is_chat = isinstance(prompts[0], list)
+            is_chat = str(args.get("prompts")).startswith("[[")
             prompts = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
         temperature = (
             args.get("temperature", 1.0) if given.temperature is None else given.temperature
         )
         settings = {name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args}
         gen_len = given.gen_len or args.get("gen_len", 40)
-        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings)
+        stops = read_args(folder).get("stop") or [] if (folder / ARGS).is_file() else []
+        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings, stops=stops)
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)
     except (OSError, ValueError) as error:

@@ -88,6 +88,15 @@ def test_a_ppo_run_is_sampled_without_its_value_head(tmp_path):
     assert len(policy.adapters) == 16
 
 
+def test_completions_end_where_the_run_ended_them(run):
+    policy, _ = sample.load_policy(run)
+    found = sample.compare(policy, ["This movie is"] * 8, 20, stops=["."])
+    for samples in (found.before, found.after):
+        ends = [text.find(".") for text in samples.texts]
+        assert max(ends) > 0
+        assert all(end in (-1, len(text) - 1) for end, text in zip(ends, samples.texts))  # noqa: B905
+
+
 def test_held_out_prompts_come_first(run):
     args = load_checkpoint(run / "checkpoint.pt")["args"]
     assert sample.choose_prompts(run, args, 8) == PROMPTS
