@@ -1,6 +1,9 @@
 """From a run to TRL's own command: the configuration, the prompts, and a step on them."""
 
+import dataclasses
+import inspect
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from utils.scale import to_trl
 from utils.scale.trl import make_qwen
 from utils.train.data import load_function
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 PROMPTS = ["Q: 12+34\n", "Q: 50+11\n"]
 SMALL = ONE_STEP | {"batch_size": 8, "total_phases": 1, "gen_len": 6}
 
@@ -92,3 +96,28 @@ def test_what_trl_has_not_is_said(tmp_path):
     with pytest.raises(SystemExit, match=r"should be the folder of a run, but has no args\.json"):
         to_trl.main([str(tmp_path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def read_table():
+    """Of the page's table: the names of each row, here and in TRL."""
+    page = (ROOT / "solutions" / "moving_on.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    return [[re.findall(r"`(\w+)`", cell) for cell in row[:2]] for row in rows]
+
+
+def test_the_page_has_every_argument_once():
+    ours = [name for here, _ in read_table() for name in here if name not in ("grpo", "ppo")]
+    assert sorted(ours) == sorted(field.name for field in dataclasses.fields(RlvrArgs))
+
+
+def test_the_page_names_what_trl_has():
+    from trl import GRPOConfig, GRPOTrainer, ModelConfig
+    from trl.scripts.grpo import GRPOScriptArguments
+    from trl.scripts.utils import DatasetMixtureConfig
+
+    kinds = (GRPOConfig, ModelConfig, GRPOScriptArguments, DatasetMixtureConfig)
+    known = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+    known |= {*inspect.signature(GRPOTrainer.__init__).parameters}
+    named = {name for _, theirs in read_table() for name in theirs}
+    assert named - known == {"WANDB_PROJECT", "WANDB_ENTITY"}
+    assert to_trl_config(RlvrArgs()).keys() <= named
