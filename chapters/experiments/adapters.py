@@ -25,6 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from chapters.openings import ch1_lora
 from solutions.ch1_lora import TransformerWithLora
 from utils.course.demo import make_grpo_trainer
 from utils.course.evaluation import evaluate_additions
@@ -51,7 +52,15 @@ def train_grpo(folder: Path) -> Iterator[tuple[int, Any]]:
     yield from train_phases(make_grpo_trainer(folder, 0, **options), PHASES)
 
 
-FAMILIES = {"ch3_grpo": train_grpo}
+def train_sft(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Chapter 1's opening: SFT on friendly reviews."""
+    torch.manual_seed(0)
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
+    ch1_lora.train(model)
+    yield "friendly", model
+
+
+FAMILIES = {"ch1_sft": train_sft, "ch3_grpo": train_grpo}
 
 
 def save_half(model: Any, path: Path) -> None:

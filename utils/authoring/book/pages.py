@@ -22,7 +22,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NAMED = re.compile(r"^\[?This chapter as a page.*$\n*", re.MULTILINE)
-WIDGET = re.compile(r"^<!-- play: ([\w-]+) -->$", re.MULTILINE)
+WIDGET = re.compile(r"^<!-- play: ([\w-]+): (.+) -->$", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
 NOTEBOOKS = "notebooks"  # the folder of their copies in the site
@@ -102,10 +102,11 @@ def make_chapter(
 
 
 def put_widgets(text: str) -> str:
-    """Return Markdown with an element for each line `<!-- play: NAME -->`, which a notebook does
-    not show. On a page it becomes the widget of that name in `static/play/widgets.js`."""
-    there = "With JavaScript, the model runs here."
-    return WIDGET.sub(rf'<div class="play" data-play="\1">\n\n{there}\n\n</div>', text)
+    """Return Markdown with an element for each line `<!-- play: NAME: QUESTION -->`, which a
+    notebook does not show. On a page it becomes the widget of that name in `static/play/widgets.js`,
+    below the question that it answers."""
+    inside = r'<p class="play-question">\2</p>\n<p>With JavaScript, the model runs here.</p>'
+    return WIDGET.sub(rf'<div class="play" data-play="\1">\n{inside}\n</div>', text)
 
 
 def name_page(text: str, chapter: str, address: str) -> str:

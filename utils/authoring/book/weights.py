@@ -10,25 +10,30 @@ import struct
 from pathlib import Path
 
 from utils.authoring.book.sources import ROOT
+from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 
 MODEL = ROOT / "utils" / "models" / "embedded"
 ADAPTERS = ROOT / "chapters" / "adapters"
 
 
 def write_weights(folder: Path) -> None:
-    """Write the base model with its tokenizer and config, and every adapter, into `folder`."""
+    """Write the base model with its tokenizer, its config and the words that reviews are judged by,
+    and every adapter, into `folder`."""
     base = {
-        "weights": to_half((MODEL / "model.safetensors").read_bytes()),
         "tokenizer": read_json(MODEL / "tokenizer.json"),
         "config": read_json(MODEL / "config.json"),
+        "words": {"positive": POSITIVE_WORDS, "negative": NEGATIVE_WORDS},
     }
-    files = {"base": base} | {
-        path.stem: {"weights": path.read_bytes()} for path in ADAPTERS.glob("*.safetensors")
-    }
-    for name, file in files.items():
-        data = file | {"weights": base64.b64encode(file["weights"]).decode()}
-        script = f"play.receive({json.dumps(name)}, {json.dumps(data)});\n"
-        (folder / f"{name}.js").write_text(script, encoding="utf-8")
+    write_script(folder, "base", to_half((MODEL / "model.safetensors").read_bytes()), base)
+    for path in ADAPTERS.glob("*.safetensors"):
+        write_script(folder, path.stem, path.read_bytes(), {})
+
+
+def write_script(folder: Path, name: str, weights: bytes, more: dict) -> None:
+    """Write a script that hands over these weights, in base64, by this name."""
+    data = {"weights": base64.b64encode(weights).decode()} | more
+    script = f"play.receive({json.dumps(name)}, {json.dumps(data)});\n"
+    (folder / f"{name}.js").write_text(script, encoding="utf-8")
 
 
 def read_json(path: Path) -> dict:

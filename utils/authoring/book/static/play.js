@@ -46,13 +46,14 @@ const play = (() => {
   }
 
   let started = null;
-  /** Start the worker with the base model. Resolves to the text of each token and the end's id. */
+  /** Start the worker with the base model. Resolves to the vocabulary: texts of tokens, and words. */
   function start() {
-    started ??= Promise.all(["gpt", "worker", "base"].map(loadScript)).then(() => {
+    started ??= Promise.all(["gpt", "worker", "base"].map(loadScript)).then(async () => {
       const program = new Blob([`(${work})((${makeEngine})())`], { type: "text/javascript" });
       worker = new Worker(URL.createObjectURL(program));
       worker.onmessage = answer;
-      return post({ job: "loadBase", ...received.base });
+      const texts = await post({ job: "loadBase", ...received.base });
+      return { texts, words: received.base.words };
     });
     return started;
   }
@@ -89,8 +90,9 @@ const play = (() => {
 
   async function show(element) {
     try {
-      const [vocabulary] = await Promise.all([start(), loadScript("widgets")]);
-      element.replaceChildren();
+      const vocabulary = await start();
+      await loadScript("widgets");
+      element.replaceChildren(...element.querySelectorAll(".play-question"));
       await WIDGETS[element.dataset.play](element, vocabulary);
     } catch (error) {
       element.append(`This could not be started: ${error.message}.`);

@@ -48,7 +48,7 @@ function work(engine) {
     loadBase({ weights, tokenizer: description, config }) {
       tokenizer = new engine.Tokenizer(description);
       base = new engine.Gpt(engine.readSafetensors(readBase64(weights)).tensors, config);
-      return { texts: tokenizer.texts, eos: tokenizer.eos };
+      return tokenizer.texts;
     },
 
     loadAdapter({ adapter, weights }) {
