@@ -16,8 +16,10 @@ from transformers.generation.logits_process import (
 
 from chapters.experiments.adapters import ADAPTERS, load_policy
 from solutions.ch0_sampling import encode_prompts
+from solutions.ch3_grpo import group_advantages
 from solutions.ch8_inside import find_direction, only_adapters, steer, truncate_rank
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
+from utils.authoring.book.pages import WIDGET
 from utils.authoring.book.weights import write_weights
 from utils.models.corpus import addition_prompt, held_out_pairs, review_prompts
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.skipif(
 BOOK = Path(__file__).parents[2] / "dist" / "book"
 STATIC = Path(__file__).parents[2] / "utils" / "authoring" / "book" / "static"
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
+SOURCES = Path(__file__).parents[2] / "chapters" / "source"
+WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch8-sites", "ch8-direction"]
 GRPO = "ch3_grpo-25"
 LARGEST = 12e6  # bytes of all that a book's pages may need for it
 PATIENCE_S = 60
@@ -35,13 +39,15 @@ PATIENCE_S = 60
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A page with the first page's widget, beside what the book's build writes."""
+    """A page for each widget, beside what the book's build writes."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(STATIC, folder / "_static")
     write_weights(folder / "_static" / "play")
     head = "<!doctype html><meta charset='utf-8'><link rel='icon' href='data:,'>"
     script = "<script src='_static/play.js'></script>"
-    (folder / "page.html").write_text(f"{head}{script}<div data-play='front'></div>")
+    for name in WIDGETS:
+        html = f"{head}{script}<div data-play='{name}'></div>"
+        (folder / f"{name}.html").write_text(html)
     return folder
 
 
@@ -55,15 +61,15 @@ def browser():
 
 @pytest.fixture(scope="module")
 def page(browser, site):
-    browser.get((site / "page.html").as_uri())
+    browser.get((site / "front.html").as_uri())
     wait_until_done(browser)
     return browser
 
 
 def wait_until_done(driver) -> None:
-    """Wait until the widget has shown all of its samples."""
-    done = "const figure = document.querySelector('[data-play=front]:not([aria-busy]) dd');"
-    done += "return Boolean(figure?.textContent.endsWith('of 12'))"
+    """Wait until the page's widget has shown all that it was asked for."""
+    done = "const figure = document.querySelector('[data-play]:not([aria-busy]) dd');"
+    done += "return Boolean(figure?.textContent.match(/ of /))"
     end = time.monotonic() + PATIENCE_S
     while not driver.execute_script(done):
         assert time.monotonic() < end
@@ -208,18 +214,18 @@ def test_draws_follow_the_probabilities_and_the_seed(page):
     assert shares[2] == 0
 
 
-# --- The first page's widget ----------------------------------------------------------------------
+# --- The widgets ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def widget(request, browser, site):
-    """The widget on a page of its own, or on the book's first page if that is built."""
-    address = {"page": site / "page.html", "book": BOOK / "index.html"}[request.param]
-    if not (address.parent / "_static" / "play").exists():
-        pytest.skip("needs `make book`")
-    browser.get(address.as_uri())
-    wait_until_done(browser)
-    yield Widget(browser)
+def show(browser, site):
+    """Open a widget on a page of its own, or on the book's first page."""
+
+    def show(name: str, address: Path | None = None) -> Widget:
+        browser.get((address or site / f"{name}.html").as_uri())
+        return Widget(browser)
+
+    yield show
     assert browser.get_log("browser") == []
     fetched = "return performance.getEntriesByType('resource').map(entry => entry.name)"
     for name in browser.execute_script(fetched):
@@ -231,54 +237,121 @@ class Widget:
 
     def __init__(self, driver):
         self.driver = driver
-        self.root = driver.find_element("css selector", "[data-play=front]")
-        self.slider = self.root.find_element("css selector", "input[type=range]")
-        self.numbers = self.root.find_elements("css selector", "input[type=number]")
+        wait_until_done(driver)
+        self.root = driver.find_element("css selector", "[data-play]")
+
+    def find(self, selector: str) -> list:
+        return self.root.find_elements("css selector", selector)
+
+    def move(self, slider: int, key: str, times: int = 1) -> str:
+        """Press a key on a slider, and return what it then says."""
+        field = self.find("input[type=range]")[slider]
+        field.send_keys(*[key] * times)
+        return field.get_attribute("aria-valuetext")
+
+    def press(self, text: str) -> None:
+        next(button for button in self.find("button") if button.text == text).click()
 
     def set_numbers(self, *numbers: int) -> None:
-        for field, number in zip(self.numbers, numbers, strict=True):
+        for field, number in zip(self.find("input[type=number]"), numbers, strict=True):
             field.send_keys(Keys.CONTROL, "a")
             field.send_keys(str(number))
 
-    def count(self, figure: str) -> int:
+    def read(self, figure: str) -> str:
         wait_until_done(self.driver)
-        text = self.root.find_element("css selector", f"[data-figure={figure}]").text
-        return int(text.split()[0])
+        return self.find(f"[data-figure={figure}]")[0].text
+
+    def count(self, figure: str) -> int:
+        return int(self.read(figure).split()[0])
 
     def count_right(self, pairs: list[tuple[int, int]]) -> int:
+        """Return how many answers to these sums are right, twelve to each."""
         found = 0
         for pair in pairs:
             self.set_numbers(*pair)
             right = self.count("right")
-            marks = self.root.find_elements("css selector", ".play-answers b")
-            assert [mark.text for mark in marks].count("✓") == right
+            assert [mark.text for mark in self.find(".play-answers b")].count("✓") == right
             found += right
         return found
 
 
-@pytest.mark.parametrize("widget", ["page"], indirect=True)
-def test_more_training_more_right_answers(widget):
-    pairs = held_out_pairs()[:6]  # 72 answers
+def test_every_marker_names_a_widget_and_asks_a_question(page):
+    markers = [m for path in SOURCES.glob("*.md") for m in WIDGET.findall(path.read_text())]
+    assert all(question.endswith("?") for _, question in markers)
+    assert {"front", *(name for name, _ in markers)} == {*WIDGETS}
+    assert page.execute_script("return Object.keys(WIDGETS).sort()") == sorted(WIDGETS)
+
+
+def test_more_training_more_right_answers(show):
+    widget, pairs = show("front"), held_out_pairs()[:6]  # 72 answers
     before = widget.count_right(pairs)
     assert widget.count("worked") < 8
-    widget.slider.send_keys(*[Keys.ARROW_RIGHT] * 20)
-    assert widget.slider.get_attribute("aria-valuetext") == "1.00"
+    assert widget.move(0, Keys.ARROW_RIGHT, 20) == "1.00"
     after = widget.count_right(pairs)
     assert widget.count("worked") > 8
     assert before <= 0.6 * 72
     assert after >= 0.8 * 72
-    assert widget.root.find_element("css selector", "[aria-live]").get_attribute("textContent")
+    assert widget.find("[aria-live]")[0].get_attribute("textContent").startswith("right: ")
 
 
-@pytest.mark.parametrize("widget", ["page", "book"], indirect=True)
-def test_numbers_that_the_model_does_not_know(widget):
+@pytest.mark.parametrize("address", [None, BOOK / "index.html"], ids=["page", "book"])
+def test_numbers_that_the_model_does_not_know(show, address):
+    if address and not (BOOK / "_static" / "play").exists():
+        pytest.skip("needs `make book`")
+    widget = show("front", address)
     widget.set_numbers(5, 20)
-    warning = widget.root.find_element("css selector", "[role=alert]")
+    (warning,), numbers = widget.find("[role=alert]"), widget.find("input[type=number]")
     assert "10 to 99" in warning.text
-    assert [n.get_attribute("aria-invalid") for n in widget.numbers] == ["true", "false"]
+    assert [number.get_attribute("aria-invalid") for number in numbers] == ["true", "false"]
     widget.set_numbers(50, 20)
     assert warning.text == ""
     assert widget.count("right") >= 0
+
+
+def test_how_many_tokens_a_setting_keeps(show):
+    widget = show("ch0-sampling")
+    assert widget.read("kept") == "512 of 512"
+    assert widget.move(1, Keys.HOME) == "1"
+    assert widget.move(1, Keys.ARROW_RIGHT, 4) == "5"
+    assert widget.read("kept") == "5 of 512"
+    assert 40 < float(widget.read("mass").rstrip("%")) < 60  # half of it, as chapter 0 says
+    widget.move(0, Keys.HOME)
+    assert widget.read("kept") == "1 of 512"
+
+
+def test_the_strength_of_an_adapter_of_friendly_reviews(show):
+    widget = show("ch1-adapter")
+    assert widget.count("friendly") >= 6
+    assert widget.move(0, Keys.HOME) == "-1.0"
+    assert widget.count("friendly") <= 3  # of 64 samples in PyTorch 15
+
+
+def test_a_group_shows_its_advantages(show):
+    widget = show("ch3-phases")
+    lines = widget.find(".play-answers li")
+    rewards = torch.tensor([float("✓" in line.text) for line in lines])
+    assert 0 < rewards.sum() < 8
+    shown = [line.text.rpartition("A = ")[2].replace("−", "-") for line in lines]
+    expected = group_advantages(rewards, 8)
+    torch.testing.assert_close(torch.tensor([*map(float, shown)]), expected, atol=0.006, rtol=0)
+    assert widget.move(0, Keys.END) == "25 of 25"
+    assert widget.count("worked") >= 7
+
+
+def test_one_adapter_is_enough(show):
+    widget = show("ch8-sites")
+    assert widget.count("worked") >= 10
+    widget.press("All off")
+    assert widget.count("worked") <= 6
+    widget.press("Only block 3’s mlp.out")
+    assert widget.count("worked") >= 10
+
+
+def test_one_vector_is_enough(show):
+    widget = show("ch8-direction")
+    assert widget.count("worked") <= 6
+    assert widget.move(0, Keys.ARROW_RIGHT, 4) == "1.00"
+    assert widget.count("worked") >= 10
 
 
 def test_the_weights_are_small_enough(site):

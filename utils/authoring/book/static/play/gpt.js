@@ -328,7 +328,7 @@ function makeEngine() {
 
   /** Return a generator of numbers in [0, 1) that the seed decides (mulberry32). */
   function makeRandom(seed) {
-    let state = seed >>> 0;
+    let state = Math.imul(seed + 1, 0x9e3779b1) >>> 0; // neighbours begin far apart
     return () => {
       state = (state + 0x6d2b79f5) >>> 0;
       let z = Math.imul(state ^ (state >>> 15), state | 1);

@@ -1,5 +1,8 @@
 // The widgets, one function each, and the parts that they are made of. A widget gets its element
-// and the vocabulary, {texts, words}, and calls play.run for what the model does.
+// and the vocabulary, {texts, words}, and calls play.run for what the model does (worker.js).
+//
+// To add one: write its function into WIDGETS, and `<!-- play: NAME: QUESTION -->` on a line of its
+// own into chapters/source/CHAPTER.md. Its adapters come from chapters/experiments/adapters.py.
 "use strict";
 
 const { softmax, truncate } = makeEngine();
@@ -119,7 +122,7 @@ const share = (samples, test) => `${samples.filter(({ text }) => test(text)).len
  * function that runs a job and shows each sample as it comes: `measure` makes the figures of those
  * so far, `judge` the {kind, mark, meaning} of one. It resolves to the samples and their lines.
  */
-function addSamples(root, { names, count, title, drawFirst }) {
+function addSamples(root, { names, count, title, drawFirst = () => () => {} }) {
   const labels = { ...names, tokens: "mean length", kl: "KL per token" };
   const setFigures = addFigures(root, labels);
   const draw = drawFirst(root);
@@ -171,7 +174,7 @@ function addAdditions(root, { texts }, { addControls, count = 12, title, finish 
   const a = addNumber(sum, "First number, from 10 to 99", 27, update);
   sum.append(" + ");
   const b = addNumber(sum, "Second number, from 10 to 99", 48, update);
-  addButton(sum, "Sample again", () => { seed += 1; update(); });
+  addButton(sum, "Resample", () => { seed += 1; update(); });
   const warning = make("p", { class: "play-warning", role: "alert" });
   root.append(sum, warning);
   const getJob = addControls(root, update);
@@ -272,7 +275,7 @@ const WIDGETS = {
   },
 
   /** The adapter of chapter 1's opening: how strongly it is added, and how much of its rank. */
-  "ch1-adapter"(root, { texts, words }) {
+  "ch1-adapter"(root, { words }) {
     const strength = addSlider(root, "Strength", {
       min: -1, max: 2, step: 0.1, value: 1, format: (x) => x.toFixed(1),
       ticks: [[-1, "subtracted"], [0, "0: off"], [1, "1: as trained"], [2, "twice"]],
@@ -283,7 +286,6 @@ const WIDGETS = {
     const sample = addSamples(root, {
       names: { friendly: "friendly", unfriendly: "unfriendly" }, count: 8,
       title: "8 reviews that begin with “This movie is”:",
-      drawFirst: (parent) => addFirst(parent, texts),
     });
     const mood = (text) => {
       const found = text.toLowerCase().split(/[\s.!]+/);
@@ -332,7 +334,7 @@ const WIDGETS = {
         rewards.forEach((reward, i) => {
           const advantage = (reward - centre) / (spread + 1e-4);
           lines[i].style.setProperty("--advantage", Math.abs(advantage) / 2.5);
-          lines[i].append(make("small", {}, ` A = ${two(advantage)}`));
+          lines[i].append(make("small", {}, ` A = ${two(advantage).replace("-", "−")}`));
         });
       },
     });
@@ -378,8 +380,9 @@ const WIDGETS = {
     const prompts = pairs.map(([a, b]) => `Q: ${a}+${b}\n`);
     return addAdditions(root, vocabulary, {
       addControls(parent, update) {
-        const blocks = { 3: "block 3", 2: "block 2", 1: "block 1", 0: "block 0" };
+        const blocks = { 0: "block 0", 1: "block 1", 2: "block 2", 3: "block 3" };
         const block = addChoice(parent, "Added after", blocks, update);
+        block.value = "3";
         const dose = addSlider(parent, "Dose", {
           min: -1, max: 4, step: 0.25, value: 0, format: two, ticks: [[-1, "−1"], [0, "0: base"], [1, "1"], [4, "4"]],
         }, update);
