@@ -179,10 +179,14 @@ def test_a_drawing_has_its_own_description():
 
 def test_a_marker_becomes_the_element_of_a_widget():
     page = put_widgets("Before.\n\n<!-- play: ch3-phases: What's left? -->\n\nAfter.")
-    before, element, after = page.split("\n\n")
-    assert (before, after) == ("Before.", "After.")
-    assert element.startswith('<div class="play" data-play="ch3-phases">\n')
-    assert '<p class="play-question">What\'s left?</p>' in element
+    assert page.split("\n\n") == [
+        "Before.",
+        '<div class="play" data-play="ch3-phases">',
+        "{.play-question}\nWhat's left?",
+        "With JavaScript, the model runs here.",
+        "</div>",
+        "After.",
+    ]
 
 
 def test_all_weights_together_are_small(tmp_path):
