@@ -52,6 +52,8 @@ def parse(words: list[str]) -> Any:
         of_run = read_args(find_run(first["adapter"]))
         saved = {name: of_run[name] for name in OF_MODEL if name in of_run}
     name = words[0] if words and words[0] in COMMANDS else saved.get("command")
+    was = saved.get("command", name)
+    require(was == name, f"resume should be a run of {name}, but {first.get('resume')} is of {was}")
     if name not in COMMANDS:
         every: Any = tuple(Annotated[c, subcommand(n)] for n, c in COMMANDS.items())
         return tyro.cli(Union[every], prog="python -m utils.train", args=words)  # noqa: UP007
