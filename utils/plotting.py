@@ -33,11 +33,14 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
         figure.suptitle(next(iter(histories)))
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for name, history in histories.items():
-            key = next((key for key in keys if history and key in history[0]), None)
+            known = {key for row in history for key in row}
+            key = next((key for key in keys if key in known), None)
             if key is not None:
                 label = label.format({"kl_k3": "k3 estimate (noisy)"}.get(key, "exact"))
-                phases = [row["phase"] for row in history]
-                axes.plot(phases, [row[key] for row in history], label=name)
+                axes.plot(*_read(history, key), label=name)
+            if key == "reward" and "eval_reward" in known:
+                axes.plot(*_read(history, "eval_reward"), "o--", label=f"{name}, held out")
+                axes.legend(fontsize=8)
         axes.set_xlabel("phase")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(label.replace(", {}", ""), fontsize=10)
@@ -48,6 +51,12 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _read(history: list[dict], key: str) -> tuple[list[float], list[float]]:
+    """Return the phases that recorded something, and what they recorded."""
+    rows = [row for row in history if key in row]  # what is evaluated is not so in every phase
+    return [row["phase"] for row in rows], [row[key] for row in rows]
 
 
 def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
