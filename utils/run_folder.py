@@ -11,6 +11,7 @@ from utils.validation import require
 from utils.version import get_version
 
 ARGS, SAMPLES = "args.json", "samples.jsonl"
+VERSION = get_version()  # read now: a process that grades may read no file later
 # What lies there before the first checkpoint does.
 EARLY = ("metrics.jsonl", ARGS, SAMPLES, "best.json", "best.safetensors")
 
@@ -42,7 +43,7 @@ def write_args(trainer: Any) -> None:
 
 
 def write_options(folder: Path, options: dict[str, Any]) -> None:
-    text = json.dumps({"version": get_version()} | options, indent=1)
+    text = json.dumps({"version": VERSION} | options, indent=1)
     (folder / ARGS).write_text(text + "\n", encoding="utf-8")
 
 

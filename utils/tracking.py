@@ -50,6 +50,7 @@ class Run:
     def __enter__(self) -> "Run":
         trainer, args = self.trainer, self.trainer.args
         tolerate_encoding()
+        check_trainer(trainer)
         if trainer.folder is None:
             name = type(trainer).__name__.removesuffix("Trainer").lower()
             kind = getattr(trainer, "kind", name)  # a trainer on many ranks says whose runs it does
@@ -145,6 +146,19 @@ class Run:
         with contextlib.suppress(OSError):  # it is not empty
             self.trainer.folder.rmdir()
         self.trainer.folder = None
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError if another trainer reads these arguments, and this one ignores some."""
+    kind = type(trainer.args)
+    others = vars(sys.modules.get(kind.__module__, sys)).values()
+    made_for = [x for x in others if isinstance(x, type) and vars(x).get("args_class") is kind]
+    names = {base.__name__ for base in type(trainer).__mro__}  # a notebook's has the same name
+    if made_for and trainer.args_class is not kind and made_for[0].__name__ not in names:
+        raise ValueError(
+            f"args should be those of {type(trainer).__name__}, but are {kind.__name__}, which "
+            f"{made_for[0].__name__} reads"
+        )
 
 
 def claim(folder: Path) -> FileLock:

@@ -11,6 +11,9 @@ from safetensors.torch import load_file
 
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
+from solutions.ch7_scale import DataParallelGrpoTrainer, RefreshArgs
+from tests.course.test_scale import finish, start
 from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
 from utils.models.export import read_run
 from utils.models.loading import load_base_model
@@ -332,6 +335,8 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path):
     with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
         run(tmp_path, "--resume", folder, "--gen-len", "8")
     assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
+    with pytest.raises(ValueError, match="resume should be a run of ppo, but .*run is of grpo"):
+        parse(["ppo", "--resume", str(folder)])
 
 
 def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):
@@ -367,6 +372,26 @@ def test_a_run_begins_with_the_adapters_of_another(tmp_path):
 
 class NotATrainer:
     pass
+
+
+def test_arguments_that_a_trainer_would_ignore_are_refused(tmp_path):
+    class Own(GrpoTrainer):
+        args_class = RlvrArgs
+
+    given = {"batch_size": 8, "num_minibatches": 1, "group_size": 4, "gen_len": 2, "device": "cpu"}
+    given |= {"total_phases": 1, "runs_dir": tmp_path}
+    for trainer_class, args_class, right in (
+        (GrpoTrainer, RlvrArgs, "RlvrTrainer"),
+        (DataParallelGrpoTrainer, RefreshArgs, "RefreshTrainer"),
+        (RLHFTrainer, GrpoArgs, "GrpoTrainer"),
+    ):
+        name = args_class.__name__
+        with pytest.raises(ValueError, match=f"but are {name}, which {right} reads"):
+            trainer_class(args_class(**given)).train()
+    for trainer_class, args_class in (
+        (DataParallelGrpoTrainer, GrpoArgs), (Own, RlvrArgs), (RlvrTrainer, RlvrArgs),
+    ):  # fmt: skip
+        assert len(trainer_class(args_class(**given)).train()) == 1
 
 
 def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
@@ -479,3 +504,29 @@ def test_preferences_train_by_dpo(tmp_path):
     found = make_trainer(command, make_args(command)).model.trainable_state()
     kept = load_file(folder / "adapter.safetensors")
     assert all(torch.equal(found[name], kept[name]) for name in kept)
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.takes_long
+def test_two_ranks_evaluate_together_and_stop_together(tmp_path):
+    rows = [{"prompt": f"Q: {a}+11\n", "answers": str(a + 11)} for a in range(1, 4)]
+    path = tmp_path / "held.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--eval-data", str(path), "--eval-every", "1", "--eval-samples", "2", "--name", "run"]
+    given += ["--patience", "2", "--base-lr", "0", "--stop", "tens", "--total-phases", "9"]
+    status, output = finish(start(tmp_path, *given, n_ranks=2))
+    assert status == 0, output
+    assert output.count("Stopped after phase 2") == 1
+    found = read_lines(tmp_path / "run" / "samples.jsonl")
+    history = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["phase"] for row in history] == [0, 1, 2]
+    first = [row for row in found if row["phase"] == 0]
+    prompts = [row["prompt"] for row in first]
+    assert sorted(prompts) == sorted(2 * [row["prompt"] for row in rows])
+    assert history[0]["eval_reward"] == pytest.approx(sum(row["reward"] for row in first) / 6)
+    given = ["--resume", str(tmp_path / "run"), "--trainer", "solutions.ch5_rlvr:RlvrTrainer"]
+    status, output = finish(start(tmp_path, *given, n_ranks=2))
+    assert status != 0
+    assert "error: trainer should derive from DataParallel for torchrun" in output

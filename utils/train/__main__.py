@@ -4,10 +4,14 @@
         --reward utils.rewards:reward_fn_addition --gen-len 40
     torchrun --nproc-per-node 2 -m utils.train grpo ...   (the same arguments)
 
-Every field of the trainer's arguments is an option (`python -m utils.train grpo --help`). Under
-torchrun each process samples its share of `--batch-size`, and all learn as one; the first writes
-the run's folder. A run that stopped, for whatever reason, goes on with `--resume FOLDER` added; a
-`kill -9` of the first process loses what came after the last checkpoint (`--checkpoint-every`).
+Every argument of the trainer is an option (`python -m utils.train grpo --help`), and so are those
+of another one (`--trainer module:class`); `dpo` trains on a file of preferences. `--eval-data`
+measures held-out prompts on the way and keeps the adapters that were best.
+
+Under torchrun each process samples its share of `--batch-size`, and all learn as one; the first
+writes the run's folder. A run that stopped, for whatever reason, goes on with `--resume FOLDER`; a
+`kill -9` of the first process loses what came after the last checkpoint (`--checkpoint-every`). A
+finished one goes on too, with a higher `--total-phases`.
 """
 
 import os
@@ -159,7 +163,7 @@ def stop(signum: int, frame: Any) -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     try:
-        command = parse(sys.argv[1:])
+        command = parse(sys.argv[1:], __doc__)
         choose_threads()
         train_on_preferences(command) if isinstance(command, DpoCommand) else train(command)
     except ValueError as error:

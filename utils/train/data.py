@@ -1,7 +1,6 @@
 """Rows, functions and rewards by name: what the command gets in place of Python values."""
 
 import importlib
-import inspect
 import json
 import os
 import sys
@@ -34,7 +33,8 @@ def load_function(path: str) -> Callable:
             raise  # the module is there, but what it imports is not
         raise ValueError(f"there is no module {module_name!r} for {path!r}") from error
     found = getattr(module, name, None)
-    names = [n for n, x in vars(module).items() if inspect.isfunction(x)]
+    is_own = {n: getattr(x, "__module__", None) == module_name for n, x in vars(module).items()}
+    names = [n for n, own in is_own.items() if own and not n.startswith("_")]
     require(callable(found), f"{module_name} has no function {name!r}, but has {', '.join(names)}")
     assert callable(found)
     return found

@@ -37,7 +37,7 @@ for _name in ("trainer", "config", "resume", "adapter"):
 OF_MODEL = ("base_model", "lora_rank", "lora_alpha", "lora_sites")
 
 
-def parse(words: list[str]) -> Any:
+def parse(words: list[str], description: str | None = None) -> Any:
     """Return the options of a command line, as `GrpoCommand` or the like.
 
     Raises ValueError for a file or a run that cannot be read, and for an option there that none is.
@@ -52,9 +52,14 @@ def parse(words: list[str]) -> Any:
         of_run = read_args(find_run(first["adapter"]))
         saved = {name: of_run[name] for name in OF_MODEL if name in of_run}
     name = words[0] if words and words[0] in COMMANDS else saved.get("command")
+    was = saved.get("command", name)
+    require(was == name, f"resume should be a run of {name}, but {first.get('resume')} is of {was}")
+    if name is None and "resume" in first:
+        raise ValueError(f"{first['resume']} has no {ARGS}: say ppo or grpo, and its arguments")
     if name not in COMMANDS:
         every: Any = tuple(Annotated[c, subcommand(n)] for n, c in COMMANDS.items())
-        return tyro.cli(Union[every], prog="python -m utils.train", args=words)  # noqa: UP007
+        prog = "python -m utils.train"
+        return tyro.cli(Union[every], prog=prog, description=description, args=words)  # noqa: UP007
     path = (first.get("trainer") or saved.get("trainer")) if name in TRAINERS else None
     command = COMMANDS[name] if path is None else make_command_of(name, path)
     options = [f.name for f in fields(command)]

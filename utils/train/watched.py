@@ -35,8 +35,8 @@ class Evaluation:
     """
 
     rows: list[dict[str, Any]]
-    every: Count = 10  # phases
-    n_samples: Count = 1  # completions of each prompt
+    eval_every: Count = 10  # phases
+    eval_samples: Count = 1  # completions of each prompt
     patience: Count | None = None  # evaluations without improvement
 
     def __post_init__(self):
@@ -91,7 +91,7 @@ class Watched(RLHFTrainer):
             rows = [{"phase": done, "split": "train"} | row for row in self.shown]
             append_samples(self.folder, rows)
         evaluation = self.evaluation
-        if evaluation and (done % evaluation.every == 0 or done == self.args.total_phases):
+        if evaluation and (done % evaluation.eval_every == 0 or done == self.args.total_phases):
             for name, value in self.evaluate(done).items():
                 self.metrics[name].append(value)
         self._say_what_is_cut_off()
@@ -207,7 +207,7 @@ class Watched(RLHFTrainer):
         """Return a row for each completion of this rank's share of the held-out prompts."""
         evaluation, rows = self.evaluation, []
         assert evaluation is not None
-        share, n = evaluation.rows[rank::n_ranks], evaluation.n_samples
+        share, n = evaluation.rows[rank::n_ranks], evaluation.eval_samples
         size = max(self.args.batch_size // n, 1)  # prompts at a time
         for start in range(0, len(share), size):
             batch = [row for row in share[start : start + size] for _ in range(n)]
@@ -233,7 +233,7 @@ class Watched(RLHFTrainer):
     def _end_if_no_better(self, patience: int | None) -> None:
         """Raise EarlyStop if the last `patience` evaluations were no better than one before."""
         found = [(row["eval_reward"], row["phase"]) for row in self.history if "eval_reward" in row]
-        best, at = max(found, key=lambda pair: pair[0])
+        best, at = max(found, key=lambda pair: pair[0], default=(0.0, 0.0))
         since = [phase for _, phase in found if phase > at]
         if patience is not None and len(since) >= patience:
             raise EarlyStop(
