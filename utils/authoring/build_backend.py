@@ -10,7 +10,8 @@ def refuse(*_: object, **__: object) -> NoReturn:
     """
     raise SystemExit(
         "The course is not installed as a package: in its folder, run `make start`, or `pip install"
-        " -r requirements.txt` and then `python -m jupyterlab`."
+        " -r requirements.txt` and then `python -m jupyterlab`. To use its commands in another"
+        " folder, set PYTHONPATH to the course's."
     )
 
 
