@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
+from utils.authoring.book.tables import convert_tables
+
 CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1[`~]*[ \t]*$|(`+)(?!`).*?(?<!`)\2(?!`)", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
@@ -90,6 +92,7 @@ def make_chapter(
     page = merge_editions(student, solved)
     nest_headings(page)
     describe_pictures(page)
+    convert_tables(page)
     fold_results(page)
     path = f"chapters/{chapter}.ipynb"
     for cell in page.cells:
