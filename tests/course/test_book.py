@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from tabulate import tabulate
 
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from tests.course.test_grade import needs_time
@@ -30,6 +31,7 @@ from utils.authoring.book.pages import (
     nest_headings,
 )
 from utils.authoring.book.sources import ROOT, lay_out, list_chapters, list_pages
+from utils.authoring.book.tables import convert_tables
 from utils.authoring.notebooks import get_book_address
 from utils.chapters import sort_chapters
 
@@ -271,10 +273,47 @@ def test_every_link_of_a_page_leads_to_a_page_or_to_a_file(sources):
 def test_every_page_has_a_place_in_the_table_of_contents(sources):
     front = (sources / "index.md").read_text(encoding="utf-8")
     trees = re.findall(r"```\{toctree\}(.*?)```", front, re.DOTALL)
-    entries = re.findall(r"^([\w/*]+)$", "\n".join(trees), re.MULTILINE)
+    entries = re.findall(r"^([\w/*?]+)$", "\n".join(trees), re.MULTILINE)
     listed = {path for entry in entries for path in sources.glob(f"{entry}.*")}
     found = {*sources.rglob("*.md"), *sources.rglob("*.ipynb")}
     assert found - listed == {sources / "index.md"}
+
+
+def print_in_cells(*texts, source="print(tabulate(rows))"):
+    outputs = [new_output("stream", name="stdout", text=text) for text in texts]
+    return new_notebook(cells=[new_code_cell(source, outputs=outputs)])
+
+
+def test_printed_tables_become_html_and_nothing_is_lost():
+    first = tabulate([("k1 < k2", 1.5), ("", 22)], ("kind", "seconds"))
+    second = tabulate([(1, "yes, it is")], ("price", "is it right?"))
+    texts = ("before\n", f"{first}\n{second}\nafter, in a line of its own\n")
+    notebook = print_in_cells(*texts)
+    convert_tables(notebook)
+    outputs = notebook.cells[0].outputs
+    assert [output.output_type for output in outputs] == [
+        "stream", "display_data", "display_data", "stream",
+    ]  # fmt: skip
+    html = [output.data["text/html"] for output in outputs[1:3]]
+    assert "<tr><th>kind</th><th>seconds</th></tr>" in html[0]
+    assert "<tr><td>k1 &lt; k2</td><td>1.5</td></tr><tr><td></td><td>22</td></tr>" in html[0]
+    assert "<tr><td>1</td><td>yes, it is</td></tr>" in html[1]
+    left = [output.get("text") or output.data["text/plain"] + "\n" for output in outputs]
+    assert "".join(left) == "".join(texts)
+
+
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        print_in_cells("no table\n---  ---\n"),
+        print_in_cells("title\n-----\ntext\n"),
+        print_in_cells("a  b\n-  -\n1  2\n", source="print(tabulate(rows, maxcolwidths=4))"),
+    ],
+)
+def test_other_text_stays_as_it_was_printed(notebook):
+    before = [cell.outputs[0].text for cell in notebook.cells]
+    convert_tables(notebook)
+    assert [cell.outputs[0].text for cell in notebook.cells] == before
 
 
 # --- The built site -----------------------------------------------------------------------------
@@ -373,6 +412,13 @@ if (folds.some(fold => fold.open)) faults.push("a fold is open");
 for (const fold of folds) { fold.querySelector("summary").click(); }
 if (folds.some(fold => !fold.open)) faults.push("a fold stays shut");
 if (spill() > 0) faults.push(`${spill()} pixels too wide with its folds open`);
+for (const table of document.querySelectorAll("table.printed"))
+    if (arguments[0] > 1000 && table.offsetWidth > table.closest(".cell_output").clientWidth)
+        faults.push(`cut off: ${table.textContent}`);
+const isDark = document.body.dataset.theme === "dark";
+for (const image of document.querySelectorAll("article img"))
+    if ((getComputedStyle(image).filter !== "none") !== isDark)
+        faults.push(`not in the page's colours: ${image.src}`);
 return faults;
 """
 
