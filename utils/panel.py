@@ -4,6 +4,7 @@ import base64
 import io
 import sys
 import time
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -26,7 +27,7 @@ def is_in_notebook() -> bool:
 class SamplesTable(str):
     """A table of samples as text, and `rows`, its cells, of which a notebook makes its own."""
 
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     def _repr_html_(self) -> str:
         style = "text-align: left; white-space: pre-wrap; overflow-wrap: anywhere"

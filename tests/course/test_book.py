@@ -1,5 +1,7 @@
 """The book: how notebooks become pages, where links lead, and the built site in a browser."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -12,6 +14,7 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from tabulate import tabulate
 
@@ -170,7 +173,17 @@ def test_a_drawing_has_its_own_description():
     data = {"image/svg+xml": "<svg/>", "text/plain": "Prompts go to the policy."}
     cell.outputs = [new_output("display_data", data)]
     describe_pictures(new_notebook(cells=[cell]))
-    assert cell.metadata.mystnb.image.alt == "Prompts go to the policy."
+    assert cell.metadata.mystnb.image == {"alt": "Prompts go to the policy."}
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1000, {}), (1001, {"classes": "wide"})])
+def test_a_phone_scrolls_a_picture_of_many_pixels(width, expected):
+    image = io.BytesIO()
+    Figure(figsize=(width / 100, 0.1)).savefig(image, dpi=100)
+    data = {"image/png": base64.b64encode(image.getvalue()).decode(), "text/plain": "Plot."}
+    cell = new_code_cell(outputs=[new_output("display_data", data=data)])
+    describe_pictures(new_notebook(cells=[cell]))
+    assert cell.metadata.mystnb.image == {"alt": "Plot."} | expected
 
 
 # --- The published address ----------------------------------------------------------------------

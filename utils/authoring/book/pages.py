@@ -8,6 +8,7 @@ to the repository.
 Nothing here imports torch: the book is built in an environment of its own.
 """
 
+import base64
 import copy
 import posixpath
 import re
@@ -26,6 +27,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NAMED = re.compile(r"^\[?This chapter as a page.*$\n*", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
+WIDE = 1000  # pixels: a phone that showed so many at once would make letters of 4 pixels
 NOTEBOOKS = "notebooks"  # the folder of their copies in the site
 
 
@@ -186,7 +188,7 @@ def describe_pictures(notebook: NotebookNode) -> None:
     """Give each picture words for those who do not see it.
 
     A drawing and a plot bring their description with them; any other picture is named after the
-    section that it stands in.
+    section that it stands in. Those of many pixels get the class "wide".
     """
     section = ""
     for cell in notebook.cells:
@@ -198,7 +200,11 @@ def describe_pictures(notebook: NotebookNode) -> None:
             if "image/svg+xml" in data or "image/png" in data:
                 own = data.get("text/plain", "<")
                 alt = f"A plot, in “{section}”" if own.startswith("<") else own
-                cell.metadata.mystnb = {"image": {"alt": alt}}
+                image = {"alt": alt}
+                header = base64.b64decode(data.get("image/png", "")[:64])
+                if int.from_bytes(header[16:20]) > WIDE:
+                    image["classes"] = "wide"
+                cell.metadata.mystnb = {"image": image}
 
 
 def fold_results(notebook: NotebookNode) -> None:
