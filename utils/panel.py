@@ -33,14 +33,14 @@ class SamplesTable(str):
         style = "text-align: left; white-space: pre-wrap; overflow-wrap: anywhere"
         rows = [("sample", "reward", "prompt", "completion"), *self.rows]
         cells = ["".join(f'<td style="{style}">{escape(c)}</td>' for c in row) for row in rows]
-        return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+        return f"<table class='printed'>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
 
 
 class Panel:
     """The curves of a trainer's `history`, and below them its last samples, updated in place.
 
-    The trainer has `args`, `history`, `phase` and `folder`. Drawing takes at most a hundredth of
-    the time, the first and the last one apart.
+    The trainer has `args`, `history` and `phase`. Drawing takes at most a hundredth of the time,
+    the first and the last one apart.
     """
 
     def __init__(self, trainer: Any):
@@ -65,8 +65,9 @@ class Panel:
         """Put the run as it is now in place of what was shown; nothing before its first phase."""
         trainer = self.trainer
         if trainer.history:
-            total = trainer.args.total_phases
-            title = f"{trainer.folder.name}, phase {trainer.phase} of {total}{self._tell_time()}"
+            name, total = trainer.args.name, trainer.args.total_phases
+            title = f"phase {trainer.phase} of {total}{self._tell_time()}"
+            title = f"{name}, {title}" if name else title
             figure = plot_history({"this run": trainer.history})
             figure.suptitle(title, fontsize=11, parse_math=False)
             for axes in figure.axes:

@@ -83,12 +83,11 @@ class Run:
         shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
         is_due = args.samples_every and (trainer.phase - 1) % args.samples_every == 0
         if is_due and "reward" in shown:
-            heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
-            heading += f": mean reward {shown['reward']}"
+            heading = f"phase {trainer.phase} of {args.total_phases}: mean reward {shown['reward']}"
             if self.panel:
                 self.panel.show_samples(heading, trainer.samples_table)
             else:
-                self.bar.write(f"{heading}\n{trainer.samples_table}")
+                self.bar.write(f"{trainer.folder.name}, {heading}\n{trainer.samples_table}")
         if row.get("frac_reward_zero_std") == 1 and not self.is_told:
             self.bar.write(f"phase {trainer.phase}: in every group all rewards are equal, so this "
                            "update has nothing to learn from them")  # fmt: skip
