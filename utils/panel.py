@@ -30,7 +30,7 @@ class SamplesTable(str):
     rows: Sequence[tuple[str, ...]]
 
     def _repr_html_(self) -> str:
-        style = "text-align: left; white-space: pre-wrap; overflow-wrap: anywhere"
+        style = "text-align: left; white-space: pre-wrap; overflow-wrap: break-word"
         rows = [("sample", "reward", "prompt", "completion"), *self.rows]
         cells = ["".join(f'<td style="{style}">{escape(c)}</td>' for c in row) for row in rows]
         return f"<table class='printed'>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
