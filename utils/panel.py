@@ -85,9 +85,10 @@ class Panel:
 
     def _tell_time(self) -> str:
         left = self.trainer.args.total_phases - self.trainer.phase
-        recent = [row["seconds"] for row in self.trainer.history[-RECENT:]]
-        seconds = left * sum(recent) / len(recent)
-        return f", {tqdm.format_interval(seconds)} left" if left else ""
+        recent = [row["seconds"] for row in self.trainer.history if "seconds" in row][-RECENT:]
+        if not left or not recent:
+            return ""
+        return f", {tqdm.format_interval(left * sum(recent) / len(recent))} left"
 
     def _show(self, name: str, bundle: dict[str, str]) -> None:
         if name in self.handles:
