@@ -1,5 +1,9 @@
 """Plots of what trainers record, of spreads over seeds, and of single tokens."""
 
+import base64
+import html
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.pyplot import get_cmap
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
+
+from utils.plot_descriptions import describe_figure
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
@@ -127,3 +133,36 @@ def plot_tokens(
             axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)
     figure.colorbar(ScalarMappable(norm, colors), ax=axes, label=label, shrink=0.9, aspect=12)
     return figure
+
+
+def write_page(
+    path: Path, title: str, lines: list[str], table: str, figure: Figure, reload_s: int = 0
+) -> None:
+    """Write a page of HTML: lines of text, a table that is HTML already, and a figure.
+
+    It reloads itself every `reload_s` seconds, unless they are 0.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    source = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    reload = f'<meta http-equiv="refresh" content="{reload_s}">\n' if reload_s else ""
+    said = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    partial = path.with_name(path.name + ".partial")  # a browser may be reading the other
+    partial.write_text(
+        f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+{reload}<style>
+body {{ font: 16px/1.5 sans-serif; max-width: 75rem; margin: 1rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }}
+td, th {{ border: 1px solid #999; padding: 0.2rem 0.5rem; text-align: left; }}
+img {{ max-width: 100%; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+{said}
+{table}
+<p><img src="{source}" alt="{html.escape(describe_figure(figure))}"></p>
+</body></html>
+""",
+        encoding="utf-8",
+    )
+    os.replace(partial, path)

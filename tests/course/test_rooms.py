@@ -26,6 +26,8 @@ SPECIAL = {
     "utils.grade": "autograder",
     "utils.course.demo": "demo",
     "utils.course.real_model": "demo",
+    "utils.sample": "train",
+    "utils.scale.to_trl": "train",
 }
 
 
