@@ -140,13 +140,13 @@ def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
 def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
     options = ["--eval-data", held, "--eval-every", "1", "--samples-every", "1"]
     whole, folder = train_ppo_or_grpo("grpo", tmp_path / "whole", *options)
-    calls = []
+    calls, reward = [], graded
 
     def stop(samples, answers):
         calls.append(None)
         if len(calls) == 7:  # in the evaluation of phase 3: each phase has two calls, phase 0 one
             raise KeyboardInterrupt
-        return graded(samples, answers)
+        return reward(samples, answers)
 
     monkeypatch.setattr(f"{__name__}.graded", stop)
     with pytest.raises(KeyboardInterrupt):
