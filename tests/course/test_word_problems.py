@@ -11,16 +11,20 @@ from utils.models.word_problems import (
 )
 
 # What each template comes to, of the numbers of its question in their order.
-EXPECTED = """x+y x-y x*y x//y x+y x-y x*y x//y x+y x-y x*y x//y x+y x-y x*y x+y-z x*y+z x-y+z (x+y)*z
-x*y-z x+y+z (x-y)//z x-y-z (x+y)//z x//y+z (x+y)*z x*y+z x-y+z x*y-z x+y-z""".split()
+EXPECTED = """x+y x-y x*y x//y x+y x-y x*y x//y x+y x-y x*y x//y x+y x-y x*y x+y-z x*y+z x-y+z
+(x+y)*z x*y-z x+y+z (x-y)//z x-y-z (x+y)//z x//y+z (x+y)*z x*y+z x-y+z x*y-z x+y-z""".split()
 
 
 def make_both(n=300, seed=0, **about):
     return [make_problems(n, seed, held_out=held_out, **about) for held_out in (False, True)]
 
 
+def make_all(*args, **about):
+    return [problem for side in make_both(*args, **about) for problem in side]
+
+
 def test_answers_are_those_of_the_questions():
-    for problem in sum(make_both(), []):
+    for problem in make_all():
         numbers = dict(zip("xyz", map(int, re.findall(r"\d+", problem.question)), strict=False))
         assert eval(EXPECTED[problem.template], {}, numbers) == problem.answer
         *steps, last = re.split(r", |\. ", problem.worked)
@@ -33,7 +37,8 @@ def test_answers_are_those_of_the_questions():
 def test_every_template_is_drawn_and_none_on_both_sides():
     assert len(TEMPLATES) == len(EXPECTED) == 30
     train, held = ({p.template for p in problems} for problems in make_both())
-    assert held == {*HELD_OUT} and train == {*range(30)} - held
+    assert held == {*HELD_OUT}
+    assert train == {*range(30)} - held
     texts = [{re.sub(r"\d+", "N", p.question) for p in problems} for problems in make_both()]
     assert not texts[0] & texts[1]
     assert len({text for text, _ in TEMPLATES}) == 30
@@ -47,7 +52,7 @@ def test_problems_differ_and_depend_on_the_seed_alone():
 
 @pytest.mark.parametrize("n_steps", [(1,), (2,)])
 def test_steps_and_numbers_are_as_asked(n_steps):
-    for problem in sum(make_both(40, n_steps=n_steps, largest=10), []):
+    for problem in make_all(40, n_steps=n_steps, largest=10):
         assert problem.worked.count("=") == n_steps[0]
         numbers = map(int, re.findall(r"\d+", problem.question + problem.worked))
         assert all(2 <= number <= 10 for number in numbers)
@@ -58,7 +63,7 @@ def test_the_reward_reads_the_first_line_alone():
     wrong = ["4+5=9\nAnswer: 9", "Answer: 99", "Answer: 9 eggs", "9", "", "Answer: 9, Answer: 8"]
     assert reward_fn_worked(right, [9] * 4).tolist() == [1.0] * 4
     assert reward_fn_worked(wrong, [9] * 6).tolist() == [0.0] * 6
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shorter"):
         reward_fn_worked(right, [9])
 
 

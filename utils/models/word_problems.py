@@ -40,7 +40,10 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
     ("{a} boys and {b} girls have {c} {things} each. How many {things} is that?", "a+b r*c"),
     ("{name} buys {a} boxes of {b} {things} and gives away {c}. How many are left?", "a*b r-c"),
     ("{name} has {a} {things}, {other} has {b}, and Sam has {c}. How many in all?", "a+b r+c"),
-    ("{name} had {a} {things}, lost {b}, and shared the rest with {c} in all. Each got?", "a-b r/c"),
+    (
+        "{name} had {a} {things}, lost {b}, and shared the rest with {c} in all. Each got?",
+        "a-b r/c",
+    ),
     ("A bus has {a} riders. First {b} get off, then {c} more. How many are left?", "a-b r-c"),
     ("{name} and {other} put {a} and {b} {things} evenly into {c} boxes. Each holds?", "a+b r/c"),
     ("{name} shares {a} {things} among {b} bags and adds {c} to one. How many has it?", "a/b r+c"),
@@ -48,7 +51,10 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
     ("{name} walks {a} miles a day for {b} days, then {c} more. How far is that?", "a*b r+c"),
     ("{name} has {a} dollars, spends {b}, and earns {c}. How many dollars are there?", "a-b r+c"),
     ("{name} bakes {a} trays of {b} cakes and eats {c}. How many cakes are left?", "a*b r-c"),
-    ("{name} is {a}. {other} is {b} years older, and Sam {c} younger than {other}. Sam is?", "a+b r-c"),
+    (
+        "{name} is {a}. {other} is {b} years older, and Sam {c} younger than {other}. Sam is?",
+        "a+b r-c",
+    ),
 )
 HELD_OUT = range(2, len(TEMPLATES), 3)
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
@@ -95,7 +101,9 @@ def make_problems(
     while len(problems) < n:
         problem = draw_problem(rng.choice(chosen), largest, rng)
         n_known = n_known + 1 if problem.question in problems else 0
-        require(n_known < 1000, f"n should be smaller: {len(problems)} problems were found, not {n}")
+        require(
+            n_known < 1000, f"n should be smaller: {len(problems)} problems were found, not {n}"
+        )
         problems[problem.question] = problem
     return list(problems.values())
 
