@@ -1,0 +1,32 @@
+"""The recorded runs of word problems and of the calculator, and what the pages say of them."""
+
+from chapters.experiments.ch10_tools_real import (
+    SHOTS,
+    calculate_line,
+    reward_fn_last_line,
+    split_products,
+)
+
+
+def test_a_line_that_is_a_call_is_answered_and_another_ends():
+    assert calculate_line("CALC 21*13\n") == "= 273\n"
+    others = ["A: 273\n", "\n", "CALC 21*13", "CALC 21+13\n", "x CALC 2*3\n", "CALC 2*3 \n"]
+    assert [calculate_line(line) for line in others] == [None] * len(others)
+
+
+def test_what_the_calculator_wrote_is_no_answer():
+    right = ["A: 273\n", "A: 273", "CALC 21*13\n= 273\nA: 273\n"]
+    wrong = ["CALC 21*13\n= 273\n", "CALC 21*13\n= 273\nA: 27", "A: 273\nA: 1\n", "273\n", ""]
+    assert reward_fn_last_line(right, [273] * 3).tolist() == [1.0] * 3
+    assert reward_fn_last_line(wrong, [273] * 5).tolist() == [0.0] * 5
+
+
+def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
+    direct, called = SHOTS.split("Q: ")[1:]
+    for shot, product in ((direct, 120), (called, 1081)):
+        question, _, answer = shot.partition("\n")
+        assert eval(question) == product
+        assert reward_fn_last_line([answer], [product]).item() == 1
+    assert calculate_line(called.split("\n")[1] + "\n") == called.split("\n")[2] + "\n"
+    train, held = split_products()
+    assert not {*map(frozenset, train)} & {*map(frozenset, held)}
