@@ -1,7 +1,7 @@
 """The recorded runs of word problems and of the calculator, and what the pages say of them."""
 
-from chapters.experiments.ch10_tools_real import (
-    SHOTS,
+from utils.course.real_model import (
+    CALCULATOR_SHOTS,
     calculate_line,
     reward_fn_last_line,
     split_products,
@@ -22,7 +22,7 @@ def test_what_the_calculator_wrote_is_no_answer():
 
 
 def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
-    direct, called = SHOTS.split("Q: ")[1:]
+    direct, called = CALCULATOR_SHOTS.split("Q: ")[1:]
     for shot, product in ((direct, 120), (called, 1081)):
         question, _, answer = shot.partition("\n")
         assert eval(question) == product
