@@ -37,11 +37,8 @@ def show_reviews(model, whose: str) -> None:
     print(f"{whose}:", *(f"  {PROMPT}{text}" for text in texts), sep="\n")
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    base = load_base_model("embedded")
-    untouched = copy.deepcopy(base.original_model.state_dict())
-    model = TransformerWithLora(base)
+def train(model) -> None:
+    """Train the adapters of a model for 30 steps on friendly reviews."""
     optimizer = torch.optim.AdamW(model.trainable_parameters(), lr=1e-3, weight_decay=0)
     rng = random.Random(0)
     for _ in tqdm(range(shorten(30)), unit="step"):
@@ -50,6 +47,14 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    base = load_base_model("embedded")
+    untouched = copy.deepcopy(base.original_model.state_dict())
+    model = TransformerWithLora(base)
+    train(model)
     show_reviews(model, "The policy: adapters on")
     with model.reference():
         show_reviews(model, "The reference: the same object, adapters off")

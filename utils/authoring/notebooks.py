@@ -15,6 +15,9 @@ filled from the solutions:
     ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
                           `loop` is the chapter's diagram
 
+A line `<!-- play: NAME: QUESTION -->` is in the book a widget in which the model runs (see
+`utils/authoring/book/static/play/widgets.js`), and in a notebook nothing.
+
 A section whose heading ends with " · deeper" is off the core path, and so are its exercises and the
 optional ones. A code cell with the tag `hide-input` is folded: it only draws or imports.
 

@@ -40,7 +40,7 @@ PART = re.compile(
     r"^(?P<fence>`{3,})\{exercise\} (?P<name>\S+)\n(?P<body>.*?)^(?P=fence)",
     re.MULTILINE | re.DOTALL,
 )
-SOLUTION = re.compile(r"<details>\s*<summary>Solution.*?</details>", re.DOTALL)
+UNREAD = re.compile(r"<details>\s*<summary>Solution.*?</details>|<!-- play: .*? -->", re.DOTALL)
 IN_SOURCE = re.compile(r"\{\{((?:count|time|points) [^}]+)\}\}")
 ON_PAGE = re.compile(r"(<!--((?:count|time|points) [^>]+)-->)[^<]*(?=<!---->)")
 
@@ -85,7 +85,7 @@ def count_reading(chapter: str, part: str = "") -> float:
     for cell in cells:
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
             continue
-        shown = SOLUTION.sub("", "".join(cell["source"]))
+        shown = UNREAD.sub("", "".join(cell["source"]))
         for text in re.split(r"^(?=## )", shown, flags=re.MULTILINE):
             if heading := SECTION.match(text):
                 section, is_deeper = int(heading[1]), bool(heading[2])

@@ -16,6 +16,7 @@ from pathlib import Path
 from sphinx.cmd.build import main as run_sphinx
 
 from utils.authoring.book.sources import ROOT, copy_notebooks, lay_out
+from utils.authoring.book.weights import write_weights
 
 OUT = ROOT / "dist" / "book"
 
@@ -38,6 +39,7 @@ def main() -> None:
         if status:
             sys.exit(status)
         copy_notebooks(Path(built))
+        write_weights(Path(built) / "_static" / "play")
         shutil.rmtree(OUT, ignore_errors=True)
         shutil.copytree(built, OUT)
     print(f"{OUT.relative_to(ROOT)}/index.html: built in {time.perf_counter() - start:.0f} s")

@@ -16,8 +16,8 @@ extensions = ["myst_nb", "sphinx.ext.mathjax"]
 
 html_theme = "furo"
 html_static_path = ["static"]
-html_css_files = ["book.css"]
-html_js_files = ["book.js"]
+html_css_files = ["book.css", "play.css"]
+html_js_files = ["book.js", "play.js"]
 html_favicon = "static/favicon.svg"
 html_copy_source = False
 html_use_index = False

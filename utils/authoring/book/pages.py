@@ -22,6 +22,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 NAMED = re.compile(r"^\[?This chapter as a page.*$\n*", re.MULTILINE)
+WIDGET = re.compile(r"^<!-- play: ([\w-]+): (.+) -->$", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
 NOTEBOOKS = "notebooks"  # the folder of their copies in the site
@@ -94,10 +95,18 @@ def make_chapter(
     path = f"chapters/{chapter}.ipynb"
     for cell in page.cells:
         if cell.cell_type == "markdown":
-            cell.source = site.link_all(cell.source, path)
+            cell.source = put_widgets(site.link_all(cell.source, path))
     first = page.cells[0]
     first.source = put_below_title(NAMED.sub("", first.source), link_notebooks(chapter, site))
     return page
+
+
+def put_widgets(text: str) -> str:
+    """Return Markdown with an element for each line `<!-- play: NAME: QUESTION -->`, of which a
+    notebook shows nothing. On a page it becomes the widget of that name, in
+    `static/play/widgets.js`, below the question that it answers."""
+    inside = "{.play-question}\n\\2\n\nWith JavaScript, the model runs here."
+    return WIDGET.sub(f'<div class="play" data-play="\\1">\n\n{inside}\n\n</div>', text)
 
 
 def name_page(text: str, chapter: str, address: str) -> str:

@@ -1,0 +1,357 @@
+"""The model that runs in the book's pages, in headless Chromium, against PyTorch."""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from selenium.webdriver.common.keys import Keys
+from transformers import AutoTokenizer
+from transformers.generation.logits_process import (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from chapters.experiments.adapters import ADAPTERS, load_policy
+from solutions.ch0_sampling import encode_prompts
+from solutions.ch3_grpo import group_advantages
+from solutions.ch8_inside import find_direction, only_adapters, steer, truncate_rank
+from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
+from utils.authoring.book.pages import WIDGET
+from utils.authoring.book.weights import write_weights
+from utils.models.corpus import addition_prompt, held_out_pairs, review_prompts
+from utils.models.loading import EMBEDDED_MODEL, keep_booted, load_base_model
+
+pytestmark = [
+    pytest.mark.takes_long,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="needs Debian's packages chromium and chromium-driver"
+    ),
+]
+keep_booted("embedded")
+BOOK = Path(__file__).parents[2] / "dist" / "book"
+STATIC = Path(__file__).parents[2] / "utils" / "authoring" / "book" / "static"
+PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
+SOURCES = Path(__file__).parents[2] / "chapters" / "source"
+WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch8-sites", "ch8-direction"]
+GRPO = "ch3_grpo-25"
+PATIENCE_S = 60
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A page for each widget, beside what the book's build writes."""
+    folder = tmp_path_factory.mktemp("site")
+    shutil.copytree(STATIC, folder / "_static")
+    write_weights(folder / "_static" / "play")
+    head = "<!doctype html><meta charset='utf-8'><link rel='icon' href='data:,'>"
+    script = "<script src='_static/play.js'></script>"
+    for name in WIDGETS:
+        html = f"{head}{script}<div data-play='{name}'></div>"
+        (folder / f"{name}.html").write_text(html)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = open_browser("window-size=800,1200")
+    driver.set_script_timeout(PATIENCE_S)
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def page(browser, site):
+    browser.get((site / "front.html").as_uri())
+    wait_until_done(browser)
+    return browser
+
+
+def wait_until_done(driver) -> None:
+    """Wait until the page's widget has shown all that it was asked for."""
+    done = "const figure = document.querySelector('[data-play]:not([aria-busy]) dd');"
+    done += "return Boolean(figure?.textContent.match(/ of /))"
+    end = time.monotonic() + PATIENCE_S
+    while not driver.execute_script(done):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def ask(page, job: str, **options):
+    """Run a job of the worker for no widget, and return its result."""
+    script = "const [job, done] = arguments, element = document.createElement('i');"
+    script += "element.dataset.play = 'test'; play.run(element, job).then(done)"
+    return page.execute_async_script(script, {"job": job, **options})
+
+
+def get_logits(page, **policy) -> list[torch.Tensor]:
+    """Return the page's logits at each token of each prompt."""
+    found = ask(page, "getLogits", prompts=PROMPTS, policy=policy)
+    return [torch.tensor(rows) for rows in found]
+
+
+@torch.no_grad()
+def measure_difference(found: list[torch.Tensor], model) -> float:
+    """Return the largest difference from PyTorch's logits."""
+    worst = 0.0
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        ids, mask = encode_prompts(model, [prompt], 0, prepend_bos=True)
+        worst = max(worst, (model(ids, attention_mask=mask)[0] - logits).abs().max().item())
+    return worst
+
+
+@pytest.fixture(scope="module")
+def grpo():
+    """GRPO's last policy in PyTorch, on weights rounded as the page's are."""
+    return round_base(load_policy(ADAPTERS / f"{GRPO}.safetensors"))
+
+
+def round_base(model):
+    """Round a model's frozen weights to float16, as the page's are."""
+    for parameter in model.base.original_model.parameters():
+        parameter.data.copy_(parameter.data.half())
+    return model
+
+
+# --- The engine -----------------------------------------------------------------------------------
+
+
+def test_logits_of_the_base(page, grpo):
+    with grpo.reference():
+        assert measure_difference(get_logits(page), grpo) < 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ADAPTERS.glob("*.safetensors")))
+def test_logits_of_each_adapter(page, name):
+    model = round_base(load_policy(ADAPTERS / f"{name}.safetensors"))
+    assert measure_difference(get_logits(page, adapter=name), model) < 1e-4
+
+
+def test_float16_changes_little(page):
+    assert measure_difference(get_logits(page), load_base_model("embedded", "cpu")) < 1e-2
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.75, 1.5])
+def test_logits_at_other_strengths(page, strength):
+    model = round_base(load_policy(ADAPTERS / f"{GRPO}.safetensors", strength))
+    found = get_logits(page, adapter=GRPO, strength=strength)
+    assert measure_difference(found, model) < 1e-4
+
+
+def test_logits_with_some_sites(page, grpo):
+    sites = ["blocks.0.attn.q", "blocks.1.mlp.in", "blocks.1.attn.v", "blocks.3.mlp.out"]
+    found = get_logits(page, adapter=GRPO, sites=sites)
+    with only_adapters(grpo, lambda site: site in sites):
+        assert measure_difference(found, grpo) < 1e-4
+    assert measure_difference(found, grpo) > 0.1
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_logits_with_a_lower_rank(page, grpo, rank):
+    found = get_logits(page, adapter=GRPO, rank=rank)
+    with truncate_rank(grpo, rank):
+        assert measure_difference(found, grpo) < 1e-4
+    assert measure_difference(found, grpo) > 0.01
+
+
+def test_logits_of_the_steered_base(page, grpo):
+    prompt, prompts = PROMPTS[0], PROMPTS[1:6]
+    wanted = {"adapter": GRPO, "prompts": prompts, "layer": 2, "scale": 1.5}
+    script = """
+        const [job, done] = arguments, element = document.createElement("i");
+        element.dataset.play = "test";
+        play.run(element, job, ({logits}) => done([...logits]))
+    """
+    job = {"job": "sample", "prompt": prompt, "steer": wanted}
+    found = torch.tensor(page.execute_async_script(script, job))
+    name = "blocks.2.hook_out"
+    direction = find_direction(grpo, *encode(grpo, prompts, name))
+    ids, mask = encode_prompts(grpo, [prompt], 0, prepend_bos=True)
+    with torch.no_grad(), steer(grpo, name, direction, 1.5):
+        assert (grpo(ids, attention_mask=mask)[0, -1] - found).abs().max() < 1e-3
+
+
+def encode(model, prompts: list[str], name: str) -> tuple:
+    ids, mask = encode_prompts(model, prompts, 0, prepend_bos=True)
+    return ids, name, mask
+
+
+def test_the_tokenizer(page):
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
+    texts = [*PROMPTS, "I've  found\n\n the plot, in 1994: naïve — “great”!", " ", "12345 a1b"]
+    script = """
+        const tokenizer = new (makeEngine().Tokenizer)(TOKENIZER);
+        const found = arguments[0].map(text => tokenizer.encode(text));
+        return found.map(tokens => [tokens, tokenizer.decode(tokens)])
+    """.replace("TOKENIZER", (EMBEDDED_MODEL / "tokenizer.json").read_text())
+    for text, (ids, decoded) in zip(texts, page.execute_script(script, texts), strict=True):
+        assert ids == [tokenizer.bos_token_id, *tokenizer(text).input_ids]
+        assert decoded == text or not text.isascii()  # a token may be half a character
+
+
+@pytest.mark.parametrize("settings", [(0.5, 0, 1.0), (2.0, 5, 1.0), (1.0, 0, 0.8), (0.7, 9, 0.6)])
+def test_temperature_top_k_and_top_p(page, settings):
+    temperature, top_k, top_p = settings
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(0)) * 2
+    script = "return [...makeEngine().truncate(Float32Array.from(arguments[0]), arguments[1])]"
+    given = {"temperature": temperature, "topP": top_p, **({"topK": top_k} if top_k else {})}
+    scores = TemperatureLogitsWarper(temperature)(None, logits[None])
+    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    expected = TopPLogitsWarper(top_p)(None, scores).softmax(-1)[0]
+    found = torch.tensor(page.execute_script(script, logits.tolist(), given))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_draws_follow_the_probabilities_and_the_seed(page):
+    script = """
+        const {makeRandom, draw} = makeEngine(), random = makeRandom(arguments[1]);
+        return Array.from({length: 20000}, () => draw(arguments[0], random()))
+    """
+    probs = [0.5, 0.3, 0.0, 0.15, 0.05]
+    first, again, other = (page.execute_script(script, probs, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    shares = torch.tensor(first).bincount(minlength=5) / len(first)
+    assert (shares - torch.tensor(probs)).abs().max() < 0.012  # three standard errors
+    assert shares[2] == 0
+
+
+# --- The widgets ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def show(browser, site):
+    """Open a widget on a page of its own, or on the book's first page."""
+
+    def show(name: str, address: Path | None = None) -> Widget:
+        browser.get((address or site / f"{name}.html").as_uri())
+        return Widget(browser)
+
+    yield show
+    assert browser.get_log("browser") == []
+    fetched = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    for name in browser.execute_script(fetched):
+        assert name.startswith(("file:", "data:", "blob:"))
+
+
+class Widget:
+    """What a person does with it, and what it says then."""
+
+    def __init__(self, driver):
+        self.driver = driver
+        wait_until_done(driver)
+        self.root = driver.find_element("css selector", "[data-play]")
+
+    def find(self, selector: str) -> list:
+        return self.root.find_elements("css selector", selector)
+
+    def move(self, slider: int, key: str, times: int = 1) -> str:
+        """Press a key on a slider, and return what it then says."""
+        field = self.find("input[type=range]")[slider]
+        field.send_keys(*[key] * times)
+        return field.get_attribute("aria-valuetext")
+
+    def press(self, text: str) -> None:
+        next(button for button in self.find("button") if button.text == text).click()
+
+    def set_numbers(self, *numbers: int) -> None:
+        for field, number in zip(self.find("input[type=number]"), numbers, strict=True):
+            field.send_keys(Keys.CONTROL, "a")
+            field.send_keys(str(number))
+
+    def read(self, figure: str) -> str:
+        wait_until_done(self.driver)
+        return self.find(f"[data-figure={figure}]")[0].text
+
+    def count(self, figure: str) -> int:
+        return int(self.read(figure).split()[0])
+
+    def count_right(self, pairs: list[tuple[int, int]]) -> int:
+        """Return how many answers to these sums are right, twelve to each."""
+        found = 0
+        for pair in pairs:
+            self.set_numbers(*pair)
+            right = self.count("right")
+            assert [mark.text for mark in self.find(".play-answers b")].count("✓") == right
+            found += right
+        return found
+
+
+def test_every_marker_names_a_widget_and_asks_a_question(page):
+    markers = [m for path in SOURCES.glob("*.md") for m in WIDGET.findall(path.read_text())]
+    assert all(question.endswith("?") for _, question in markers)
+    assert {"front", *(name for name, _ in markers)} == {*WIDGETS}
+    assert page.execute_script("return Object.keys(WIDGETS).sort()") == sorted(WIDGETS)
+
+
+def test_more_training_more_right_answers(show):
+    widget, pairs = show("front"), held_out_pairs()[:6]  # 72 answers
+    before = widget.count_right(pairs)
+    assert widget.count("worked") < 8
+    assert widget.move(0, Keys.ARROW_RIGHT, 20) == "1.00"
+    after = widget.count_right(pairs)
+    assert widget.count("worked") > 8
+    assert before <= 0.6 * 72
+    assert after >= 0.8 * 72
+    assert widget.find("[aria-live]")[0].get_attribute("textContent").startswith("right: ")
+
+
+@pytest.mark.parametrize("address", [None, BOOK / "index.html"], ids=["page", "book"])
+def test_numbers_that_the_model_does_not_know(show, address):
+    if address and not (BOOK / "_static" / "play").exists():
+        pytest.skip("needs `make book`")
+    widget = show("front", address)
+    widget.set_numbers(5, 20)
+    (warning,), numbers = widget.find("[role=alert]"), widget.find("input[type=number]")
+    assert "10 to 99" in warning.text
+    assert [number.get_attribute("aria-invalid") for number in numbers] == ["true", "false"]
+    widget.set_numbers(50, 20)
+    assert warning.text == ""
+    assert widget.count("right") >= 0
+
+
+def test_how_many_tokens_a_setting_keeps(show):
+    widget = show("ch0-sampling")
+    assert widget.read("kept") == "512 of 512"
+    assert widget.move(1, Keys.HOME) == "1"
+    assert widget.move(1, Keys.ARROW_RIGHT, 4) == "5"
+    assert widget.read("kept") == "5 of 512"
+    assert 40 < float(widget.read("mass").rstrip("%")) < 60  # half of it, as chapter 0 says
+    widget.move(0, Keys.HOME)
+    assert widget.read("kept") == "1 of 512"
+
+
+def test_the_strength_of_an_adapter_of_friendly_reviews(show):
+    widget = show("ch1-adapter")
+    assert widget.count("friendly") >= 6
+    assert widget.move(0, Keys.HOME) == "-1.0"
+    assert widget.count("friendly") <= 4
+
+
+def test_a_group_shows_its_advantages(show):
+    widget = show("ch3-phases")
+    lines = widget.find(".play-answers li")
+    rewards = torch.tensor([float("✓" in line.text) for line in lines])
+    assert 0 < rewards.sum() < 8
+    shown = [line.text.rpartition("A = ")[2].replace("−", "-") for line in lines]
+    expected = group_advantages(rewards, 8)
+    torch.testing.assert_close(torch.tensor([*map(float, shown)]), expected, atol=0.006, rtol=0)
+    assert widget.move(0, Keys.END) == "25 of 25"
+    assert widget.count("worked") >= 7
+
+
+def test_one_adapter_is_enough(show):
+    widget = show("ch8-sites")
+    assert widget.count("worked") >= 10
+    widget.press("All off")
+    assert widget.count("worked") <= 6
+    widget.press("Only block 3’s mlp.out")
+    assert widget.count("worked") >= 10
+
+
+def test_one_vector_is_enough(show):
+    widget = show("ch8-direction")
+    assert widget.count("worked") <= 6
+    assert widget.move(0, Keys.ARROW_RIGHT, 4) == "1.00"
+    assert widget.count("worked") >= 10
