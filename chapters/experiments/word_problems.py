@@ -20,7 +20,8 @@ from solutions.ch6_preferences import train_sft
 from utils.course.evaluation import sample_prompts
 from utils.course.real_model import MODEL
 from utils.models.fetch import fetch
-from utils.models.word_problems import Problem, end_with_line, make_problems, reward_fn_worked
+from utils.models.turns import Stops
+from utils.models.word_problems import Problem, make_problems, reward_fn_worked
 
 RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
 GEN_LEN, N_HELD = 24, 32
@@ -61,8 +62,6 @@ def train_by_grpo(
         prompts=[problem.make_prompt(n_shots) for problem in problems],
         columns={"answers": [problem.answer for problem in problems]},
         reward_fn=reward_fn_worked,
-        environment=end_with_line,
-        turn_end="\n",
         gen_len=GEN_LEN,
         batch_size=32,
         num_minibatches=1,
@@ -72,8 +71,9 @@ def train_by_grpo(
         samples_every=0,
         checkpoint_every=0,
     )
-    history = GrpoTrainer(args, model).train()
-    return [row["reward"] for row in history]
+    trainer = GrpoTrainer(args, model)
+    trainer.environment = Stops(["\n"])
+    return [row["reward"] for row in trainer.train()]
 
 
 def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:

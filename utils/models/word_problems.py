@@ -137,8 +137,3 @@ def reward_fn_worked(samples: list[str], answers: list[int]) -> Float[Tensor, "b
     found = [re.match(r"[^\n]*Answer: (\d+)\.?\s*(\n|$)", text) for text in samples]
     pairs = zip(found, answers, strict=True)
     return torch.tensor([float(match is not None and int(match[1]) == x) for match, x in pairs])
-
-
-def end_with_line(turn: str) -> None:
-    """End a completion with its first line: as a trainer's `environment`, `turn_end` being a
-    newline."""
