@@ -1,11 +1,18 @@
 """The recorded runs of word problems and of the calculator, and what the pages say of them."""
 
+import json
+from pathlib import Path
+
 from utils.course.real_model import (
     CALCULATOR_SHOTS,
     calculate_line,
     reward_fn_last_line,
     split_products,
 )
+
+ROOT = Path(__file__).parents[2]
+WHEN = ("before", "after")
+CALCULATOR = json.loads((ROOT / "chapters/results/ch10_tools_real.json").read_text("utf-8"))
 
 
 def test_a_line_that_is_a_call_is_answered_and_another_ends():
@@ -30,3 +37,12 @@ def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
     assert calculate_line(called.split("\n")[1] + "\n") == called.split("\n")[2] + "\n"
     train, held = split_products()
     assert not {*map(frozenset, train)} & {*map(frozenset, held)}
+
+
+def test_chapter_10_has_the_recorded_figures():
+    page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
+    for key, what in (("right", "Right answers"), ("called", "calls")):
+        ends = [" and ".join(f"{run[when][key]:.2f}" for run in CALCULATOR) for when in WHEN]
+        assert f"{what} go from {ends[0]} to {ends[1]}".replace("calls go", "calls") in page
+    assert all(run["before"]["right_direct"] == 0 for run in CALCULATOR)
+    assert all(run["after"]["right"] > run["before"]["right"] + 0.4 for run in CALCULATOR)
