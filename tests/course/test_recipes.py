@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from chapters.experiments.word_problems import RECIPES
 from utils.course.real_model import (
     CALCULATOR_SHOTS,
     calculate_line,
@@ -13,6 +14,7 @@ from utils.course.real_model import (
 ROOT = Path(__file__).parents[2]
 WHEN = ("before", "after")
 CALCULATOR = json.loads((ROOT / "chapters/results/ch10_tools_real.json").read_text("utf-8"))
+WORD_PROBLEMS = json.loads((ROOT / "chapters/results/word_problems.json").read_text("utf-8"))
 
 
 def test_a_line_that_is_a_call_is_answered_and_another_ends():
@@ -46,3 +48,13 @@ def test_chapter_10_has_the_recorded_figures():
         assert f"{what} go from {ends[0]} to {ends[1]}".replace("calls go", "calls") in page
     assert all(run["before"]["right_direct"] == 0 for run in CALCULATOR)
     assert all(run["after"]["right"] > run["before"]["right"] + 0.4 for run in CALCULATOR)
+
+
+def test_the_page_has_the_recorded_recipes():
+    page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
+    assert {run["recipe"] for run in WORD_PROBLEMS} <= {*RECIPES}
+    for run in WORD_PROBLEMS:
+        cells = [run[f"{when} GRPO"] for when in WHEN]
+        ends = [f"{cell['sampled']:.2f}, {cell['greedy']:.2f}" for cell in cells]
+        rewards = ", ".join(f"{reward:.2f}" for reward in run["rewards"])
+        assert f"| {run['recipe']} | {' | '.join(ends)} | {rewards} |" in page
