@@ -33,22 +33,23 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     The KL is the exact one where the run computed it, else the k3 estimate; a run without a
     reference has no line there. Saved as an image if `path` is given.
     """
-    figure = Figure(figsize=(11, 6.5))
-    figure.subplots_adjust(0.06, 0.08, 0.98, 0.9, wspace=0.15, hspace=0.35)
+    figure = Figure(figsize=(8, 5))
+    figure.subplots_adjust(0.07, 0.1, 0.98, 0.88, wspace=0.18, hspace=0.5)
     if len(histories) == 1:
-        figure.suptitle(next(iter(histories)))
+        figure.suptitle(next(iter(histories)), fontsize=11, parse_math=False)
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for name, history in histories.items():
             known = {key for row in history for key in row}
             key = next((key for key in keys if key in known), None)
             if key is not None:
                 label = label.format({"kl_k3": "k3 estimate (noisy)"}.get(key, "exact"))
-                axes.plot(*_read(history, key), label=name)
+                axes.plot(*_read(history, key), ".-", markersize=4, label=name)
             if key == "reward" and "eval_reward" in known:
                 axes.plot(*_read(history, "eval_reward"), "o--", label=f"{name}, held out")
                 axes.legend(fontsize=8)
         axes.set_xlabel("phase")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # most of a drawing's time
+        axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_title(label.replace(", {}", ""), fontsize=10)
         axes.grid(alpha=0.3)
         if len(histories) > 1:

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from utils.models.fast_path import forget
+from utils.panel import Panel, SamplesTable, is_in_notebook
 from utils.plotting import plot_history
 from utils.run_folder import EARLY, keep_samples, write_args
 from utils.signals import find_equal_rewards
@@ -39,7 +40,8 @@ class Run:
     The trainer has `args`, `history`, `metrics`, `phase`, `samples_table`, `folder`, `model`,
     `get_state()` and `set_state()`. If the block is left by an error or Ctrl-C, the trainer goes
     back to the end of the last phase, and that is saved; if it ends, so are the adapters, and a
-    plot of the metrics.
+    plot of the metrics. In a notebook a panel shows it, unless `args.samples_every` is 0, and
+    elsewhere a bar and tables of samples.
 
     Entering raises ValueError if `args.name` is the name of an earlier run.
     """
@@ -61,7 +63,9 @@ class Run:
         self.n_logged = len(trainer.history)
         self.state = trainer.get_state()
         forget(trainer.model)  # it may have been edited since
-        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
+        self.panel = Panel(trainer) if args.samples_every and is_in_notebook() else None
+        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name,
+                        disable=self.panel is not None)  # fmt: skip
         if truncated := [n for n in ("top_k", "top_p") if getattr(args, n, None) is not None]:
             self.bar.write(
                 f"Training with {' and '.join(truncated)}: what the sampler drops is never learned,"
@@ -91,8 +95,11 @@ class Run:
         shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
         is_due = args.samples_every and (trainer.phase - 1) % args.samples_every == 0
         if is_due and "reward" in shown:
-            heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
-            self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
+            heading = f"phase {trainer.phase} of {args.total_phases}: mean reward {shown['reward']}"
+            if self.panel:
+                self.panel.show_samples(heading, trainer.samples_table)
+            else:
+                self.bar.write(f"{trainer.folder.name}, {heading}\n{trainer.samples_table}")
         said = find_equal_rewards(trainer.history, args.total_phases)
         if said and not self.is_told:
             self.bar.write(said)
@@ -102,6 +109,8 @@ class Run:
         self.state = trainer.get_state()
         if args.checkpoint_every and trainer.phase % args.checkpoint_every == 0:
             save_checkpoint(self.checkpoint, self.state)
+        if self.panel:
+            self.panel.update()
         self.start = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -117,6 +126,8 @@ class Run:
                 trainer = self.trainer
                 trainer.model.save_adapter(trainer.folder / "adapter.safetensors")
                 plot_history({trainer.folder.name: trainer.history}, trainer.folder / "metrics.png")
+            if self.panel:
+                self.panel.draw()
         finally:
             try:
                 self.log.close()
@@ -375,10 +386,14 @@ def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> 
         (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
         for which, reward, prompt, text in rows
     ]
-    return tabulate(
-        table,
-        headers=("sample", "reward", "prompt", "completion"),
-        tablefmt="simple_outline",
-        maxcolwidths=[None, None, width // 2, width],
-        disable_numparse=True,
+    text = SamplesTable(
+        tabulate(
+            table,
+            headers=("sample", "reward", "prompt", "completion"),
+            tablefmt="simple_outline",
+            maxcolwidths=[None, None, width // 2, width],
+            disable_numparse=True,
+        )
     )
+    text.rows = table
+    return text

@@ -46,7 +46,6 @@ def train_ppo_or_grpo(kind, folder, *options):
 
 
 def graded(samples, answers):
-    """A reward that is never the same for a whole group."""
     return [len(text) / 10 + text.endswith(f"A: {a}") for text, a in zip(samples, answers)]  # noqa: B905
 
 
@@ -138,17 +137,28 @@ def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
     assert [row["phase"] for row in history] == [0, 1, 2]
 
 
-def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path):
+def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
     options = ["--eval-data", held, "--eval-every", "1", "--samples-every", "1"]
     whole, folder = train_ppo_or_grpo("grpo", tmp_path / "whole", *options)
-    half, other = train_ppo_or_grpo("grpo", tmp_path / "half", *options, "--checkpoint-every", "2")
-    state = torch.load(other / "checkpoint.pt", weights_only=True)
-    assert state["history"] == half
+    calls, reward = [], graded
+
+    def stop(samples, answers):
+        calls.append(None)
+        if len(calls) == 7:  # in the evaluation of phase 3: each phase has two calls, phase 0 one
+            raise KeyboardInterrupt
+        return reward(samples, answers)
+
+    monkeypatch.setattr(f"{__name__}.graded", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_ppo_or_grpo("grpo", tmp_path / "half", *options)
+    other = tmp_path / "half" / "run"
+    assert read_lines(other / "samples.jsonl")[-1]["phase"] == 3
+    assert len(read_lines(other / "metrics.jsonl")) == 3
     again, _ = train_ppo_or_grpo("grpo", tmp_path / "half", *options, "--resume", str(other))
-    assert again == half
-    assert of_training(whole) == of_training(half)
-    samples = [(path / "samples.jsonl").read_text() for path in (folder, other)]
-    assert samples[0] == samples[1]
+    rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in h] for h in (whole, again)]
+    assert rows[0] == rows[1]
+    for name in ("samples.jsonl", "best.json"):
+        assert (folder / name).read_text() == (other / name).read_text()
 
 
 def test_samples_of_later_phases_are_removed(tmp_path):

@@ -30,7 +30,7 @@ PARTS = ROOT / "utils" / "authoring" / "release_parts"  # files of the bundles, 
 SHARED = (
     "LICENSE", "requirements.txt", "solutions/__init__.py", "tests/__init__.py",
     "tests/checks/__init__.py", "tests/support/__init__.py", "tests/oracles/__init__.py",
-    "utils/__init__.py", "utils/chapters.py", "utils/plot_descriptions.py",
+    "utils/__init__.py", "utils/chapters.py", "utils/panel.py", "utils/plot_descriptions.py",
     "utils/plotting.py", "utils/preferences.py", "utils/prompts.py", "utils/rewards.py",
     "utils/run_folder.py", "utils/signals.py", "utils/tracking.py", "utils/validation.py",
     "utils/version.py",

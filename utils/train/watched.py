@@ -64,6 +64,7 @@ class Watched(RLHFTrainer):
     options: dict[str, Any] | None = None
     evaluation: Evaluation | None = None
     stops: Stops | None = None
+    shown: Sequence[dict[str, Any]] = ()  # the samples of the latest table
     is_told = False  # that most completions are cut off
 
     def train(self) -> list[dict[str, float]]:
