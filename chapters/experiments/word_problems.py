@@ -32,7 +32,7 @@ RECIPES: dict[str, tuple[dict[str, Any], int, int, int, dict[str, float]]] = {
     "few-shot, easy": (EASY, 1, 0, 6, {}),
     "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, {"ent_coef": 0.0}),
     "SFT first, easy": (EASY, 0, 256, 6, {}),
-    "SFT first, easy, small steps, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0, "base_lr": 1e-4}),
+    "SFT first, easy, small steps, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0.0, "base_lr": 1e-4}),
     "SFT first, mixed": (MIXED, 0, 512, 6, {}),
 }
 
