@@ -1,4 +1,6 @@
-"""GRPO and PPO on SmolLM2 with three seeds, recorded: all runs of `utils.course.real_model`.
+"""GRPO and PPO on SmolLM2 with three seeds, recorded: the runs of `utils.course.real_model`.
+
+The calculator's are recorded by `ch10_tools_real`.
 
 `python -m chapters.experiments.real_runs` writes chapters/results/real_runs.json. Runs that are in
 the file are skipped; delete it to repeat them. Samples are kept for seed 1 alone. The weights are
@@ -25,7 +27,7 @@ def round_numbers(value):
 
 
 def main() -> None:
-    tasks = make_tasks()
+    tasks = {name: task for name, task in make_tasks().items() if name != "calculator"}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULT)

@@ -234,18 +234,22 @@ def test_chats_need_a_template_and_messages(embedded):
             encode_prompts(embedded, [wrong], 4, prepend_bos=True)
 
 
-@pytest.mark.parametrize("name", ["sums", "mood", "mood_ppo"])
+@pytest.mark.parametrize("name", ["sums", "mood", "mood_ppo", "calculator"])
 def test_a_real_run_measures_trains_and_shows_samples(name, packed, tmp_path, capsys):
     convert(packed[0] / "tiny.gguf", tmp_path / "tiny")
     task = real_model.make_tasks()[name]
     task.n_samples = 1
-    small = {"total_phases": 1, "batch_size": 16, "gen_len": 4}
+    task.prompts = [prompt[-20:] for prompt in task.prompts]  # the tiny model's context is short
+    prompts = [prompt[-20:] for prompt in task.setup["prompts"]]
+    small = {"total_phases": 1, "batch_size": 16, "gen_len": 4, "prompts": prompts}
     row = real_model.run_task(name, task, tmp_path / "tiny", tmp_path, 1, **small)
     keys = "model task reward heldout kl nll distinct_bigrams seconds".split()
     for key in keys:
         assert key in row or {f"{key}_before", f"{key}_after"} <= row.keys()
     assert (tmp_path / f"{name}.png").exists()
-    assert "held-out prompt" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "held-out prompt" in shown
+    assert ("✗" in shown) == (name in ("sums", "calculator"))  # what a program checks
     assert "KL from the base" in real_model.format_summary([row])
 
 

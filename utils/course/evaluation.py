@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from utils.models.corpus import Pair, addition_prompt
 from utils.models.forward import get_scorer
+from utils.models.turns import Environment
 from utils.rewards import is_worked, reward_fn_addition
 
 
@@ -24,17 +25,26 @@ def sample_prompts(
     temperature: float = 1.0,
     seed: int = 0,
     rows: int = 128,
+    environment: Environment | None = None,
 ) -> list:
-    """Sample completions of all prompts, as `Samples` of up to `rows` rows each."""
+    """Sample completions of all prompts, as `Samples` of up to `rows` rows each, in turns with the
+    environment if there is one."""
     sampling = _load_sampling()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     batches = []
     for start in tqdm(range(0, len(prompts), rows), desc="evaluate", leave=False):
         batch = prompts[start : start + rows]
-        samples = sampling.sample_completions(
-            model, batch, gen_len, temperature, generator=generator
-        )
+        if environment is None:
+            samples = sampling.sample_completions(
+                model, batch, gen_len, temperature, generator=generator
+            )
+        else:
+            ids, mask = sampling.encode_prompts(model, batch, gen_len, prepend_bos=True)
+            drawn = environment.sample(
+                model, ids, mask, {"prompt": batch}, gen_len, temperature, generator=generator
+            )
+            samples = sampling.Samples(**drawn.put_behind(ids, mask))
         batches.append(samples)
     return batches
 

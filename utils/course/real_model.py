@@ -1,12 +1,15 @@
 """GRPO and PPO on a real language model: `make real`, or `python -m utils.course.real_model`.
 
 Two runs on SmolLM2-135M-Instruct, each with samples and measurements before and after: GRPO on sums
-of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. `--only
-mood` makes a third, GRPO on the mood. No prompt that is measured on is trained on.
+of one digit, which a program checks, and PPO on the mood of free text by VADER's lexicon. `--only`
+makes others: GRPO on the mood, and on products with a calculator, whose answers take a line of
+working. No prompt that is measured on is trained on.
 """
 
 import argparse
 import json
+import random
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -29,13 +32,14 @@ from utils.course.evaluation import (
     sample_prompts,
 )
 from utils.course.session import choose_threads
-from utils.models.corpus import split_digit_pairs
+from utils.models.corpus import Pair, split_digit_pairs
 from utils.models.fetch import MODELS, ORIGIN, fetch
 from utils.plotting import plot_history
 from utils.rewards import reward_fn_sum
 
 MODEL = "smollm2"
 SHOTS = "3+4=7\n5+1=6\n2+8=10\n"
+CALCULATOR_SHOTS = "Q: 12*10\nA: 120\nQ: 23*47\nCALC 23*47\n= 1081\nA: 1081\n"
 BEGINNINGS = ["This movie is", "The film", "I watched it and", "My review:"]
 OTHER_BEGINNINGS = ["The plot was", "After the first hour I", "The actors", "In the end this book"]
 SHOWN = ["sums", "mood_ppo"]  # what `make real` runs
@@ -58,6 +62,30 @@ class VaderReward:
         return torch.tensor([self.analyzer.polarity_scores(text)["compound"] for text in samples])
 
 
+def calculate_line(turn: str) -> str | None:
+    """Answer a line that is a call with a line, and end the completion after any other line."""
+    match = re.fullmatch(r"CALC ([0-9]{1,9})\*([0-9]{1,9})\n", turn)
+    return f"= {int(match[1]) * int(match[2])}\n" if match else None
+
+
+def reward_fn_last_line(samples: list[str], answers: list[int]) -> Float[Tensor, "batch"]:
+    """Reward with 1 where the last line is "A: " and the answer, else 0.
+
+    Raises ValueError if there is not one answer for each sample.
+    """
+    lines = [text.removesuffix("\n").split("\n")[-1] for text in samples]
+    pairs = zip(lines, answers, strict=True)
+    return torch.tensor([float(line == f"A: {answer}") for line, answer in pairs])
+
+
+def split_products() -> tuple[list[Pair], list[Pair]]:
+    """Split products of two numbers of two digits: those to train on, and 32 that are held out, in
+    either order."""
+    pairs = [(a, b) for a in range(11, 100) for b in range(a, 100)]
+    random.Random(0).shuffle(pairs)
+    return pairs[32:], pairs[:32]
+
+
 @dataclass
 class Task:
     """A run: its trainer's arguments, and the prompts it is measured on."""
@@ -67,11 +95,11 @@ class Task:
     setup: dict[str, Any]
     prompts: list[str]  # held out
     n_samples: int  # of each
-    columns: dict[str, list[str]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
 
 def make_tasks() -> dict[str, Task]:
-    """Make the three runs by name."""
+    """Make the runs by name."""
     train, held = split_digit_pairs()
     sums = {
         "prompts": [f"{SHOTS}{a}+{b}=" for a, b in train],
@@ -90,22 +118,48 @@ def make_tasks() -> dict[str, Task]:
         "base_lr": 2e-3,
     }
     by_ppo = mood | {"kl_coef": 0.05}
+    products, held_products = split_products()
+    calculator = {
+        "prompts": [f"{CALCULATOR_SHOTS}Q: {a}*{b}\n" for a, b in products],
+        "columns": {"answers": [a * b for a, b in products]},
+        "reward_fn": reward_fn_last_line,
+        "environment": calculate_line,
+        "turn_end": "\n",
+        "max_calls": 1,
+        "batch_size": 32,
+        "num_minibatches": 1,
+        "gen_len": 26,
+        "total_phases": 6,
+        "kl_coef": 0.0,
+    }
+    calculator_held_out = [f"{CALCULATOR_SHOTS}Q: {a}*{b}\n" for a, b in held_products]
+    held_results = {"answers": [a * b for a, b in held_products]}
     sums_held_out = [f"{SHOTS}{a}+{b}=" for a, b in held]
     answers = {"answers": [str(a + b) for a, b in held]}
     on_mood = "on the mood of free text"
     return {
         "sums": Task("GRPO on sums of one digit", GrpoTrainer, sums, sums_held_out, 8, answers),
+        "calculator": Task(
+            "GRPO on products of two digits, with a calculator",
+            GrpoTrainer,
+            calculator,
+            calculator_held_out,
+            1,
+            held_results,
+        ),
         "mood": Task(f"GRPO {on_mood}", GrpoTrainer, mood, OTHER_BEGINNINGS, 16),
         "mood_ppo": Task(f"PPO {on_mood}", RLHFTrainer, by_ppo, OTHER_BEGINNINGS, 16),
     }
 
 
-def measure(model, task: Task, gen_len: int, seed: int, has_learnt: bool = True) -> dict[str, Any]:
+def measure(trainer: RLHFTrainer, task: Task, seed: int, has_learnt: bool = True) -> dict[str, Any]:
     """Measure held-out prompts: reward, nll under the base, distinct bigrams, and the KL where
     anything was learnt; keep samples."""
-    prompts, reward_fn = task.prompts * task.n_samples, task.setup["reward_fn"]
+    model, gen_len, reward_fn = trainer.model, trainer.args.gen_len, task.setup["reward_fn"]
+    environment = trainer.environment if isinstance(trainer, GrpoTrainer) else None
+    prompts = task.prompts * task.n_samples
     columns = {name: column * task.n_samples for name, column in task.columns.items()}
-    batches = sample_prompts(model, prompts, gen_len, seed=seed, rows=64)
+    batches = sample_prompts(model, prompts, gen_len, 1.0, seed, 64, environment)
     texts = [text for batch in batches for text in batch.texts]
     found = {
         "heldout": reward_fn(texts, **columns).mean().item(),
@@ -114,7 +168,7 @@ def measure(model, task: Task, gen_len: int, seed: int, has_learnt: bool = True)
     }
     if has_learnt:
         found["kl"] = measure_kl(model, batches)
-    if task.columns:
+    if task.columns and environment is None:
         greedy = sample_prompts(model, task.prompts, gen_len, temperature=0, rows=64)
         answers = [text for batch in greedy for text in batch.texts]
         found["greedy"] = reward_fn(answers, **task.columns).mean().item()
@@ -128,13 +182,13 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     args = task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
     trainer = task.trainer_class(args)
     print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)
-    before = measure(trainer.model, task, args.gen_len, seed, has_learnt=False)
+    before = measure(trainer, task, seed, has_learnt=False)
     start = time.perf_counter()
     history = trainer.train()
     seconds = time.perf_counter() - start
-    after = measure(trainer.model, task, args.gen_len, seed)
+    after = measure(trainer, task, seed)
     plot_history({name: history}, out / f"{name}.png")
-    show_samples(before["samples"], after["samples"])
+    show_samples(task, before["samples"], after["samples"])
     return {
         "model": MODEL,
         "origin": describe_origin(folder),
@@ -156,14 +210,20 @@ def describe_origin(folder: Path) -> str:
     return note.read_text().strip().split("\n\n")[-1] if note.exists() else str(folder)
 
 
-def show_samples(before: list, after: list) -> None:
-    """Print samples of the same prompts side by side."""
-    rows = [
-        (prompt.split("\n")[-1], *(text.strip().replace("\n", "⏎") for text in texts))
-        for prompt, *texts in (
-            (p, old, new) for (p, old), (_, new) in zip(before, after, strict=True)
-        )
-    ]
+def show_samples(task: Task, before: list, after: list) -> None:
+    """Print samples of the same prompts side by side, and mark those that a program has checked."""
+    marked = []
+    for samples in (before, after):
+        texts = [text for _, text in samples]
+        shown = [text.strip().replace("\n", "⏎") for text in texts]
+        if task.columns:
+            columns = {name: column[: len(texts)] for name, column in task.columns.items()}
+            rewards = task.setup["reward_fn"](texts, **columns)
+            pairs = zip(shown, rewards, strict=True)
+            shown = [f"{'✓' if reward > 0 else '✗'} {text}" for text, reward in pairs]
+        marked.append(shown)
+    prompts = [prompt.strip().split("\n")[-1] for prompt, _ in before]
+    rows = zip(prompts, *marked, strict=True)
     print(tabulate(rows, ("held-out prompt", "before", "after"), maxcolwidths=[20, 45, 45]))
 
 

@@ -1,0 +1,60 @@
+"""The recorded runs of word problems and of the calculator, and what the pages say of them."""
+
+import json
+from pathlib import Path
+
+from chapters.experiments.word_problems import RECIPES
+from utils.course.real_model import (
+    CALCULATOR_SHOTS,
+    calculate_line,
+    reward_fn_last_line,
+    split_products,
+)
+
+ROOT = Path(__file__).parents[2]
+WHEN = ("before", "after")
+CALCULATOR = json.loads((ROOT / "chapters/results/ch10_tools_real.json").read_text("utf-8"))
+WORD_PROBLEMS = json.loads((ROOT / "chapters/results/word_problems.json").read_text("utf-8"))
+
+
+def test_a_line_that_is_a_call_is_answered_and_another_ends():
+    assert calculate_line("CALC 21*13\n") == "= 273\n"
+    others = ["A: 273\n", "\n", "CALC 21*13", "CALC 21+13\n", "x CALC 2*3\n", "CALC 2*3 \n"]
+    assert [calculate_line(line) for line in others] == [None] * len(others)
+
+
+def test_what_the_calculator_wrote_is_no_answer():
+    right = ["A: 273\n", "A: 273", "CALC 21*13\n= 273\nA: 273\n"]
+    wrong = ["CALC 21*13\n= 273\n", "CALC 21*13\n= 273\nA: 27", "A: 273\nA: 1\n", "273\n", ""]
+    assert reward_fn_last_line(right, [273] * 3).tolist() == [1.0] * 3
+    assert reward_fn_last_line(wrong, [273] * 5).tolist() == [0.0] * 5
+
+
+def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
+    direct, called = CALCULATOR_SHOTS.split("Q: ")[1:]
+    for shot, product in ((direct, 120), (called, 1081)):
+        question, _, answer = shot.partition("\n")
+        assert eval(question) == product
+        assert reward_fn_last_line([answer], [product]).item() == 1
+    assert calculate_line(called.split("\n")[1] + "\n") == called.split("\n")[2] + "\n"
+    train, held = split_products()
+    assert not {*map(frozenset, train)} & {*map(frozenset, held)}
+
+
+def test_chapter_10_has_the_recorded_figures():
+    page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
+    for key, what in (("right", "Right answers"), ("called", "calls")):
+        ends = [" and ".join(f"{run[when][key]:.2f}" for run in CALCULATOR) for when in WHEN]
+        assert f"{what} go from {ends[0]} to {ends[1]}".replace("calls go", "calls") in page
+    assert all(run["before"]["right_direct"] == 0 for run in CALCULATOR)
+    assert all(run["after"]["right"] > run["before"]["right"] + 0.4 for run in CALCULATOR)
+
+
+def test_the_page_has_the_recorded_recipes():
+    page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
+    assert {run["recipe"] for run in WORD_PROBLEMS} <= {*RECIPES}
+    for run in WORD_PROBLEMS:
+        cells = [run[f"{when} GRPO"] for when in WHEN]
+        ends = [f"{cell['sampled']:.2f}, {cell['greedy']:.2f}" for cell in cells]
+        rewards = ", ".join(f"{reward:.2f}" for reward in run["rewards"])
+        assert f"| {run['recipe']} | {' | '.join(ends)} | {rewards} |" in page
