@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 from chapters.experiments.adapters import ADAPTERS, load_policy
 from solutions.ch0_sampling import encode_prompts
 from solutions.ch3_grpo import group_advantages
+from solutions.ch4_kl import KINDS, calc_estimator_stats, calc_exact_kl, calc_kl_estimate
 from solutions.ch8_inside import find_direction, only_adapters, steer, truncate_rank
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from utils.authoring.book.pages import WIDGET
@@ -31,7 +32,8 @@ BOOK = Path(__file__).parents[2] / "dist" / "book"
 STATIC = Path(__file__).parents[2] / "utils" / "authoring" / "book" / "static"
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
 SOURCES = Path(__file__).parents[2] / "chapters" / "source"
-WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch8-sites", "ch8-direction"]
+WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch4-estimators", "ch8-sites"]
+WIDGETS += ["ch8-direction"]
 GRPO = "ch3_grpo-25"
 LARGEST = 12e6  # bytes of all that a book's pages may need for it
 PATIENCE_S = 60
@@ -69,7 +71,7 @@ def page(browser, site):
 def wait_until_done(driver) -> None:
     """Wait until the page's widget has shown all that it was asked for."""
     done = "const figure = document.querySelector('[data-play]:not([aria-busy]) dd');"
-    done += "return Boolean(figure?.textContent.match(/ of /))"
+    done += "return (figure?.textContent ?? '–') !== '–'"
     end = time.monotonic() + PATIENCE_S
     while not driver.execute_script(done):
         assert time.monotonic() < end
@@ -336,6 +338,51 @@ def test_a_group_shows_its_advantages(show):
     torch.testing.assert_close(torch.tensor([*map(float, shown)]), expected, atol=0.006, rtol=0)
     assert widget.move(0, Keys.END) == "25 of 25"
     assert widget.count("worked") >= 7
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_bias_and_spread_of_estimators(page, is_older):
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    policy, reference = logits.softmax(-1)
+    sampler = (policy + reference) / 2 if is_older else policy
+    kl = calc_exact_kl(policy.log(), reference.log())
+    for kind in KINDS:
+        values = calc_kl_estimate(policy.log(), reference.log(), kind, sampler.log())
+        bias = sampler @ values - kl
+        std = (sampler @ (values - sampler @ values).square()).sqrt()
+        if not is_older:
+            expected = calc_estimator_stats(policy.log(), reference.log(), kind)
+            torch.testing.assert_close((bias, std), expected)
+        given = kind, policy.tolist(), reference.tolist(), sampler.tolist()
+        found = page.execute_script("return calcKlStats(...arguments)", *given)
+        assert found.pop("values") == pytest.approx(values.tolist())
+        expected = {"kl": kl.item(), "bias": bias.item(), "std": std.item()}
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_estimates_of_a_kl_that_is_drawn_by_hand(show):
+    widget = show("ch4-estimators")
+
+    def read(kind: str) -> list[float]:
+        assert widget.read("count") == "1000 of 1000"
+        cells = widget.find(f"[data-estimate={kind}] dd")
+        return [float(cell.text.replace("−", "-")) for cell in cells]
+
+    assert read("k3")[2] < 0.2 * read("k1")[2]  # near the reference
+    widget.press("Far from it")
+    assert widget.move(0, Keys.ARROW_LEFT, 5) == "56%"
+    weights = [float(slider.get_attribute("value")) for slider in widget.find("[type=range]")]
+    policy, reference = torch.tensor(weights).view(5, 2).T.log()
+    kl = calc_exact_kl(policy, reference).item()
+    for kind in KINDS:
+        mean, *found = read(kind)
+        bias, std = (number.item() for number in calc_estimator_stats(policy, reference, kind))
+        assert found == pytest.approx([bias, std], abs=6e-4)
+        assert abs(mean - kl - bias) < 4 * std / 1000**0.5
+    assert read("k3")[2] > read("k1")[2]
+    widget.find("[type=checkbox]")[0].click()
+    assert abs(read("k1")[1]) > 0.1
+    assert read("k4")[1] == 0
 
 
 def test_one_adapter_is_enough(show):

@@ -104,7 +104,7 @@ def make_chapter(
 def put_widgets(text: str) -> str:
     """Return Markdown with an element for each line `<!-- play: NAME: QUESTION -->`, of which a
     notebook shows nothing. On a page it becomes the widget of that name, in
-    `static/play/widgets.js`, below the question that it answers."""
+    `static/play`, below the question that it answers."""
     inside = r'<p class="play-question">\2</p>\n<p>With JavaScript, the model runs here.</p>'
     return WIDGET.sub(rf'<div class="play" data-play="\1">\n{inside}\n</div>', text)
 
