@@ -251,7 +251,14 @@ class DataParallel(RLHFTrainer):
         return zip(samples.input_ids.split(rows), samples.attention_mask.split(rows), strict=True)
 
     def learning_phase(self, memory: ReplayMemory) -> None:
-        """Take one step for each minibatch, with the gradients of all ranks."""
+        """Take one step for each minibatch, with the gradients of all ranks.
+
+        One rank that learns from whole minibatches takes chapter 2's own steps.
+        """
+        is_whole = self.microbatch_size == self.args.minibatch_size
+        if self.n_ranks == 1 and is_whole and not self.checkpointing:
+            super().learning_phase(memory)
+            return
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()
             objective = self._add_gradients(minibatch)
@@ -290,6 +297,8 @@ class DataParallel(RLHFTrainer):
     def train(self) -> list[dict[str, float]]:
         """Run the phases that are left, and return the history, the same on every rank but for
         "seconds"."""
+        if self.n_ranks == 1:
+            return super().train()
         with Run(self) if self.rank == 0 else SilentRun(self) as run:
             while self.phase < self.args.total_phases:
                 self.metrics.clear()
@@ -315,7 +324,9 @@ class DataParallel(RLHFTrainer):
 
     def get_state(self) -> dict:
         """Return a copy of everything that the rest of the run depends on, on any rank."""
-        return super().get_state() | {"generators": copy.deepcopy(self.generator_states)}
+        state = super().get_state()
+        alone = [state["generator"]]
+        return state | {"generators": alone if self.n_ranks == 1 else list(self.generator_states)}
 
     def set_state(self, state: dict) -> None:
         states = state.get("generators", [state["generator"]])

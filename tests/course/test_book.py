@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import struct
 import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -28,8 +29,10 @@ from utils.authoring.book.pages import (
     merge_editions,
     name_page,
     nest_headings,
+    put_widgets,
 )
 from utils.authoring.book.sources import ROOT, lay_out, list_chapters, list_pages
+from utils.authoring.book.weights import to_half, write_weights
 from utils.authoring.notebooks import get_book_address
 from utils.chapters import sort_chapters
 
@@ -169,6 +172,34 @@ def test_a_drawing_has_its_own_description():
     cell.outputs = [new_output("display_data", data)]
     describe_pictures(new_notebook(cells=[cell]))
     assert cell.metadata.mystnb.image.alt == "Prompts go to the policy."
+
+
+# --- The model in the pages ---------------------------------------------------------------------
+
+
+def test_a_marker_becomes_the_element_of_a_widget():
+    page = put_widgets("Before.\n\n<!-- play: ch3-phases: What's left? -->\n\nAfter.")
+    assert page.split("\n\n") == [
+        "Before.",
+        '<div class="play" data-play="ch3-phases">',
+        "{.play-question}\nWhat's left?",
+        "With JavaScript, the model runs here.",
+        "</div>",
+        "After.",
+    ]
+
+
+def test_all_weights_together_are_small(tmp_path):
+    write_weights(tmp_path)
+    sizes = {path.stem: path.stat().st_size for path in tmp_path.iterdir()}
+    assert {"base", "ch3_grpo-25"} <= sizes.keys()
+    assert sum(sizes.values()) < 12e6
+
+
+def test_only_float32_is_rounded():
+    header = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    with pytest.raises(ValueError, match="data should be float32, but a is F16"):
+        to_half(struct.pack("<Q", len(header)) + header + b"\0\0")
 
 
 # --- The published address ----------------------------------------------------------------------

@@ -46,6 +46,7 @@ def run_grade(capsys, monkeypatch):
 
 
 @linux
+@pytest.mark.takes_long
 def test_a_class_from_its_first_day_to_its_grade_book(tmp_path, run_grade):
     folder, out = tmp_path / "handed in", tmp_path / "graded"
     folder.mkdir()

@@ -244,6 +244,7 @@ for i in range(50):
 """
 
 
+@pytest.mark.takes_long
 def test_two_kernels_lose_no_notes(tmp_path):
     env = os.environ | {"COURSE_PROGRESS": str(tmp_path / "progress.json"), "PYTHONPATH": str(ROOT)}
     kernels = [subprocess.Popen([sys.executable, "-c", NOTE, name], env=env) for name in "AB"]
@@ -299,6 +300,7 @@ def test_a_run_that_is_asked_to_stop_says_last_how_to_go_on(asked, status, tmp_p
     assert output.splitlines()[-1].endswith(f"--resume {tmp_path / 'run'}")
 
 
+@pytest.mark.takes_long
 def test_an_ascii_locale_ends_no_check():
     imports = "from utils.course import check; from solutions.ch0_sampling import masked_mean"
     code = f"{imports}; check(masked_mean)"

@@ -194,6 +194,15 @@ def test_a_step_is_the_same_by_microbatches_and_with_checkpointing(kind, tmp_pat
     assert_close(both[1], gradient, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["learning_phase", "train"])
+def test_an_edit_of_the_trainer_reaches_the_command_on_one_rank(name, tmp_path, monkeypatch):
+    own, seen = getattr(RLHFTrainer, name), []
+    monkeypatch.setattr(RLHFTrainer, name, lambda *given: seen.append(name) or own(*given))
+    setup = {"batch_size": 16, "group_size": 4, "gen_len": 4, "total_phases": 2}
+    DataParallelGrpoTrainer(GrpoArgs(prompts=TRAIN, runs_dir=tmp_path, **setup)).train()
+    assert seen == [name] * (1 if name == "train" else 2)
+
+
 @pytest.mark.parametrize("name", ["measure_entropy", "measure_kl"])
 def test_an_edit_of_what_is_measured_is_trained_by_microbatches_too(name, tmp_path, monkeypatch):
     _, gradient, _ = learn_once("GRPO", tmp_path, microbatch_size=8)

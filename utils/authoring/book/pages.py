@@ -105,8 +105,8 @@ def put_widgets(text: str) -> str:
     """Return Markdown with an element for each line `<!-- play: NAME: QUESTION -->`, of which a
     notebook shows nothing. On a page it becomes the widget of that name, in
     `static/play`, below the question that it answers."""
-    inside = r'<p class="play-question">\2</p>\n<p>With JavaScript, the model runs here.</p>'
-    return WIDGET.sub(rf'<div class="play" data-play="\1">\n{inside}\n</div>', text)
+    inside = "{.play-question}\n\\2\n\nWith JavaScript, the model runs here."
+    return WIDGET.sub(f'<div class="play" data-play="\\1">\n\n{inside}\n\n</div>', text)
 
 
 def name_page(text: str, chapter: str, address: str) -> str:

@@ -64,7 +64,8 @@ def lay_out(folder: Path, repository: str = "") -> None:
             for edition in ("chapters", "solutions")
         )
         nbformat.write(make_chapter(student, solved, chapter, site), folder / path)
-    lines = FRONT.read_text(encoding="utf-8").splitlines()
+    listed = "\n".join(f"chapters/{chapter}" for chapter in list_chapters())  # 10 comes after 9
+    lines = FRONT.read_text(encoding="utf-8").replace("chapters/ch*", listed).splitlines()
     kept = [line for line in lines if "*" not in line or " " in line or [*folder.glob(f"{line}.*")]]
     (folder / FRONT.name).write_text("\n".join(kept), encoding="utf-8")
 

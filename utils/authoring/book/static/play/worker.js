@@ -15,7 +15,7 @@ function work(engine) {
     if (!adapter) return base;
     const key = JSON.stringify([adapter, options]);
     if (!policies.has(key)) {
-      if (policies.size > 20) policies.clear();
+      if (policies.size > 8) policies.clear();
       policies.set(key, base.withAdapter(adapters[adapter], options));
     }
     return policies.get(key);
