@@ -41,9 +41,9 @@ const BEGINNINGS = ["For me the pace", "I found the acting", "To be honest the a
 const average = (samples, value) => mean(samples.map(value));
 
 /**
- * Add what shows a policy on reviews: a choice of their beginning, what `addControls(root, update)` adds,
- * figures and samples. `getJob` says the policy, `measure` makes the figures of the samples, `judge`
- * marks the text of one; `finish` gets the samples and their lines.
+ * Add what shows a policy on reviews: a choice of their beginning, what `addControls(root, update)`
+ * adds, figures and eight samples. `getJob` says the policy; `measure` and `judge` are addSamples's;
+ * `finish` gets the samples and their lines.
  */
 function addReviews(root, { beginnings, addControls, names, title, measure, judge, note, ...options }) {
   const { length = 40, drawFirst, finish = () => {} } = options;
@@ -65,9 +65,9 @@ function addReviews(root, { beginnings, addControls, names, title, measure, judg
 }
 
 /** Add a slider over phases; the returned function says which adapter the chosen one is. */
-function addPhases(root, phases, update, last = phases.at(-1)) {
+function addPhases(root, phases, update) {
   const slider = addSlider(root, "Phases of training", {
-    min: 0, max: phases.length - 1, step: 1, value: 0, format: (i) => `${phases[i]} of ${last}`,
+    min: 0, max: phases.length - 1, step: 1, value: 0, format: (i) => `${phases[i]} of ${phases.at(-1)}`,
   }, update);
   return (family) => {
     const phase = phases[slider.valueAsNumber];
@@ -170,7 +170,7 @@ Object.assign(WIDGETS, {
       title: "8 reviews, each with its true reward:",
       note: "Seed 1 of the three recorded, trained again for this page. Each dot is the mean of the 8.",
       drawFirst: (parent) => {
-        const series = { proxy: ["● reward model", 0, 1.5], truth: ["◆ truth", 0, 5] };
+        const series = { proxy: ["● reward model", 0, 1.5], truth: ["◆ truth", 0, 6] };
         trace = addTrace(parent, OVER_PHASES.length, series);
         return () => {};
       },
