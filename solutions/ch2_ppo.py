@@ -347,7 +347,7 @@ class RLHFArgs:
     name: str | None = None  # The run's folder; None names it after the trainer and the time.
     runs_dir: str | Path = "runs"  # The folder of the run's folder.
     checkpoint_every: CountOrZero = 10  # Phases; 0 saves only in the end and when interrupted.
-    samples_every: CountOrZero = 1  # Phases from one table of samples to the next; 0 prints none.
+    samples_every: CountOrZero = 1  # Phases between tables of samples; 0: no table, and no panel.
     use_wandb: bool = False  # Weights & Biases logs offline unless you are logged in.
     wandb_project_name: str = "RLHF"
     wandb_entity: str | None = None

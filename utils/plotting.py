@@ -1,5 +1,9 @@
 """Plots of what trainers record, of spreads over seeds, and of single tokens."""
 
+import base64
+import html
+import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.pyplot import get_cmap
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
+
+from utils.plot_descriptions import describe_figure
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
@@ -27,19 +33,23 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
     The KL is the exact one where the run computed it, else the k3 estimate; a run without a
     reference has no line there. Saved as an image if `path` is given.
     """
-    figure = Figure(figsize=(11, 6.5))
-    figure.subplots_adjust(0.06, 0.08, 0.98, 0.9, wspace=0.15, hspace=0.35)
+    figure = Figure(figsize=(8, 5))
+    figure.subplots_adjust(0.07, 0.1, 0.98, 0.88, wspace=0.18, hspace=0.5)
     if len(histories) == 1:
-        figure.suptitle(next(iter(histories)))
+        figure.suptitle(next(iter(histories)), fontsize=11, parse_math=False)
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for name, history in histories.items():
-            key = next((key for key in keys if history and key in history[0]), None)
+            known = {key for row in history for key in row}
+            key = next((key for key in keys if key in known), None)
             if key is not None:
                 label = label.format({"kl_k3": "k3 estimate (noisy)"}.get(key, "exact"))
-                phases = [row["phase"] for row in history]
-                axes.plot(phases, [row[key] for row in history], label=name)
+                axes.plot(*_read(history, key), ".-", markersize=4, label=name)
+            if key == "reward" and "eval_reward" in known:
+                axes.plot(*_read(history, "eval_reward"), "o--", label=f"{name}, held out")
+                axes.legend(fontsize=8)
         axes.set_xlabel("phase")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # most of a drawing's time
+        axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_title(label.replace(", {}", ""), fontsize=10)
         axes.grid(alpha=0.3)
         if len(histories) > 1:
@@ -48,6 +58,12 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _read(history: list[dict], key: str) -> tuple[list[float], list[float]]:
+    """Return the phases that recorded something, and what they recorded."""
+    rows = [row for row in history if key in row]  # what is evaluated is not so in every phase
+    return [row["phase"] for row in rows], [row[key] for row in rows]
 
 
 def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
@@ -118,3 +134,36 @@ def plot_tokens(
             axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)
     figure.colorbar(ScalarMappable(norm, colors), ax=axes, label=label, shrink=0.9, aspect=12)
     return figure
+
+
+def write_page(
+    path: Path, title: str, lines: list[str], table: str, figure: Figure, reload_s: int = 0
+) -> None:
+    """Write a page of HTML: lines of text, a table that is HTML already, and a figure.
+
+    It reloads itself every `reload_s` seconds, unless they are 0.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    source = f"data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}"
+    reload = f'<meta http-equiv="refresh" content="{reload_s}">\n' if reload_s else ""
+    said = "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
+    partial = path.with_name(path.name + ".partial")  # a browser may be reading the other
+    partial.write_text(
+        f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
+{reload}<style>
+body {{ font: 16px/1.5 sans-serif; max-width: 75rem; margin: 1rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }}
+td, th {{ border: 1px solid #999; padding: 0.2rem 0.5rem; text-align: left; }}
+img {{ max-width: 100%; }}
+</style></head><body>
+<h1>{html.escape(title)}</h1>
+{said}
+{table}
+<p><img src="{source}" alt="{html.escape(describe_figure(figure))}"></p>
+</body></html>
+""",
+        encoding="utf-8",
+    )
+    os.replace(partial, path)

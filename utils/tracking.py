@@ -24,7 +24,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from utils.models.fast_path import forget
+from utils.panel import Panel, SamplesTable, is_in_notebook
 from utils.plotting import plot_history
+from utils.run_folder import EARLY, keep_samples, write_args
+from utils.signals import find_equal_rewards
+
+
+class EarlyStop(Exception):
+    """A run ends before its last phase, as if that were the last: the message says why."""
 
 
 class Run:
@@ -33,7 +40,8 @@ class Run:
     The trainer has `args`, `history`, `metrics`, `phase`, `samples_table`, `folder`, `model`,
     `get_state()` and `set_state()`. If the block is left by an error or Ctrl-C, the trainer goes
     back to the end of the last phase, and that is saved; if it ends, so are the adapters, and a
-    plot of the metrics.
+    plot of the metrics. In a notebook a panel shows it, unless `args.samples_every` is 0, and
+    elsewhere a bar and tables of samples.
 
     Entering raises ValueError if `args.name` is the name of an earlier run.
     """
@@ -44,6 +52,7 @@ class Run:
     def __enter__(self) -> "Run":
         trainer, args = self.trainer, self.trainer.args
         tolerate_encoding()
+        check_trainer(trainer)
         if trainer.folder is None:
             name = type(trainer).__name__.removesuffix("Trainer").lower()
             kind = getattr(trainer, "kind", name)  # a trainer on many ranks says whose runs it does
@@ -51,9 +60,12 @@ class Run:
         self.lock = claim(trainer.folder)
         self.checkpoint = trainer.folder / "checkpoint.pt"
         self.is_told = False  # that no group had two rewards
+        self.n_logged = len(trainer.history)
         self.state = trainer.get_state()
         forget(trainer.model)  # it may have been edited since
-        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name)
+        self.panel = Panel(trainer) if args.samples_every and is_in_notebook() else None
+        self.bar = tqdm(total=args.total_phases, initial=trainer.phase, desc=trainer.folder.name,
+                        disable=self.panel is not None)  # fmt: skip
         if truncated := [n for n in ("top_k", "top_p") if getattr(args, n, None) is not None]:
             self.bar.write(
                 f"Training with {' and '.join(truncated)}: what the sampler drops is never learned,"
@@ -62,6 +74,8 @@ class Run:
         self.start = time.perf_counter()
         try:  # last of all: what is stopped from here on is saved
             self.log = RunLog(trainer.folder, trainer.history, args)
+            write_args(trainer)
+            keep_samples(trainer.folder, trainer.phase)
         except BaseException:  # as wandb raises
             self.bar.close()
             self.lock.release()
@@ -74,27 +88,37 @@ class Run:
         row = {name: sum(values) / len(values) for name, values in trainer.metrics.items()}
         row = {"phase": trainer.phase} | row | {"seconds": time.perf_counter() - self.start}
         trainer.history.append(row)
-        self.log.append(row)
+        for new in trainer.history[self.n_logged :]:  # an evaluation before training is one
+            self.log.append(new)
+        self.n_logged = len(trainer.history)
         # A method of one's own may record less.
         shown = {name: f"{row[name]:.3f}" for name in ("reward", "entropy") if name in row}
         is_due = args.samples_every and (trainer.phase - 1) % args.samples_every == 0
         if is_due and "reward" in shown:
-            heading = f"{trainer.folder.name}, phase {trainer.phase} of {args.total_phases}"
-            self.bar.write(f"{heading}: mean reward {shown['reward']}\n{trainer.samples_table}")
-        if row.get("frac_reward_zero_std") == 1 and not self.is_told:
-            self.bar.write(f"phase {trainer.phase}: in every group all rewards are equal, so this "
-                           "update has nothing to learn from them")  # fmt: skip
+            heading = f"phase {trainer.phase} of {args.total_phases}: mean reward {shown['reward']}"
+            if self.panel:
+                self.panel.show_samples(heading, trainer.samples_table)
+            else:
+                self.bar.write(f"{trainer.folder.name}, {heading}\n{trainer.samples_table}")
+        said = find_equal_rewards(trainer.history, args.total_phases)
+        if said and not self.is_told:
+            self.bar.write(said)
             self.is_told = True
         self.bar.set_postfix(shown)
         self.bar.update()
         self.state = trainer.get_state()
         if args.checkpoint_every and trainer.phase % args.checkpoint_every == 0:
             save_checkpoint(self.checkpoint, self.state)
+        if self.panel:
+            self.panel.update()
         self.start = time.perf_counter()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.bar.close()
+            if isinstance(error, EarlyStop):
+                self.bar.write(str(error))
+                error = None
             if error is not None:
                 self._go_back(error)
             else:
@@ -102,6 +126,8 @@ class Run:
                 trainer = self.trainer
                 trainer.model.save_adapter(trainer.folder / "adapter.safetensors")
                 plot_history({trainer.folder.name: trainer.history}, trainer.folder / "metrics.png")
+            if self.panel:
+                self.panel.draw()
         finally:
             try:
                 self.log.close()
@@ -126,10 +152,24 @@ class Run:
 
     def _leave_no_folder(self) -> None:
         """Remove the folder of a run whose first phase failed, unless it holds something else."""
-        self.log.path.unlink(missing_ok=True)
+        for name in EARLY:
+            (self.trainer.folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it is not empty
             self.trainer.folder.rmdir()
         self.trainer.folder = None
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError if another trainer reads these arguments, and this one ignores some."""
+    kind = type(trainer.args)
+    others = vars(sys.modules.get(kind.__module__, sys)).values()
+    made_for = [x for x in others if isinstance(x, type) and vars(x).get("args_class") is kind]
+    names = {base.__name__ for base in type(trainer).__mro__}  # a notebook's has the same name
+    if made_for and trainer.args_class is not kind and made_for[0].__name__ not in names:
+        raise ValueError(
+            f"args should be those of {type(trainer).__name__}, but are {kind.__name__}, which "
+            f"{made_for[0].__name__} reads"
+        )
 
 
 def claim(folder: Path) -> FileLock:
@@ -346,10 +386,14 @@ def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> 
         (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
         for which, reward, prompt, text in rows
     ]
-    return tabulate(
-        table,
-        headers=("sample", "reward", "prompt", "completion"),
-        tablefmt="simple_outline",
-        maxcolwidths=[None, None, width // 2, width],
-        disable_numparse=True,
+    text = SamplesTable(
+        tabulate(
+            table,
+            headers=("sample", "reward", "prompt", "completion"),
+            tablefmt="simple_outline",
+            maxcolwidths=[None, None, width // 2, width],
+            disable_numparse=True,
+        )
     )
+    text.rows = table
+    return text

@@ -1,5 +1,7 @@
 """The book: how notebooks become pages, where links lead, and the built site in a browser."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -13,7 +15,9 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import nbformat
 import pytest
+from matplotlib.figure import Figure
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from tabulate import tabulate
 
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from tests.course.test_grade import needs_time
@@ -32,6 +36,7 @@ from utils.authoring.book.pages import (
     put_widgets,
 )
 from utils.authoring.book.sources import ROOT, lay_out, list_chapters, list_pages
+from utils.authoring.book.tables import convert_tables
 from utils.authoring.book.weights import to_half, write_weights
 from utils.authoring.notebooks import get_book_address
 from utils.chapters import sort_chapters
@@ -171,7 +176,17 @@ def test_a_drawing_has_its_own_description():
     data = {"image/svg+xml": "<svg/>", "text/plain": "Prompts go to the policy."}
     cell.outputs = [new_output("display_data", data)]
     describe_pictures(new_notebook(cells=[cell]))
-    assert cell.metadata.mystnb.image.alt == "Prompts go to the policy."
+    assert cell.metadata.mystnb.image == {"alt": "Prompts go to the policy."}
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1000, {}), (1001, {"classes": "wide"})])
+def test_a_phone_scrolls_a_picture_of_many_pixels(width, expected):
+    image = io.BytesIO()
+    Figure(figsize=(width / 100, 0.1)).savefig(image, dpi=100)
+    data = {"image/png": base64.b64encode(image.getvalue()).decode(), "text/plain": "Plot."}
+    cell = new_code_cell(outputs=[new_output("display_data", data=data)])
+    describe_pictures(new_notebook(cells=[cell]))
+    assert cell.metadata.mystnb.image == {"alt": "Plot."} | expected
 
 
 # --- The model in the pages ---------------------------------------------------------------------
@@ -308,6 +323,43 @@ def test_every_page_has_a_place_in_the_table_of_contents(sources):
     assert found - listed == {sources / "index.md"}
 
 
+def print_in_cells(*texts, source="print(tabulate(rows))"):
+    outputs = [new_output("stream", name="stdout", text=text) for text in texts]
+    return new_notebook(cells=[new_code_cell(source, outputs=outputs)])
+
+
+def test_printed_tables_become_html_and_nothing_is_lost():
+    first = tabulate([("k1 < k2", 1.5), ("", 22)], ("kind", "seconds"))
+    second = tabulate([(1, "yes, it is")], ("price", "is it right?"))
+    texts = ("before\n", f"{first}\n{second}\nafter, in a line of its own\n")
+    notebook = print_in_cells(*texts)
+    convert_tables(notebook)
+    outputs = notebook.cells[0].outputs
+    assert [output.output_type for output in outputs] == [
+        "stream", "display_data", "display_data", "stream",
+    ]  # fmt: skip
+    html = [output.data["text/html"] for output in outputs[1:3]]
+    assert "<tr><th>kind</th><th>seconds</th></tr>" in html[0]
+    assert "<tr><td>k1 &lt; k2</td><td>1.5</td></tr><tr><td></td><td>22</td></tr>" in html[0]
+    assert "<tr><td>1</td><td>yes, it is</td></tr>" in html[1]
+    left = [output.get("text") or output.data["text/plain"] + "\n" for output in outputs]
+    assert "".join(left) == "".join(texts)
+
+
+@pytest.mark.parametrize(
+    "notebook",
+    [
+        print_in_cells("no table\n---  ---\n"),
+        print_in_cells("title\n-----\ntext\n"),
+        print_in_cells("a  b\n-  -\n1  2\n", source="print(tabulate(rows, maxcolwidths=4))"),
+    ],
+)
+def test_other_text_stays_as_it_was_printed(notebook):
+    before = [cell.outputs[0].text for cell in notebook.cells]
+    convert_tables(notebook)
+    assert [cell.outputs[0].text for cell in notebook.cells] == before
+
+
 # --- The built site -----------------------------------------------------------------------------
 
 is_built = pytest.mark.skipif(not (BUILT / "index.html").exists(), reason="needs `make book`")
@@ -404,6 +456,13 @@ if (folds.some(fold => fold.open)) faults.push("a fold is open");
 for (const fold of folds) { fold.querySelector("summary").click(); }
 if (folds.some(fold => !fold.open)) faults.push("a fold stays shut");
 if (spill() > 0) faults.push(`${spill()} pixels too wide with its folds open`);
+for (const table of document.querySelectorAll("table.printed"))
+    if (arguments[0] > 1000 && table.offsetWidth > table.closest(".cell_output").clientWidth)
+        faults.push(`cut off: ${table.textContent}`);
+const isDark = document.body.dataset.theme === "dark";
+for (const image of document.querySelectorAll("article img"))
+    if ((getComputedStyle(image).filter !== "none") !== isDark)
+        faults.push(`not in the page's colours: ${image.src}`);
 return faults;
 """
 

@@ -19,13 +19,15 @@ ARROWS = {
     "authoring": {HELPERS, "grading", "course"},
     "bench": {HELPERS, "solutions"},
     "scale": {HELPERS, "solutions", "course"},
+    "train": {HELPERS, "solutions", "course"},
 }
 # Modules that stand outside of their room, or that may do more than the rest of it.
 SPECIAL = {
     "utils.grade": "autograder",
     "utils.course.demo": "demo",
     "utils.course.real_model": "demo",
-    "utils.train": "scale",
+    "utils.sample": "train",
+    "utils.scale.to_trl": "train",
 }
 
 

@@ -46,7 +46,7 @@ from utils.models.questions import (
 )
 from utils.models.turns import Environment
 from utils.scale.trl import make_qwen, take_trl_step
-from utils.train import GrpoCommand
+from utils.train.options import GrpoCommand, make_args
 
 BEGUN = ["Q: 23*47\n<", "Q: 3*47\n<3*4", "Q: 123+456\n<123+456>=579\n", "Q: 12+34\n<"]
 
@@ -475,10 +475,11 @@ def test_a_run_in_turns_goes_on_from_its_checkpoint(tmp_path):
 def test_an_environment_may_be_named_on_the_command_line():
     given = ["--environment", "solutions.ch10_tools:run_calculator", "--max-calls", "3"]
     command = tyro.cli(GrpoCommand, args=given)
-    assert command.environment is run_calculator
-    assert command.make_environment().max_calls == 3
+    args = make_args(command)
+    assert args.environment is run_calculator
+    assert args.make_environment().max_calls == 3
     with pytest.raises(ValueError, match="has no function"):
-        GrpoCommand(environment="solutions.ch10_tools:nothing")
+        make_args(GrpoCommand(environment="solutions.ch10_tools:nothing"))
 
 
 def test_a_slow_answer_does_not_reach_the_next_question():

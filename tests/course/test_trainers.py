@@ -139,7 +139,7 @@ def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(kind, tmp
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert rows == history
     assert {path.name for path in folder.iterdir()} == {
-        "metrics.jsonl", "metrics.png", "checkpoint.pt", "adapter.safetensors",
+        "args.json", "metrics.jsonl", "metrics.png", "checkpoint.pt", "adapter.safetensors",
     }  # fmt: skip
 
 

@@ -78,10 +78,12 @@ def draw_loop(chapter: str) -> str:
     ]
     for number, (x, y) in enumerate([(318, 98), (478, 98), (638, 98), (736, 196), (478, 308)], 1):
         parts.append(_draw_step(x, y, number))
-    ground = f'<rect width="{WIDTH}" height="{HEIGHT}" rx="10" fill="#ffffff"/>'
+    top = 56 if "value head" in loop.absent else 0  # nothing else stands so high
+    size, below = f'width="{WIDTH}" height="{HEIGHT - top}"', f'y="{top}" ' if top else ""
+    ground = f'<rect {below}{size} rx="10" fill="#ffffff"/>'
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}" role="img" font-family="Helvetica, Arial, sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {top} {WIDTH} {HEIGHT - top}" '
+        f'{size} role="img" font-family="Helvetica, Arial, sans-serif">'
     )
     about = f"<title>{escape(loop.title)}</title>\n<desc>{escape(describe_loop(chapter))}</desc>"
     return "\n".join([head, about, ground, *parts, "</svg>\n"])

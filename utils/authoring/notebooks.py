@@ -418,7 +418,7 @@ def embed_results(chapter: str, notebook: NotebookNode, executed: NotebookNode) 
         elif path.exists():
             data = {"image/png": base64.b64encode(path.read_bytes()).decode()}
             drawn = figures.get(name, [])
-            data["text/plain"] = drawn[0]["text/plain"] if drawn else ""
+            data["text/plain"] = drawn[-1]["text/plain"] if drawn else ""  # as in save_figures
         else:
             continue
         cell.outputs = [nbformat.v4.new_output("display_data", data)]

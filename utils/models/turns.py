@@ -168,13 +168,48 @@ class Environment:
         if self._turn_ends is None or len(self._turn_ends) != vocab:
             known = min(vocab, len(tokenizer))
             texts = tokenizer.batch_decode([[token] for token in range(known)])
-            last = (self.turn_end[-1], "\ufffd")  # the latter where a character has several tokens
-            ends = [text.endswith(last) for text in texts] + [False] * (vocab - known)
+            ends = [self.may_end(text) for text in texts] + [False] * (vocab - known)
             for token in tokenizer.all_special_ids:
                 if token < known:
                     ends[token] = self.turn_end.endswith(texts[token])
             self._turn_ends = torch.tensor(ends)
         return self._turn_ends
+
+    def may_end(self, text: str) -> bool:
+        """Return whether a token of this text may be the last one of a turn."""
+        return text.endswith((self.turn_end[-1], "\ufffd"))  # part of a character is the latter
+
+    def is_end(self, turn: str) -> bool:
+        """Return whether a turn with this text has ended."""
+        return turn.endswith(self.turn_end)
+
+
+class Stops(Environment):
+    """What ends a completion as soon as its text holds one of these strings, and writes nothing.
+
+    A token may go on beyond the end of a string. It's kept whole, and is the policy's own.
+
+    Raises ValueError unless there is at least one string, and for an empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        require(stops and all(stops), f"stop should be texts that are not empty, but is {stops!r}")
+        super().__init__(lambda turn: None, max_calls=0)
+        self.stops = tuple(stops)
+
+    def find_turn_ends(self, tokenizer: Any, vocab: int) -> Bool[Tensor, "vocab"]:
+        """Return which tokens may complete a stop, by their text."""
+        known = min(vocab, len(tokenizer))
+        texts = tokenizer.batch_decode([[token] for token in range(known)])
+        return torch.tensor([self.may_end(text) for text in texts] + [False] * (vocab - known))
+
+    def may_end(self, text: str) -> bool:
+        """Return whether a token of this text may complete a stop."""
+        return "\ufffd" in text or any(stop[-1] in text for stop in self.stops)
+
+    def is_end(self, turn: str) -> bool:
+        """Return whether a text holds a stop."""
+        return any(stop in turn for stop in self.stops)
 
 
 class Transcripts:
@@ -226,7 +261,7 @@ class Transcripts:
         for i in (is_own & self.turn_ends[tokens]).nonzero().flatten().tolist():
             row = int(going[i])
             turn = self.tokenizer.decode(self.ids[row, self.starts[row] : step + 1].tolist())
-            if turn.endswith(self.environment.turn_end):
+            if self.environment.is_end(turn):
                 goes_on[i] = self._end_turn(row, turn, step)
         return tokens, goes_on
 

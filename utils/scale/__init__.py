@@ -1,1 +1,1 @@
-"""Many processes, memory and other libraries: what chapter 7 uses, and `python -m utils.train`."""
+"""Many processes, memory and other libraries: what chapter 7 uses."""

@@ -8,6 +8,7 @@ to the repository.
 Nothing here imports torch: the book is built in an environment of its own.
 """
 
+import base64
 import copy
 import posixpath
 import re
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
+from utils.authoring.book.tables import convert_tables
+
 CODE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1[`~]*[ \t]*$|(`+)(?!`).*?(?<!`)\2(?!`)", re.M | re.S)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^(?=#{1,5} )", re.MULTILINE)
@@ -25,6 +28,7 @@ NAMED = re.compile(r"^\[?This chapter as a page.*$\n*", re.MULTILINE)
 WIDGET = re.compile(r"^<!-- play: ([\w-]+): (.+) -->$", re.MULTILINE)
 SOLUTION = "<details>\n<summary>Solution</summary>"
 FIGURES = "chapters/figures/"
+WIDE = 1000  # pixels: a phone that showed so many at once would make letters of 4 pixels
 NOTEBOOKS = "notebooks"  # the folder of their copies in the site
 
 
@@ -91,6 +95,7 @@ def make_chapter(
     page = merge_editions(student, solved)
     nest_headings(page)
     describe_pictures(page)
+    convert_tables(page)
     fold_results(page)
     path = f"chapters/{chapter}.ipynb"
     for cell in page.cells:
@@ -192,7 +197,7 @@ def describe_pictures(notebook: NotebookNode) -> None:
     """Give each picture words for those who do not see it.
 
     A drawing and a plot bring their description with them; any other picture is named after the
-    section that it stands in.
+    section that it stands in. Those of many pixels get the class "wide".
     """
     section = ""
     for cell in notebook.cells:
@@ -204,7 +209,11 @@ def describe_pictures(notebook: NotebookNode) -> None:
             if "image/svg+xml" in data or "image/png" in data:
                 own = data.get("text/plain", "<")
                 alt = f"A plot, in “{section}”" if own.startswith("<") else own
-                cell.metadata.mystnb = {"image": {"alt": alt}}
+                image = {"alt": alt}
+                header = base64.b64decode(data.get("image/png", "")[:64])
+                if int.from_bytes(header[16:20]) > WIDE:
+                    image["classes"] = "wide"
+                cell.metadata.mystnb = {"image": image}
 
 
 def fold_results(notebook: NotebookNode) -> None:

@@ -97,7 +97,8 @@ function addBars(root, title, legend) {
   const list = make("ul", { class: "play-bars", "aria-label": title });
   root.append(make("p", { class: "play-label" }, `${title} `, make("small", {}, legend)), list);
   return (rows) => list.replaceChildren(...rows.map(([name, share, baseShare]) => {
-    const percent = (value) => `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
+    const isNearAnEnd = (value) => value > 0 && (value < 0.1 || value > 0.99);
+    const percent = (value) => `${(100 * value).toFixed(isNearAnEnd(value) ? 1 : 0)}%`;
     const bar = make("span", { class: "play-bar", "aria-hidden": "true" });
     bar.style.setProperty("--share", share);
     if (baseShare !== undefined) {
@@ -179,7 +180,7 @@ function addAdditions(root, { texts }, { addControls, count = 12, title, finish 
   root.append(sum, warning);
   const getJob = addControls(root, update);
   const sample = addSamples(root, {
-    names: { right: "right", worked: "worked" }, count, title: title ?? `${count} answers, sampled:`,
+    names: { right: "right", worked: "show their work" }, count, title: title ?? `${count} answers, sampled:`,
     drawFirst: (parent) => addFirst(parent, texts),
   });
 
@@ -208,10 +209,10 @@ function addAdditions(root, { texts }, { addControls, count = 12, title, finish 
 
 /** Add bars of the likeliest first tokens, which are drawn from a job's first part. */
 function addFirst(root, texts) {
-  const draw = addBars(root, "The first token:", "bar: this model, line: the base");
+  const draw = addBars(root, "How an answer begins:", "bar: this model, mark: the base model");
   return ({ logits, baseLogits }) => {
     const [p, q] = [softmax(logits), softmax(baseLogits)];
-    const order = [...p.keys()].sort((i, j) => p[j] + q[j] - p[i] - q[i]);
+    const order = [...q.keys()].sort((i, j) => q[j] - q[i]); // so that no bar changes its place
     const shown = order.filter((i) => p[i] + q[i] > 0.01).slice(0, 4);
     draw(shown.map((i) => [nameToken(texts[i]), p[i], q[i]]));
   };
@@ -225,11 +226,11 @@ const GRPO_PHASES = [0, 1, 2, 3, 4, 6, 8, 10, 14, 18, 25];
 const WIDGETS = {
   /** The base model with more and more of what GRPO added to its weights. */
   front(root, vocabulary) {
-    const ticks = [[0, "0: base model"], [1, "1: after GRPO"], [1.5, "beyond"]];
+    const ticks = [[0, "0: base model"], [1, "1: trained"], [1.5, "1.5"]];
     const range = { min: 0, max: 1.5, step: 0.05, value: 0, ticks, format: two };
     return addAdditions(root, vocabulary, {
       addControls(parent, update) {
-        const slider = addSlider(parent, "Strength of the training", range, update);
+        const slider = addSlider(parent, "How strongly the training counts", range, update);
         return () => ({ policy: { adapter: "ch3_grpo-25", strength: slider.valueAsNumber } });
       },
     });
@@ -248,7 +249,7 @@ const WIDGETS = {
     const topK = addSlider(root, "Top-k", k, draw);
     const topP = addSlider(root, "Top-p", { ...heat, min: 0.05, max: 1 }, draw);
     const figures = addFigures(root, { kept: "tokens kept", mass: "their probability" });
-    const bars = addBars(root, "The next token:", "bar: drawn with, line: the model at temperature 1");
+    const bars = addBars(root, "The next token:", "bar: drawn with, mark: the model at temperature 1");
     const summary = addSummary(root);
     let logits;
 

@@ -1,0 +1,200 @@
+"""Seeing a run: `python -m utils.watch` while it goes on, `python -m utils.sample` afterwards."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+
+from solutions.ch0_sampling import sample_completions
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from utils import sample, watch
+from utils.models.loading import load_base_model
+from utils.tracking import claim, load_checkpoint
+
+SMALL = {
+    "batch_size": 8, "num_minibatches": 1, "batches_per_learning_phase": 1, "total_phases": 2,
+    "gen_len": 6, "device": "cpu", "samples_every": 0, "warmup_steps": 0,
+}  # fmt: skip
+PROMPTS = ["Q: 12+34\n", "This movie is", "Q: 50+11\n"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run whose adapters say something."""
+    folder = tmp_path_factory.mktemp("runs")
+    args = GrpoArgs(prompts=PROMPTS, runs_dir=folder, name="run", lora_rank=3, **SMALL)
+    trainer = GrpoTrainer(args)
+    generator = torch.Generator().manual_seed(0)
+    for layer in trainer.model.adapters.values():
+        layer.lora_B.data.normal_(std=0.1, generator=generator)
+    trainer.train()
+    return folder / "run"
+
+
+# --- Before and after -----------------------------------------------------------------------------
+
+
+def test_both_are_sampled_by_the_same_numbers_and_the_kl_is_exact(run):
+    policy, _ = sample.load_policy(run, device="cpu")
+    found = sample.compare(policy, PROMPTS, 6, temperature=0.7, seed=5)
+    for model, samples in (
+        (load_base_model("embedded", "cpu"), found.before),
+        (policy, found.after),
+    ):
+        generator = torch.Generator().manual_seed(5)
+        own = sample_completions(model, PROMPTS, 6, 0.7, generator=generator)
+        assert own.texts == samples.texts
+    assert found.before.texts != found.after.texts
+    ids, mask, start = found.after.input_ids, found.after.attention_mask, found.after.prompt_len
+    with torch.no_grad():
+        p = (policy(ids, attention_mask=mask)[:, start - 1 : -1] / 0.7).log_softmax(-1)
+        with policy.reference():
+            q = (policy(ids, attention_mask=mask)[:, start - 1 : -1] / 0.7).log_softmax(-1)
+    expected, kept = (p.exp() * (p - q)).sum(-1), found.after.completion_mask
+    torch.testing.assert_close(found.kl[kept], expected[kept], atol=1e-4, rtol=1e-3)
+    assert found.mean_kl == pytest.approx(expected[kept].mean().item(), rel=1e-3)
+    assert found.mean_kl > 0.01
+
+
+def test_an_untrained_policy_says_what_the_base_says():
+    trainer = GrpoTrainer(GrpoArgs(**SMALL))
+    found = sample.compare(trainer.model, PROMPTS, 6, temperature=0.0)
+    assert found.before.texts == found.after.texts
+    assert found.mean_kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_folder_and_its_adapter_file_are_the_same_policy(run, tmp_path):
+    whole, args = sample.load_policy(run)
+    inside, _ = sample.load_policy(run / "adapter.safetensors")
+    alone = shutil.copy(run / "adapter.safetensors", tmp_path / "alone.safetensors")
+    outside, none = sample.load_policy(alone, base="embedded")
+    assert args["gen_len"] == 6
+    assert none == {}
+    for other in (inside, outside):
+        assert other.adapters.keys() == whole.adapters.keys()
+        for site, layer in whole.adapters.items():
+            assert torch.equal(layer.compute_delta(), other.adapters[site].compute_delta())
+    with pytest.raises(ValueError, match=r"base should name the model of .*--base"):
+        sample.load_policy(alone)
+
+
+def test_a_ppo_run_is_sampled_without_its_value_head(tmp_path):
+    RLHFTrainer(RLHFArgs(runs_dir=tmp_path, name="ppo", **SMALL)).train()
+    policy, args = sample.load_policy(tmp_path / "ppo")
+    assert sample.choose_prompts(tmp_path / "ppo", args, 8) == ["This movie is"]
+    assert len(policy.adapters) == 16
+
+
+def test_completions_end_where_the_run_ended_them(run):
+    policy, _ = sample.load_policy(run)
+    found = sample.compare(policy, ["This movie is"] * 8, 20, stops=["."])
+    for samples in (found.before, found.after):
+        ends = [text.find(".") for text in samples.texts]
+        assert max(ends) > 0
+        assert all(end in (-1, len(text) - 1) for end, text in zip(ends, samples.texts))  # noqa: B905
+
+
+def test_held_out_prompts_come_first(run):
+    args = load_checkpoint(run / "checkpoint.pt")["args"]
+    assert sample.choose_prompts(run, args, 8) == PROMPTS
+    rows = [{"prompt": f"p{i % 4}", "split": "eval" if i > 3 else "train"} for i in range(12)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert sample.choose_prompts(run, args, 2) == ["p0", "p2"]
+    (run / "samples.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none", "run should be the folder of a run, or an adapter file"),
+     ("none.safetensors", "run should be a folder or an adapter file, but there is no"),
+     ("torn.safetensors", "run should be a safetensors file")],
+)  # fmt: skip
+def test_what_is_no_run_is_said(name, message, tmp_path):
+    (tmp_path / "torn.safetensors").write_bytes(b"x" * 50)
+    with pytest.raises(SystemExit, match=message):
+        sample.main([str(tmp_path / name)])
+
+
+def test_the_command_shows_both_and_writes_the_page(run, tmp_path, capsys, monkeypatch):
+    page = tmp_path / "page.html"
+    sample.main([str(run), "--temperature", "0", "--html", str(page)])
+    said = capsys.readouterr().out
+    assert "\x1b" not in said  # no terminal
+    assert re.search(r"> Q: 12\+34\n.* │ ", said)
+    policy, _ = sample.load_policy(run)
+    found = sample.compare(policy, PROMPTS, 6, temperature=0.0)
+    assert f"mean over the tokens on the right: {found.mean_kl:.3f} nats" in said
+    for texts in (found.before.texts, found.after.texts):
+        assert texts[0].split("\n")[0] in said
+        assert texts[0].split("\n")[0] in page.read_text(encoding="utf-8")
+    assert 'alt="Plot. Colours show KL(policy ‖ base), nats.' in page.read_text(encoding="utf-8")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    sample.main([str(run), "--prompt", "Q: 12+34\\n", "--temperature", "0"])
+    coloured = capsys.readouterr().out
+    assert coloured.count("\x1b[30;48;5;") > 4
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).startswith(said[: said.index("\n\n> This")])
+    monkeypatch.setenv("NO_COLOR", "1")
+    sample.main([str(run), "--temperature", "0"])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_long_text_is_broken_without_losing_a_character():
+    tokens = [(" token", 0.0), ("ised", 2.0)] * 20
+    for is_coloured in (False, True):
+        lines = sample.wrap(tokens, 17, is_coloured)
+        plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
+        assert {len(line) for line in plain} == {17}
+        assert "".join(plain).rstrip() == " tokenised" * 20
+
+
+# --- While it goes on -----------------------------------------------------------------------------
+
+
+def test_a_run_that_has_ended_is_shown_once(run, capsys):
+    watch.main([str(run)])
+    said = capsys.readouterr().out
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "2 of 2 phases are done; it has ended" in said
+    assert f"{rows[-1]['reward']:.3f}" in said
+    assert f"{rows[0]['entropy']:.3f} to {rows[-1]['entropy']:.3f}" in said
+
+
+def test_a_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
+    page, path = tmp_path / "page.html", tmp_path / "metrics.jsonl"
+    row = {"reward": 0.5, "entropy": 1.0, "completion_len": 3.0}
+    path.write_text(json.dumps({"phase": 1} | row) + '\n{"phase": 2, "rew')  # half a row
+    (tmp_path / "args.json").write_text('{"total_phases": 7}')
+    lock, states = claim(tmp_path), []
+
+    def go_on(_):
+        states.append(page.read_text(encoding="utf-8"))
+        path.write_text("".join(json.dumps({"phase": i} | row) + "\n" for i in (1, 2)))
+        lock.release()
+
+    monkeypatch.setattr(watch.time, "sleep", go_on)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    watch.watch(tmp_path, page)
+    said = capsys.readouterr().out
+    assert len(states) == 1
+    assert "1 of 7 phases are done; it goes on" in said
+    assert "2 of 7 phases are done; it has ended" in said
+    assert re.search(r"\x1b\[\d+F\x1b\[J", said)  # in place
+    assert 'http-equiv="refresh"' in states[0]
+    assert 'http-equiv="refresh"' not in page.read_text(encoding="utf-8")
+
+
+def test_a_folder_without_a_run_or_without_rows_is_said(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="run should be the folder of a run, but .*metrics.jsonl"):
+        watch.main([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    watch.main([str(tmp_path)])
+    assert "0 of ? phases are done" in capsys.readouterr().out
+
+
+def test_a_curve_goes_from_its_lowest_to_its_highest():
+    assert watch.draw_curve([0.0, 1.0, 0.5]) == "▁█▅"
+    assert watch.draw_curve([2.0, 2.0]) == "▁▁"
+    assert len(watch.draw_curve([float(i) for i in range(1000)])) == 24

@@ -1,0 +1,542 @@
+"""What the command adds to the trainers: evaluation, samples, several rewards, signals."""
+
+import json
+import re
+from typing import get_type_hints
+
+import pytest
+import torch
+import tyro
+from safetensors.torch import load_file
+
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
+from solutions.ch7_scale import DataParallelGrpoTrainer, RefreshArgs
+from tests.course.test_scale import finish, start
+from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
+from utils.models.export import read_run
+from utils.models.loading import load_base_model
+from utils.models.turns import Stops
+from utils.run_folder import append_samples, keep_samples, read_args
+from utils.signals import find_equal_rewards, find_mostly_cut_off
+from utils.train.__main__ import make_trainer, train
+from utils.train.data import WeightedRewards
+from utils.train.dpo import DpoCommand, train_on_preferences
+from utils.train.options import GrpoCommand, PpoCommand, make_args
+from utils.train.parsing import parse
+from utils.train.watched import count_overlap
+
+ROWS = addition_rows()
+SMALL = (
+    "--gen-len 16 --batch-size 16 --num-minibatches 1 --batches-per-learning-phase 1 "
+    "--device cpu --samples-every 0 --warmup-steps 0 --total-phases 4"
+).split()
+HELD = [{"prompt": addition_prompt(a, b), "answers": str(a + b)} for a, b in held_out_pairs()[:2]]
+COMMANDS = {"grpo": GrpoCommand, "ppo": PpoCommand}
+
+
+def train_ppo_or_grpo(kind, folder, *options):
+    """Train as the command does, and return the history and what it left."""
+    given = [*SMALL, "--data", "utils.models.corpus:addition_rows", "--runs-dir", str(folder)]
+    given += ["--group-size", "4"] if kind == "grpo" else []
+    reward = ["--reward", "tests.course.test_train_command:graded"]
+    command = tyro.cli(COMMANDS[kind], args=[*given, *reward, "--name", "run", *options])
+    return train(command), folder / "run"
+
+
+def graded(samples, answers):
+    return [len(text) / 10 + text.endswith(f"A: {a}") for text, a in zip(samples, answers)]  # noqa: B905
+
+
+def short(samples):
+    return [float(len(text) < 10) for text in samples]
+
+
+def falling(samples, calls=[]):  # noqa: B006  # it counts its calls
+    calls.append(None)
+    return [-float(len(calls))] * len(samples)
+
+
+@pytest.fixture
+def held(tmp_path):
+    path = tmp_path / "held.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in HELD))
+    return str(path)
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def of_training(history):
+    """What training itself measured."""
+    names = [{n for n in row if not n.startswith("eval_") and n != "seconds"} for row in history]
+    rows = [{n: row[n] for n in of} for row, of in zip(history, names, strict=True)]
+    return [row for row in rows if row["phase"] > 0]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_evaluation_leaves_training_bit_for_bit_what_it_is(kind, held, tmp_path):
+    plain, folder = train_ppo_or_grpo(kind, tmp_path / "plain")
+    options = ["--eval-data", held, "--eval-every", "3", "--eval-samples", "5"]
+    evaluated, other = train_ppo_or_grpo(kind, tmp_path / "evaluated", *options)
+    assert of_training(evaluated) == of_training(plain)
+    ours, theirs = (load_file(path / "adapter.safetensors") for path in (folder, other))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [row["phase"] for row in evaluated if "eval_reward" in row] == [0, 3, 4]
+    assert evaluated == read_lines(other / "metrics.jsonl")
+
+
+def test_what_is_evaluated_is_written_and_the_best_adapters_are_kept(held, tmp_path):
+    options = ["--eval-data", held, "--eval-every", "1", "--eval-samples", "3"]
+    options += ["--samples-every", "2", "--base-lr", "0.01"]
+    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options)
+    rows = read_lines(folder / "samples.jsonl")
+    held_out = [row for row in rows if row["split"] == "eval"]
+    assert {row["prompt"] for row in held_out} == {row["prompt"] for row in HELD}
+    assert [row["phase"] for row in rows if row["split"] == "train"] == [1] * 3 + [3] * 3
+    found = {}
+    for phase in range(5):
+        of_phase = [row for row in held_out if row["phase"] == phase]
+        assert len(of_phase) == 6
+        answers = {row["prompt"]: row["answers"] for row in HELD}
+        texts = [row["completion"] for row in of_phase]
+        expected = graded(texts, [answers[row["prompt"]] for row in of_phase])
+        assert [row["reward"] for row in of_phase] == pytest.approx(expected)
+        found[phase] = history[phase]["eval_reward"]
+        assert found[phase] == pytest.approx(sum(expected) / 6)
+    best = json.loads((folder / "best.json").read_text())
+    assert best == {"phase": max(found, key=found.get), "eval_reward": max(found.values())}
+    last = load_file(folder / "adapter.safetensors")
+    kept = load_file(folder / "best.safetensors")
+    is_last = all(torch.equal(kept[name], last[name]) for name in last)
+    assert is_last == (best["phase"] == 4)
+
+
+def test_the_best_adapters_are_those_of_their_phase(held, tmp_path):
+    options = ["--eval-data", held, "--eval-every", "2"]
+    options += ["--reward", "tests.course.test_train_command:falling"]
+    _, folder = train_ppo_or_grpo("ppo", tmp_path, *options)
+    assert json.loads((folder / "best.json").read_text())["phase"] == 0
+    kept = load_file(folder / "best.safetensors")
+    assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
+
+
+def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
+    options = ["--eval-data", held, "--eval-every", "1", "--patience", "2"]
+    options += ["--reward", "tests.course.test_train_command:falling"]
+    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options)
+    assert [row["phase"] for row in history] == [0, 1, 2]
+    said = capsys.readouterr().out
+    assert "Stopped after phase 2: the last 2 evaluations were no better than" in said
+    names = {path.name for path in folder.iterdir()}
+    assert {"adapter.safetensors", "checkpoint.pt", "metrics.png", "best.safetensors"} <= names
+    assert "to go on" not in said
+    history, _ = train_ppo_or_grpo("grpo", tmp_path, *options, "--resume", str(folder))
+    assert [row["phase"] for row in history] == [0, 1, 2]
+
+
+def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
+    options = ["--eval-data", held, "--eval-every", "1", "--samples-every", "1"]
+    whole, folder = train_ppo_or_grpo("grpo", tmp_path / "whole", *options)
+    calls, reward = [], graded
+
+    def stop(samples, answers):
+        calls.append(None)
+        if len(calls) == 7:  # in the evaluation of phase 3: each phase has two calls, phase 0 one
+            raise KeyboardInterrupt
+        return reward(samples, answers)
+
+    monkeypatch.setattr(f"{__name__}.graded", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train_ppo_or_grpo("grpo", tmp_path / "half", *options)
+    other = tmp_path / "half" / "run"
+    assert read_lines(other / "samples.jsonl")[-1]["phase"] == 3
+    assert len(read_lines(other / "metrics.jsonl")) == 3
+    again, _ = train_ppo_or_grpo("grpo", tmp_path / "half", *options, "--resume", str(other))
+    rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in h] for h in (whole, again)]
+    assert rows[0] == rows[1]
+    for name in ("samples.jsonl", "best.json"):
+        assert (folder / name).read_text() == (other / name).read_text()
+
+
+def test_samples_of_later_phases_are_removed(tmp_path):
+    append_samples(tmp_path, [{"phase": phase, "prompt": "ö\u2028"} for phase in range(4)])
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"phase": 4, "pro')  # the process was killed here
+    keep_samples(tmp_path, 2)
+    assert [row["phase"] for row in read_lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
+    keep_samples(tmp_path, 0)
+    assert (tmp_path / "samples.jsonl").read_text() == ""
+
+
+def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, capsys):
+    known = [{"prompt": ROWS[3]["prompt"], "answers": "1"}, HELD[0]]
+    path = tmp_path / "held.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in known))
+    shared = count_overlap(known, [row["prompt"] for row in ROWS])
+    assert shared == 1
+    train_ppo_or_grpo("grpo", tmp_path, "--eval-data", str(path), "--total-phases", "1")
+    assert f"eval_data: {shared} of its 2 prompts are among those of" in capsys.readouterr().err
+    path.write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="eval_data should have the columns of data, but lacks"):
+        train_ppo_or_grpo("grpo", tmp_path / "other", "--eval-data", str(path))
+
+
+# --- Rewards --------------------------------------------------------------------------------------
+
+
+def test_several_rewards_are_added_up_and_logged_by_name(held, tmp_path):
+    names = [f"tests.course.test_train_command:{name}" for name in ("graded", "short")]
+    options = ["--reward", *names, "--reward-weights", "1", "0.5", "--eval-data", held]
+    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options, "--samples-every", "1")
+    rows = read_lines(folder / "samples.jsonl")
+    assert {row["split"] for row in rows} == {"train", "eval"}
+    for row in [*history[1:], *rows]:
+        expected = row["reward_graded"] + row["reward_short"] / 2
+        assert row["reward"] == pytest.approx(expected, abs=1e-5)
+    assert history[0]["eval_reward_short"] in (0, 0.5, 1)
+    assert len({row["reward_graded"] for row in history[1:]}) > 1
+
+
+def test_weights_that_do_not_fit_and_names_that_are_shared():
+    path = "tests.course.test_train_command:short"
+    for paths, weights in (([path], [1.0, 2.0]), ([], [1.0])):
+        with pytest.raises(ValueError, match=f"weights should be one for each of {len(paths)} rew"):
+            make_args(GrpoCommand(reward=paths, reward_weights=weights))
+    other = "utils.rewards:reward_fn_sum"
+    assert WeightedRewards([path, other]).names == ["short", "reward_fn_sum"]
+    with pytest.raises(ValueError, match="reward should name each once"):
+        WeightedRewards([path, path])
+    both = WeightedRewards([path, "tests.course.test_own_data:length"], [2.0, -1.0])
+    assert both(["abc", "a" * 20]).tolist() == [2 - 3, -20]
+
+
+# --- Signals --------------------------------------------------------------------------------------
+
+
+def test_groups_without_two_rewards_are_said():
+    row = {"phase": 1, "reward": 0.0, "frac_reward_zero_std": 1.0}
+    rows = [row | {"phase": phase} for phase in range(1, 6)]
+    assert find_equal_rewards(rows[:2], total_phases=5) is None
+    said = find_equal_rewards(rows[:3], total_phases=5)
+    assert said.startswith("In phases 1 to 3 every group's rewards are equal, so nothing is learnt")
+    assert find_equal_rewards([{"phase": 0}, rows[0]], total_phases=1).startswith("In phase 1 ")
+    rows[1]["frac_reward_zero_std"] = 0.75
+    assert find_equal_rewards(rows[:3], 5) is None
+    assert "phases 3 to 5" in find_equal_rewards(rows, 5)
+    assert find_equal_rewards([{"phase": 1, "reward": 0.0}], 1) is None  # PPO has no groups
+
+
+def test_completions_that_are_cut_off_are_measured_and_said(tmp_path, capsys):
+    history, _ = train_ppo_or_grpo("ppo", tmp_path / "long", "--gen-len", "60")
+    assert all(row["truncated_frac"] < 0.1 for row in history)
+    assert "--gen-len" not in capsys.readouterr().out
+    history, _ = train_ppo_or_grpo("ppo", tmp_path / "short", "--gen-len", "3")
+    assert [row["truncated_frac"] for row in history] == [1, 1, 1, 1]  # "A: 7" has five tokens
+    assert (
+        capsys.readouterr().out.count("100% of the completions are cut off after --gen-len 3") == 1
+    )
+    rows = [{"phase": i, "truncated_frac": 0.5} for i in range(1, 4)]
+    assert find_mostly_cut_off(rows, 3, 8) is None
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+def test_a_run_keeps_its_arguments(tmp_path):
+    _, folder = train_ppo_or_grpo("ppo", tmp_path, "--total-phases", "1")
+    found = read_args(folder)
+    assert found["command"] == "ppo"
+    assert found["data"] == "utils.models.corpus:addition_rows"
+    assert found["reward"] == ["tests.course.test_train_command:graded"]
+    assert found["gen_len"] == 16
+    assert "prompts" not in found
+    assert re.fullmatch(r"\d+\.\d+", found["version"])
+    args = RLHFArgs(runs_dir=tmp_path, name="own", total_phases=1, batch_size=4, gen_len=2,
+                    dtype=torch.float32, reward_fn=short, device="cpu", columns={"n": [1]},
+                    prompts=["a"])  # fmt: skip
+    RLHFTrainer(args).train()
+    found = read_args(tmp_path / "own")
+    assert found["trainer"] == "solutions.ch2_ppo:RLHFTrainer"
+    assert found["reward_fn"] == "tests.course.test_train_command:short"
+    assert (found["dtype"], found["prompts"], found["columns"]) == ("float32", ["a"], {"n": [1]})
+    with pytest.raises(ValueError, match="has no args.json"):
+        read_args(tmp_path)
+
+
+@pytest.mark.parametrize("command", [PpoCommand, GrpoCommand, DpoCommand])
+def test_each_option_has_a_sentence_of_help(command, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(command, args=["--help"])
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    types = get_type_hints(command, include_extras=True)
+    for name in command.__dataclass_fields__:
+        (help_,) = [x.help for x in types[name].__metadata__ if hasattr(x, "help")]
+        assert re.fullmatch(r"[^.].{20,}[^.]\.", help_), name
+        option = f"--{name.replace('_', '-')}"
+        assert re.search(
+            rf" {option}[ ,].{{0,60}} {re.escape(help_)} \((default: |required)", said
+        ), name
+
+
+def test_grpo_shows_what_it_reads():
+    fields = GrpoCommand.__dataclass_fields__.keys()
+    assert "vf_coef" in PpoCommand.__dataclass_fields__
+    assert not {"vf_coef", "gamma", "lam", "head_lr", "normalize_reward", "kl_in"} & fields
+    hidden = {"prompts", "columns", "reward_fn", "dtype"}
+    unread = GrpoArgs.__dataclass_fields__.keys() - fields - hidden
+    trainer = GrpoTrainer(GrpoArgs(batch_size=8, num_minibatches=1, gen_len=4, device="cpu"))
+
+    class Noting(GrpoArgs):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    read = set()
+    trainer.args.__class__ = Noting
+    trainer.learning_phase(trainer.rollout_phase())
+    assert {"clip_coef", "group_size"} <= read
+    assert not unread & read
+
+
+def run(folder, *words):
+    """Train as `main` does with these words, and return the history and the folder."""
+    return train(parse([str(word) for word in words])), folder / "run"
+
+
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("gen-len: 7\nbase_lr: 1e-3\nprepend_bos: false\nreward: [a:f, b:g]\n"
+                    "name: null\nlora_sites:\n  - attn.q\n")  # fmt: skip
+    found = parse(["grpo", "--config", str(path), "--gen-len", "9"])
+    assert (found.gen_len, found.base_lr, found.prepend_bos) == (9, 1e-3, False)
+    assert (found.reward, found.lora_sites, found.name) == (["a:f", "b:g"], ("attn.q",), None)
+    other = tmp_path / "run.json"
+    other.write_text('{"trainer": "solutions.ch5_rlvr:RlvrTrainer", "loss_mode": "token"}')
+    assert parse(["grpo", "--config", str(other)]).loss_mode == "token"
+    for text, said in (
+        ("gen_length: 7", "'gen_length' is none: did you mean gen_len?"),
+        ("vf_coef: 1", "'vf_coef' is none: did you mean ent_coef?|'vf_coef' is none: did"),
+        ("[1]", "should hold options by name"),
+        ("a: [", "should be YAML or JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            parse(["grpo", "--config", str(path)])
+    with pytest.raises(ValueError, match="config should be a file"):
+        parse(["grpo", "--config", str(tmp_path / "none.yaml")])
+    for words in (["--gen-len", "x"], ["--weights-dtype", "float16"]):
+        with pytest.raises(SystemExit):
+            parse(["grpo", *words])
+    assert "float16" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_by_its_folder_alone(held, tmp_path):
+    options = ["--eval-data", held, "--runs-dir", str(tmp_path), "--name", "run"]
+    options += ["--prefix=Q: 12+3", "--reward", "tests.course.test_train_command:short"]
+    words = ["grpo", *SMALL, "--group-size", "4", *options]
+    half, folder = run(tmp_path, *words, "--total-phases", "2")
+    with pytest.raises(ValueError, match="total_phases should be 2 as in the checkpoint, but is 1"):
+        run(tmp_path, "--resume", folder, "--total-phases", "1")
+    for path in (folder, folder / "checkpoint.pt"):
+        assert run(tmp_path, "--resume", path)[0] == half
+    with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
+        run(tmp_path, "--resume", folder, "--gen-len", "8")
+    assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
+    with pytest.raises(ValueError, match="resume should be a run of ppo, but .*run is of grpo"):
+        parse(["ppo", "--resume", str(folder)])
+
+
+def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):
+    options = ["--runs-dir", str(tmp_path), "--base-lr", "0.01", "--final-scale", "0"]
+    words = ["ppo", *SMALL, *options]
+    half, folder = run(tmp_path, *words, "--total-phases", "2", "--name", "run")
+    whole, _ = run(tmp_path, *words, "--total-phases", "4", "--name", "other")
+    capsys.readouterr()
+    more, _ = run(tmp_path, "--resume", folder, "--total-phases", "4")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run goes on to phase 4 in place of 2." in said
+    assert "a run of 4 phases from here on: 0.005, and it was 0" in said
+    assert more[:2] == half
+    assert [row["lr"] for row in more[2:]] == [row["lr"] for row in whole[2:]] == [0.005, 0.0025]
+    assert read_args(folder)["total_phases"] == 4
+
+
+def test_a_run_begins_with_the_adapters_of_another(tmp_path):
+    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path)]
+    options += ["--total-phases", "1"]
+    _, folder = run(tmp_path, *options, "--name", "run", "--lora-rank", "2", "--base-lr", "0.1")
+    command = parse([*options, "--name", "second", "--adapter", str(folder)])
+    assert command.lora_rank == 2
+    trainer = make_trainer(command, make_args(command))
+    kept = load_file(folder / "adapter.safetensors")
+    found = trainer.model.trainable_state()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    history = train(command)
+    assert history[0]["kl_k3"] > 1e-3  # from the base
+    path = folder / "adapter.safetensors"
+    assert parse([*options, "--adapter", str(path)]).lora_rank == 2
+
+
+class NotATrainer:
+    pass
+
+
+def test_arguments_that_a_trainer_would_ignore_are_refused(tmp_path):
+    class Own(GrpoTrainer):
+        args_class = RlvrArgs
+
+    given = {"batch_size": 8, "num_minibatches": 1, "group_size": 4, "gen_len": 2, "device": "cpu"}
+    given |= {"total_phases": 1, "runs_dir": tmp_path}
+    for trainer_class, args_class, right in (
+        (GrpoTrainer, RlvrArgs, "RlvrTrainer"),
+        (DataParallelGrpoTrainer, RefreshArgs, "RefreshTrainer"),
+        (RLHFTrainer, GrpoArgs, "GrpoTrainer"),
+    ):
+        name = args_class.__name__
+        with pytest.raises(ValueError, match=f"but are {name}, which {right} reads"):
+            trainer_class(args_class(**given)).train()
+    for trainer_class, args_class in (
+        (DataParallelGrpoTrainer, GrpoArgs), (Own, RlvrArgs), (RlvrTrainer, RlvrArgs),
+    ):  # fmt: skip
+        assert len(trainer_class(args_class(**given)).train()) == 1
+
+
+def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
+    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path), "--name", "run"]
+    options += ["--reward", "tests.course.test_train_command:graded", "--eval-data", held]
+    options += ["--data", "utils.models.corpus:addition_rows", "--total-phases", "1"]
+    own = [
+        ("solutions.ch5_rlvr:RlvrTrainer", ["--loss-mode", "token", "--dynamic-sampling"],
+         "informative_frac"),
+        ("solutions.ch9_async:StaleTrainer", ["--staleness", "1"], "age"),
+        ("solutions.ch10_tools:ToolTrainer",
+         ["--environment", "solutions.ch10_tools:run_calculator", "--eval-samples", "4"], "calls"),
+    ]  # fmt: skip
+    for i, (path, words, metric) in enumerate(own):
+        folder = tmp_path / str(i)
+        given = [*options, "--runs-dir", folder, "--trainer", path, *words]
+        history, left = run(folder, *given)
+        assert metric in history[1]
+        assert history[0]["eval_reward"] > 0
+        assert read_args(left)["trainer"] == path
+        assert run(folder, "--resume", left)[0] == history
+    for n in ("1", "2"):
+        given[-1] = n
+        with pytest.raises(ValueError, match="eval_samples should be a multiple of group_size"):
+            run(tmp_path, *given, "--name", "uneven")
+    with pytest.raises(ValueError, match="should derive from DataParallel for microbatch_size"):
+        run(tmp_path, *options, "--trainer", own[0][0], "--microbatch-size", "4")
+    for path in ("tests.course.test_train_command:NotATrainer", "solutions.ch2_ppo:RLHFTrainer"):
+        with pytest.raises(ValueError, match="should be a class derived from GrpoTrainer for grpo"):
+            parse([*options, "--trainer", path])
+
+
+# --- Stops ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_completions_end_at_a_stop_and_are_drawn_as_without(kind, tmp_path):
+    words = [kind, *SMALL, "--runs-dir", str(tmp_path), "--prefix", "Q: 47+38\n"]
+    words += ["--group-size", "4"] if kind == "grpo" else []
+    stops = ["tens", "A: 8"]
+    sampled = []
+    for given in ([], ["--stop", *stops]):
+        command = parse([*words, *given])
+        trainer = make_trainer(command, make_args(command))
+        sampled.append(trainer.sample(["Q: 47+38\n"] * 64, {}))
+    plain, stopped = sampled
+    prompt_len, ids = plain.prompt_len, plain.input_ids
+    n_stopped = 0
+    for i, (text, whole) in enumerate(zip(stopped.texts, plain.texts, strict=True)):
+        places = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
+        n = int(stopped.completion_mask[i].sum())
+        drawn = stopped.input_ids[i, prompt_len : prompt_len + n]
+        assert torch.equal(drawn, ids[i, prompt_len : prompt_len + n])
+        if places:
+            n_stopped += 1
+            assert any(stop in text for stop in stops)
+            shorter = trainer.model.tokenizer.decode(drawn[:-1])
+            assert not any(stop in shorter for stop in stops)  # the last token completes it
+        else:
+            assert text == whole
+    assert 10 < n_stopped < 64
+    assert not trainer.find_cut_off(stopped)[
+        [any(s in t for s in stops) for t in stopped.texts]
+    ].any()
+    history = train(parse([*words, "--stop", *stops, "--name", "run"]))
+    assert all(row["grad_norm"] < 1e3 for row in history)  # nothing is nan behind the stop
+    assert read_args(tmp_path / "run")["stop"] == stops
+
+
+def test_what_a_shell_leaves_of_a_new_line_is_one():
+    assert parse(["grpo", "--stop", "\\n\\n", "---"]).stop == ["\n\n", "---"]
+    stops = Stops(["\n\n", "é"])
+    tokenizer = load_base_model("embedded", device="cpu").tokenizer
+    may_end = stops.find_turn_ends(tokenizer, 512)
+    assert may_end[tokenizer("\n", add_special_tokens=False)["input_ids"][-1]]
+    assert may_end[tokenizer("é", add_special_tokens=False)["input_ids"][-1]]
+    assert 0 < may_end.sum() < 200
+    with pytest.raises(ValueError, match="stop should be texts that are not empty"):
+        Stops([""])
+    command = parse(["grpo", "--stop", "a", "--environment", "solutions.ch10_tools:run_calculator"])
+    with pytest.raises(ValueError, match="environment should be None beside stop"):
+        make_trainer(command, make_args(command))
+
+
+# --- Preferences ----------------------------------------------------------------------------------
+
+
+def test_preferences_train_by_dpo(tmp_path):
+    rows = [{"prompt": f"Q: {a}+11\n", "chosen": f"A: {a + 11}", "rejected": "I like it."}
+            for a in range(20, 36)]  # fmt: skip
+    for name, chosen in (("train", rows[:12]), ("held", rows[12:])):
+        lines = "".join(json.dumps(row) + "\n" for row in chosen)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    words = ["dpo", "--data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "held.jsonl"]
+    words += ["--runs-dir", tmp_path, "--name", "run", "--batch-size", "4", "--epochs", "2"]
+    words = [*map(str, words), "--device", "cpu"]
+    history = train_on_preferences(parse(words))
+    folder = tmp_path / "run"
+    assert [row["phase"] for row in history] == list(range(7))
+    assert history == read_lines(folder / "metrics.jsonl")
+    assert history[0]["eval_accuracy"] == 0.5  # the policy is the reference
+    assert history[-1]["eval_accuracy"] == 1
+    assert history[-1]["margin"] > history[1]["margin"] == 0
+    assert read_args(folder)["command"] == "dpo"
+    _, _, args = read_run(folder)
+    assert args["lora_rank"] == 4
+    with pytest.raises(ValueError, match="name should be new"):
+        train_on_preferences(parse(words))
+    command = parse(["grpo", *SMALL, "--adapter", str(folder)])
+    found = make_trainer(command, make_args(command)).model.trainable_state()
+    kept = load_file(folder / "adapter.safetensors")
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.takes_long
+def test_two_ranks_evaluate_together_and_stop_together(tmp_path):
+    rows = [{"prompt": f"Q: {a}+11\n", "answers": str(a + 11)} for a in range(1, 4)]
+    path = tmp_path / "held.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--eval-data", str(path), "--eval-every", "1", "--eval-samples", "2", "--name", "run"]
+    given += ["--patience", "2", "--base-lr", "0", "--stop", "tens", "--total-phases", "9"]
+    status, output = finish(start(tmp_path, *given, n_ranks=2))
+    assert status == 0, output
+    assert output.count("Stopped after phase 2") == 1
+    found = read_lines(tmp_path / "run" / "samples.jsonl")
+    history = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [row["phase"] for row in history] == [0, 1, 2]
+    first = [row for row in found if row["phase"] == 0]
+    prompts = [row["prompt"] for row in first]
+    assert sorted(prompts) == sorted(2 * [row["prompt"] for row in rows])
+    assert history[0]["eval_reward"] == pytest.approx(sum(row["reward"] for row in first) / 6)
+    given = ["--resume", str(tmp_path / "run"), "--trainer", "solutions.ch5_rlvr:RlvrTrainer"]
+    status, output = finish(start(tmp_path, *given, n_ranks=2))
+    assert status != 0
+    assert "error: trainer should derive from DataParallel for torchrun" in output

@@ -1,0 +1,288 @@
+"""What training changed: completions of the base beside those of a run, by the same random numbers.
+
+    python -m utils.sample runs/my-run --prompt "This movie is" "The plot"
+    python -m utils.sample runs/my-run/best.safetensors --temperature 0 --html before_after.html
+
+Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on.
+A token of the run's is coloured by the KL there, in nats: how far the policy's distribution over
+the next token is from the base's. Colours show in a terminal, unless NO_COLOR is set.
+"""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tabulate import tabulate
+from torch import Tensor
+
+from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
+from solutions.ch1_lora import TransformerWithLora
+from utils.models.forward import get_scorer
+from utils.models.loading import load_base_model
+from utils.models.turns import Stops
+from utils.plotting import decode_tokens, plot_tokens, write_page
+from utils.prompts import Prompt, show_prompt
+from utils.run_folder import ARGS, read_args
+from utils.tracking import load_checkpoint, tolerate_encoding
+from utils.validation import require
+
+SHADES = {0.05: 230, 0.2: 222, 1.0: 215, 3.0: 203}  # a KL of at least so many nats: ANSI's colour
+
+
+def load_policy(
+    run: str | Path, base: str | None = None, device: str | None = None
+) -> tuple[TransformerWithLora, dict[str, Any]]:
+    """Load the policy of a run's folder, or of an adapter file, and the run's arguments.
+
+    Of a folder that is the checkpoint. A file's arguments are those of the run that it lies in, if
+    it lies in one. base: the model, where that run isn't at hand.
+
+    Raises ValueError for a path that is neither, and for an adapter that doesn't fit its base.
+    """
+    path = Path(run).expanduser()
+    args: dict[str, Any] = {}
+    if path.suffix == ".safetensors":
+        checkpoint = path.parent / "checkpoint.pt"
+        if checkpoint.is_file():
+            args = load_checkpoint(checkpoint)["args"]
+        trained, scaling = _read_adapter(path)
+    else:
+        require(
+            (path / "checkpoint.pt").is_file(),
+            f"run should be the folder of a run, or an adapter file, but {path} holds no "
+            f"checkpoint.pt",
+        )
+        state = load_checkpoint(path / "checkpoint.pt")
+        require(
+            "base" not in state,
+            f"run should have left its base as it was, but {path} refreshed its reference",
+        )
+        trained, args = state["trainable"], state["args"]
+        scaling = args["lora_alpha"] / args["lora_rank"]
+    name = base or args.get("base_model")
+    require(name, f"base should name the model of {path}, as no run lies around it: --base NAME")
+    adapters = {k: v for k, v in trained.items() if k.endswith((".lora_A", ".lora_B"))}
+    require(adapters, f"run should hold adapters, but {path} holds {list(trained)[:3]}")
+    sites = tuple(dict.fromkeys(k.split(".", 2)[2].rpartition(".")[0] for k in adapters))
+    rank = next(v for k, v in adapters.items() if k.endswith(".lora_A")).shape[1]
+    model = load_base_model(str(name), device, args.get("dtype"))
+    policy = TransformerWithLora(model, rank, scaling * rank, sites)
+    policy.load_trainable_state(adapters)
+    return policy, args
+
+
+def _read_adapter(path: Path) -> tuple[dict[str, Tensor], float]:
+    require(path.is_file(), f"run should be a folder or an adapter file, but there is no {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            trained = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"run should be a safetensors file, but {path} isn't: {error}") from error
+    require("scaling" in metadata, f"run should be an adapter of the course, but {path} isn't")
+    return trained, float(metadata["scaling"])
+
+
+def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
+    """Return `n` prompts at most, spread over those a run was evaluated on, or else trained on.
+
+    Raises ValueError where neither is known.
+    """
+    written, text = folder / "samples.jsonl", str(args.get("prompts"))
+    found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
+    if written.is_file():
+        lines = written.read_text(encoding="utf-8").split("\n")[:-1]
+        samples = [json.loads(line) for line in lines]
+        found = [x["prompt"] for x in samples if x["split"] == "eval"] or found
+    require(found[0] is not None, f"prompt should be given, as {folder} doesn't say which it had")
+    distinct = [x for i, x in enumerate(found) if x not in found[:i]]
+    return distinct[:: max(len(distinct) // n, 1)][:n]
+
+
+@dataclass
+class Comparison:
+    """Hold completions of the base and of the policy by the same uniform numbers, and the exact KL
+    of each token of the policy's [batch completion]."""
+
+    prompts: list[Prompt]
+    before: Samples
+    after: Samples
+    kl: Tensor
+
+    @property
+    def mean_kl(self) -> float:
+        """Return the KL from the base in nats per token, over all tokens of the policy's."""
+        return self.kl[self.after.completion_mask].mean().item()
+
+
+@torch.no_grad()
+def compare(
+    policy: TransformerWithLora,
+    prompts: list[Prompt],
+    gen_len: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    prepend_bos: bool = True,
+    stops: Sequence[str] = (),
+) -> Comparison:
+    """Sample the base and the policy, up to the first of `stops` if there are any, and measure the
+    KL, at temperature 1 where that is 0."""
+    device = next(policy.parameters()).device
+
+    def sample() -> Samples:
+        generator = torch.Generator(device).manual_seed(seed)
+        limits = (gen_len, temperature, top_k, top_p, generator)
+        if not stops:
+            return sample_completions(policy, prompts, *limits, prepend_bos)
+        ids, mask = encode_prompts(policy, prompts, gen_len, prepend_bos)
+        drawn = Stops(stops).sample(policy, ids, mask, {}, *limits)
+        return Samples(**drawn.put_behind(ids, mask))
+
+    with policy.reference():
+        before = sample()
+    after = sample()
+    scores = get_scorer(policy).measure(
+        after.input_ids, after.attention_mask, after.prompt_len, temperature or 1.0
+    )
+    return Comparison(prompts, before, after, scores.measure_kl())
+
+
+# --- What is shown ------------------------------------------------------------------------------
+
+Token = tuple[str, float]  # its text, and the KL there
+
+
+def get_tokens(samples: Samples, row: int, kl: Tensor, tokenizer: Any) -> list[Token]:
+    """Return the tokens of a completion and their KL, line breaks as ⏎."""
+    ids, mask = samples.input_ids[row, samples.prompt_len :], samples.completion_mask[row]
+    texts = decode_tokens(tokenizer, ids[mask])
+    return list(zip((t.replace("\n", "⏎") for t in texts), kl[row, mask].tolist(), strict=True))
+
+
+def list_rows(comparison: Comparison, tokenizer: Any) -> list[tuple[str, list[Token], list[Token]]]:
+    """Return each prompt, and its tokens before and after; before there is no KL yet."""
+    before, after, kl = comparison.before, comparison.after, comparison.kl
+    none = torch.zeros(before.completion_mask.shape)
+    return [
+        (
+            show_prompt(prompt).strip().replace("\n", "⏎"),
+            get_tokens(before, row, none, tokenizer),
+            get_tokens(after, row, kl, tokenizer),
+        )
+        for row, prompt in enumerate(comparison.prompts)
+    ]
+
+
+def paint(text: str, kl: float) -> str:
+    shade = next((SHADES[least] for least in sorted(SHADES, reverse=True) if kl >= least), None)
+    return text if shade is None else f"\x1b[30;48;5;{shade}m{text}\x1b[0m"
+
+
+def wrap(tokens: list[Token], width: int, is_coloured: bool) -> list[str]:
+    """Break tokens into lines of `width` characters, filled up with blanks."""
+    characters = [(character, kl) for text, kl in tokens for character in text]
+    lines = []
+    for start in range(0, len(characters), width):
+        line = characters[start : start + width]
+        shown = [paint(c, kl) if is_coloured else c for c, kl in line]
+        lines.append("".join(shown) + " " * (width - len(line)))
+    return lines
+
+
+def format_columns(comparison: Comparison, tokenizer: Any, width: int, is_coloured: bool) -> str:
+    """Format before and after as two columns of a terminal that is `width` characters wide."""
+    half = max((width - 3) // 2, 20)
+    lines = []
+    for prompt, *both in list_rows(comparison, tokenizer):
+        left, right = wrap(both[0], half, False), wrap(both[1], half, is_coloured)
+        lines += [f"> {prompt[-width + 2 :]}"]
+        pairs = zip_longest(left, right, fillvalue=" " * half)
+        lines += [f"{a} │ {b}".rstrip() for a, b in pairs] + [""]
+    if is_coloured:
+        legend = (paint(f" {least:g} or more ", least) for least in SHADES)
+        lines.append(f"KL at a token, nats: {' '.join(legend)}")
+    return "\n".join([f"{'before: the base':{half}} │ after: the run", "", *lines])
+
+
+def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: Any) -> None:
+    """Write a page with the texts as a table, and a picture of the tokens by their KL."""
+    rows = list_rows(comparison, tokenizer)
+    texts = [(p, *("".join(text for text, _ in tokens) for tokens in both)) for p, *both in rows]
+    head = ("prompt", "before: the base", "after: the run")
+    table = tabulate(texts, head, tablefmt="html", disable_numparse=True)
+    pictured = {
+        f"{i}. {prompt[-60:]}": ([text for text, _ in after], [kl for _, kl in after])
+        for i, (prompt, _, after) in enumerate(rows, 1)
+    }
+    figure = plot_tokens(pictured, "KL(policy ‖ base), nats", center=None)
+    write_page(path, title, [say_kl(comparison)], table, figure)
+
+
+def say_kl(comparison: Comparison) -> str:
+    return f"KL from the base, mean over the tokens on the right: {comparison.mean_kl:.3f} nats"
+
+
+def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m utils.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="a run's folder, or an adapter file (.safetensors)")
+    add("--prompt", nargs="+", metavar="TEXT", help=r"prompts; \n in them is a line break")
+    add("--n", type=int, default=8, help="how many of the run's prompts, without --prompt (8)")
+    add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")
+    add("--gen-len", type=int, help="tokens of a completion at most (default: the run's)")
+    add("--seed", type=int, default=0, help="of the random numbers (0)")
+    add("--base", help="the model, for an adapter file that lies in no run's folder")
+    add("--device", help="such as cpu (default: the GPU if there is one)")
+    add("--html", type=Path, metavar="FILE", help="write the same as a page, too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    given = read_arguments(arguments)
+    tolerate_encoding()
+    try:
+        policy, args = load_policy(given.run, given.base, given.device)
+        folder = given.run.parent if given.run.is_file() else given.run
+        if given.prompt is None:
+            prompts = choose_prompts(folder, args, max(given.n, 1))
+        else:
+            texts = [text.replace("\\n", "\n") for text in given.prompt]
+            is_chat = str(args.get("prompts")).startswith("[[")
+            prompts = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
+        temperature = (
+            args.get("temperature", 1.0) if given.temperature is None else given.temperature
+        )
+        settings = {name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args}
+        gen_len = given.gen_len or args.get("gen_len", 40)
+        stops = read_args(folder).get("stop") or [] if (folder / ARGS).is_file() else []
+        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings, stops=stops)
+        if given.html:
+            write_comparison(given.html, str(given.run), found, policy.tokenizer)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    if is_coloured and os.name == "nt":
+        os.system("")  # switches colours on in Windows' older terminals
+    width = shutil.get_terminal_size((120, 24)).columns
+    print(format_columns(found, policy.tokenizer, width, is_coloured))
+    print(say_kl(found) + (f"; the page: {given.html}" if given.html else ""))
+
+
+if __name__ == "__main__":
+    main()

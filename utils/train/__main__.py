@@ -1,0 +1,176 @@
+"""A training run from the command line, on one process or, under `torchrun`, on many.
+
+    python -m utils.train grpo --data utils.models.corpus:addition_rows \\
+        --reward utils.rewards:reward_fn_addition --gen-len 40
+    torchrun --nproc-per-node 2 -m utils.train grpo ...   (the same arguments)
+
+Every argument of the trainer is an option (`python -m utils.train grpo --help`), and so are those
+of another one (`--trainer module:class`); `dpo` trains on a file of preferences. `--eval-data`
+measures held-out prompts on the way and keeps the adapters that were best.
+
+Under torchrun each process samples its share of `--batch-size`, and all learn as one; the first
+writes the run's folder. A run that stopped, for whatever reason, goes on with `--resume FOLDER`; a
+`kill -9` of the first process loses what came after the last checkpoint (`--checkpoint-every`). A
+finished one goes on too, with a higher `--total-phases`.
+"""
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from solutions.ch2_ppo import RLHFArgs
+from solutions.ch7_scale import DataParallel
+from utils.course.session import choose_threads
+from utils.run_folder import name_value
+from utils.train.dpo import DpoCommand, train_on_preferences
+from utils.train.options import find_adapter, find_run, make_args
+from utils.train.parsing import load_trainer, parse
+from utils.train.watched import Evaluation, Watched, count_overlap, get_rank
+from utils.validation import require
+
+TIMEOUT = timedelta(minutes=10)  # until a rank that waits for another gives up
+
+
+@contextmanager
+def joined(name: str | None):
+    """Join the process group that torchrun has prepared; without torchrun nothing happens.
+
+    A rank has a GPU of its own where there are GPUs, unless `name` is that of the CPU.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        yield 0
+        return
+    device = None
+    if torch.cuda.is_available() and not str(name).startswith("cpu"):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device else "gloo", timeout=TIMEOUT, device_id=device)
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def make_trainer(command: Any, args: RLHFArgs) -> Watched:
+    """Make the trainer that the options ask for, and say what is to be known of its data."""
+    found = load_trainer(name_command(command), command.trainer)
+    limits = {"microbatch_size": command.microbatch_size, "checkpointing": command.checkpointing}
+    if not issubclass(found, DataParallel):
+        asked = [name for name, value in limits.items() if value]
+        asked += ["torchrun"] if get_rank()[1] > 1 else []
+        require(
+            not asked,
+            f"trainer should derive from DataParallel for {' and '.join(asked)}, but "
+            f"{found.__name__} does not",
+        )
+        limits = {}
+    watched: Any = type(found.__name__, (Watched, found), {})
+    trainer = watched(args, **limits)
+    if command.adapter is not None and command.resume is None:
+        trainer.model.load_adapter(find_adapter(command.adapter))
+    trainer.options = name_options(command)
+    if command.stop:
+        trainer.stop_at(command.stop)
+    if command.eval_data is not None:
+        rows = command.read_evaluation_rows(args.columns)
+        trainer.evaluation = Evaluation(
+            rows, command.eval_every, command.eval_samples, command.patience
+        )
+        shared = count_overlap(rows, args.get_prompts())
+        if shared and get_rank()[0] == 0:
+            say(
+                f"eval_data: {shared} of its {len(rows)} prompts are among those of training, so "
+                "its reward is not one on held-out prompts"
+            )
+    return trainer
+
+
+def name_options(command: Any) -> dict[str, Any]:
+    """Return the options as a run keeps them."""
+    found = {f.name: name_value(getattr(command, f.name)) for f in fields(command)}
+    left_out = ("resume", "config")
+    return {"command": name_command(command)} | {
+        name: value for name, value in found.items() if name not in left_out
+    }
+
+
+def name_command(command: Any) -> str:
+    return type(command).__name__.removesuffix("Command").lower()
+
+
+def train(command: Any) -> list[dict[str, float]]:
+    """Train, or go on, on the processes that there are, and return the history."""
+    args = make_args(command)
+    with joined(args.device) as rank:
+        trainer: Any = make_trainer(command, args)
+        if command.resume is not None:
+            trainer.load_checkpoint(find_run(command.resume) / "checkpoint.pt")
+        try:
+            history = trainer.train()
+        except BaseException as error:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, while this is being said
+            is_parallel = get_rank()[1] > 1
+            if is_parallel:
+                if isinstance(error, Exception):
+                    traceback.print_exc()
+                say(
+                    f"rank {rank} stopped: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                )
+            if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
+                say(f"to go on: the same command with --resume {trainer.folder}")
+            if is_parallel:
+                os._exit(1)  # leaving the group would wait for the ranks that are gone
+            raise
+        if rank == 0:
+            print_results(trainer)
+    return history
+
+
+def print_results(trainer: Any) -> None:
+    """Say what the run has left, and what evaluation found."""
+    print(f"{trainer.folder}: metrics.jsonl, metrics.png, adapter.safetensors")
+    found = {row["phase"]: row["eval_reward"] for row in trainer.history if "eval_reward" in row}
+    if found:
+        best, (first, *_, last) = max(found, key=found.__getitem__), found
+        print(
+            f"mean reward on held-out prompts: {found[first]:.3f} after phase {first}, "
+            f"{found[last]:.3f} after phase {last}; best: {found[best]:.3f} after phase {best}, "
+            "best.safetensors"
+        )
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class AskedToStop(KeyboardInterrupt):
+    """SIGTERM: the run is saved as after Ctrl-C."""
+
+
+def stop(signum: int, frame: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: the run is being saved
+    raise AskedToStop("asked to stop, as another rank ended or torchrun did")
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        command = parse(sys.argv[1:], __doc__)
+        choose_threads()
+        train_on_preferences(command) if isinstance(command, DpoCommand) else train(command)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt as error:  # said already, with how to go on
+        raise SystemExit(143 if isinstance(error, AskedToStop) else 130) from None
+
+
+if __name__ == "__main__":
+    main()

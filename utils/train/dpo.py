@@ -1,0 +1,89 @@
+"""Training on preferences from the command line, by chapter 6's DPO."""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
+from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
+from utils.preferences import load_preferences
+from utils.run_folder import name_value, write_options
+from utils.tracking import create_run_folder, save_checkpoint
+from utils.train.options import HELP, Adapter, Config, Dtype, find_adapter, say
+from utils.validation import Count, CountOrZero, Positive, check_fields, require
+
+
+@dataclass(kw_only=True)
+class DpoCommand:
+    """Train by DPO on a file of preferences. The reference is the base."""
+
+    data: Annotated[
+        Path, say("Lines of prompt, chosen and rejected: .jsonl, or .parquet with `datasets`.")
+    ]
+    eval_data: Annotated[
+        Path | None, say("Held-out preferences, as --data: measured before and after.")
+    ] = None
+    beta: Annotated[Positive, say("What the KL from the reference costs, as in PPO.")] = 0.1
+    lr: Annotated[Positive, say("The learning rate; it falls to zero.")] = 1e-3
+    epochs: Annotated[Count, say("Times that learning goes over the preferences.")] = 1
+    batch_size: Annotated[Count, say("Preferences of an update.")] = 32
+    seed: Annotated[CountOrZero, say("It decides the adapters at the start and the order.")] = 1
+    name: Annotated[str | None, say(HELP["name"])] = None
+    runs_dir: Annotated[Path, say(HELP["runs_dir"])] = Path("runs")
+    base_model: Annotated[str, say(HELP["base_model"])] = "embedded"
+    lora_rank: Annotated[Count, say(HELP["lora_rank"])] = 4
+    lora_alpha: Annotated[Positive, say(HELP["lora_alpha"])] = 32
+    lora_sites: Annotated[tuple[str, ...], say(HELP["lora_sites"])] = ATTENTION_SITES
+    device: Annotated[str | None, say(HELP["device"])] = None
+    weights_dtype: Dtype = None
+    adapter: Adapter = None
+    config: Config = None
+
+
+def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
+    """Train, write the run's folder, and return the metrics: a row for each update.
+
+    A run that is stopped leaves nothing. Raises ValueError under torchrun.
+    """
+    require("LOCAL_RANK" not in os.environ, "dpo should run as one process, not under torchrun")
+    check_fields(command)
+    preferences = load_preferences(command.data)
+    held_out = None if command.eval_data is None else load_preferences(command.eval_data)
+    folder = create_run_folder(command.runs_dir, command.name, "dpo")
+    dtype = command.weights_dtype and getattr(torch, command.weights_dtype)
+    torch.manual_seed(command.seed)  # of the adapters
+    size = (command.lora_rank, command.lora_alpha, command.lora_sites)
+    model = TransformerWithLora.from_pretrained(command.base_model, *size, command.device, dtype)
+    if command.adapter is not None:
+        model.load_adapter(find_adapter(command.adapter))
+
+    def measure() -> dict[str, float]:
+        if held_out is None:
+            return {}
+        return {"eval_accuracy": measure_implicit_accuracy(model, held_out, command.batch_size)}
+
+    history: list[dict[str, float]] = [{"phase": 0} | measure()]
+    settings = (command.beta, command.lr, command.epochs, command.batch_size, command.seed)
+    rows = train_dpo(model, preferences, *settings)
+    history += [{"phase": step} | row for step, row in enumerate(rows, 1)]
+    history[-1] |= measure()
+
+    options = {f.name: name_value(getattr(command, f.name)) for f in fields(command)}
+    options.pop("config")
+    write_options(folder, {"command": "dpo"} | options)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    model.save_adapter(folder / "adapter.safetensors")
+    # What `python -m utils.models.export` reads.
+    args = options | {"dtype": dtype and str(dtype), "gen_len": 128, "temperature": 1.0}
+    none: dict[str, Any] = dict.fromkeys(("optimizer", "scheduler", "generator"))
+    state = {"args": args, "phase": len(rows), "trainable": model.trainable_state()}
+    save_checkpoint(folder / "checkpoint.pt", state | none | {"history": history})
+    print(f"{folder}: metrics.jsonl, adapter.safetensors")
+    if held_out:
+        before, after = (history[i]["eval_accuracy"] for i in (0, -1))
+        print(f"accuracy on held-out preferences: {before:.3f} before, {after:.3f} after")
+    return history

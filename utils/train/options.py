@@ -1,0 +1,230 @@
+"""The command's options: those of a trainer's arguments, each with its help, and its own."""
+
+import inspect
+import re
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+from tyro.conf import arg
+
+from solutions.ch2_ppo import RLHFArgs
+from solutions.ch3_grpo import GrpoArgs
+from utils.train.data import WeightedRewards, load_function, load_rows
+from utils.validation import require
+
+# Of each argument of the course's trainers, what the command's help says.
+HELP = {
+    "seed": "It decides the adapters at the start, the prompts and the samples.",
+    "name": "The run's folder in --runs-dir; None names it after the trainer and the time.",
+    "runs_dir": "The folder in which the run's folder is made.",
+    "checkpoint_every": "Phases between checkpoints; 0 saves only at the end and when stopped.",
+    "samples_every": "Phases from one table of samples to the next; 0 prints none.",
+    "use_wandb": "Log to Weights & Biases, offline unless you are logged in.",
+    "wandb_project_name": "The project's name there.",
+    "wandb_entity": "The account or team there; None is your own.",
+    "base_model": "'embedded', a local folder, or a name on the Hugging Face hub.",
+    "lora_rank": "The rank of the adapters, which are what is trained.",
+    "lora_alpha": "Adapters are scaled by this number divided by the rank.",
+    "lora_sites": "The linear layers that get adapters, such as attn.q or mlp.in.",
+    "device": "cpu, cuda or mps; None takes a GPU if there is one.",
+    "prefix": "The prompt of all completions where there is no --data.",
+    "total_phases": "Phases of the run; one is a rollout and the learning from it.",
+    "batch_size": "Completions of a rollout, on all processes together.",
+    "gen_len": "Tokens of a completion at most.",
+    "temperature": "Logits are divided by it, in sampling and in log-probs alike.",
+    "top_k": "Sample from so many likeliest tokens only; log-probs don't know of it.",
+    "top_p": "Sample from the likeliest tokens of this total probability; likewise.",
+    "prepend_bos": "Begin prompts with the tokenizer's bos, unless a chat template wrote them.",
+    "num_minibatches": "Parts into which learning cuts a rollout; each is one update.",
+    "batches_per_learning_phase": "Times that learning goes over a rollout (epochs).",
+    "base_lr": "The adapters' learning rate.",
+    "max_grad_norm": "Gradients are scaled down to this norm.",
+    "warmup_steps": "Phases until the learning rates are at their full size.",
+    "final_scale": "The share of their full size at which the learning rates end.",
+    "clip_coef": "How far below 1 a ratio is clipped.",
+    "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
+    "ent_coef": "What the entropy, in nats per token, is worth.",
+    "kl_coef": "What the KL from the base, in nats per token, costs.",
+    "kl_in": "The exact KL in the loss, or its estimate k1 off each token's reward.",
+    "normalize_reward": "Give the rewards of each rollout mean 0 and standard deviation 1.",
+    "gamma": "What a reward one token later is worth.",
+    "lam": "The lambda of generalised advantage estimation.",
+    "head_lr": "The value head's learning rate.",
+    "vf_coef": "The weight of the value loss.",
+    "vf_clip_coef": "How far a value may move in one phase; None is any distance.",
+    "group_size": "Completions of each prompt, which are compared with one another.",
+    "advantage_scale": "Divide by the standard deviation of the group, of the batch, or by 1.",
+    "kl_kind": "The estimate k3 of the KL, or the exact one over the whole vocabulary.",
+    "environment": "module:function that gets a turn's text and returns what follows, or None.",
+    "turn_end": "The text with which a turn of the policy ends.",
+    "max_calls": "Answers of the environment in a completion at most.",
+    "environment_seconds": "Seconds after which an answer is given up.",
+    "advantage_kind": "Compare with the group's mean, or with the mean of the others (RLOO).",
+    "loss_mode": "Mean per completion (GRPO), over tokens (DAPO), or by gen_len (Dr. GRPO).",
+    "ratio_level": "The ratio of each token, or of the whole completion (GSPO).",
+    "dynamic_sampling": "Sample until all groups have two rewards or more (DAPO).",
+    "max_extra_rollouts": "Batches that dynamic sampling adds at most.",
+    "truncation": "What is cut off at gen_len is kept, masked out, or pays the penalty.",
+    "missing_eos_penalty": "What a completion without an end pays if --truncation is penalty.",
+    "kl_estimator": "The estimate of the KL: k1, k2, k3 or k4.",
+    "pool_size": "Completions of each prompt, of which group_size are picked.",
+    "pick_temperature": "A low one picks the best of the pool, a high one picks at random.",
+    "baseline": "The advantages are against the mean of the whole pool, or of what is kept.",
+    "refresh_every": "Phases from one refreshed reference to the next; 0 keeps the first.",
+    "staleness": "Phases by which rollouts are late.",
+    "correction": "How the objective corrects for a policy that isn't the sampler.",
+    "cap": "The highest ratio that a correction lets through.",
+    "sampler_bits": "Bits to which the sampler's weights are rounded; None rounds nothing.",
+}
+GIVEN_OTHERWISE = {"prompts", "columns", "reward_fn", "dtype"}
+# What GRPO has no use for: it trains no values, and its KL is in the loss.
+OF_PPO = {"kl_in", "normalize_reward", "gamma", "lam", "head_lr", "vf_coef", "vf_clip_coef"}
+
+
+def say(help: str) -> Any:
+    return arg(help=help)
+
+
+Data = Annotated[
+    str | None,
+    say("Prompts, and columns for the reward: a .jsonl or .txt file, or module:function."),
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    say("Of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
+]
+Adapter = Annotated[
+    Path | None,
+    say("Begin with the adapters of this run or file; the KL stays that from the base."),
+]
+Config = Annotated[
+    Path | None, say("A YAML or JSON file of options by name; the command line wins.")
+]
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Hold what the command has in place of arguments that are Python values, and more."""
+
+    data: Data = None
+    reward: Annotated[
+        list[str],
+        say("module:function, one or several, which are added up; without, chapter 2's sentiment."),
+    ] = field(default_factory=list)
+    reward_weights: Annotated[list[float], say("A weight for each reward; without, all are 1.")] = (
+        field(default_factory=list)
+    )
+    eval_data: Annotated[
+        str | None, say("Held-out prompts, as --data: their mean reward is measured on the way.")
+    ] = None
+    eval_every: Annotated[
+        int, say("Phases between evaluations; there's one before the first and after the last too.")
+    ] = 10
+    eval_samples: Annotated[int, say("Completions of each held-out prompt.")] = 1
+    patience: Annotated[
+        int | None, say("Stop after so many evaluations without improvement; None never does.")
+    ] = None
+    stop: Annotated[
+        list[str],
+        say("Texts that end a completion and are learnt with it; \\n is a new line."),
+    ] = field(default_factory=list)
+    weights_dtype: Dtype = None
+    microbatch_size: Annotated[
+        int | None, say("Completions to learn from at a time, to save memory; None is all.")
+    ] = None
+    checkpointing: Annotated[
+        bool, say("Compute each block twice to keep less of it in memory.")
+    ] = False
+    trainer: Annotated[
+        str | None,
+        say("module:class, such as solutions.ch5_rlvr:RlvrTrainer; its arguments are options too."),
+    ] = None
+    adapter: Adapter = None
+    config: Config = None
+    resume: Annotated[
+        Path | None,
+        say("Go on with the run of this folder, whose options are the defaults then."),
+    ] = None
+
+    def __post_init__(self):
+        """Read what a shell leaves of a new line or a tab."""
+        self.stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop]
+
+    def read_evaluation_rows(self, columns: dict[str, list]) -> list[dict[str, Any]]:
+        """Return the held-out rows; raises ValueError if they lack a column of the data."""
+        assert self.eval_data is not None
+        rows = load_rows(self.eval_data)
+        missing = sorted(columns.keys() - rows[0].keys())
+        require(not missing, f"eval_data should have the columns of data, but lacks {missing}")
+        return rows
+
+
+def read_comments(args_class: type) -> dict[str, str]:
+    """Return the comment at the end of each field's line: the help of a reader's own arguments."""
+    found: dict[str, str] = {}
+    for one in reversed(args_class.__mro__[:-1]):
+        lines = re.findall(r"^ +(\w+): .*?  # (.+)$", inspect.getsource(one), re.MULTILINE)
+        found |= dict(lines)
+    return found
+
+
+def make_command(name: str, args_class: type[RLHFArgs], doc: str) -> type[Options]:
+    """Make the options of a trainer's arguments, without those that it doesn't read."""
+    hidden = GIVEN_OTHERWISE | (OF_PPO if issubclass(args_class, GrpoArgs) else set())
+    kinds = get_type_hints(args_class, include_extras=True)
+    comments = read_comments(args_class)
+    columns: list[Any] = []
+    for f in fields(args_class):
+        if f.name in hidden:
+            continue
+        kind = kinds[f.name]
+        if "Callable" in str(kind):
+            kind = str | None  # module:function
+        elif kind == Literal[True, False]:
+            kind = bool
+        default = f.default
+        if f.default_factory is not MISSING:
+            default = field(default_factory=f.default_factory)
+        text = HELP.get(f.name) or comments.get(f.name, "An argument of this trainer's own.")
+        columns.append((f.name, Annotated[kind, say(text)], default))
+    given = {"__doc__": doc, "args_class": args_class}
+    return make_dataclass(name, columns, bases=(Options,), namespace=given, kw_only=True)
+
+
+PpoCommand = make_command("PpoCommand", RLHFArgs, "Train by PPO, with a value head.")
+GrpoCommand = make_command(
+    "GrpoCommand", GrpoArgs, "Train by GRPO, with groups of completions in place of a value head."
+)
+
+
+def make_args(command: Any) -> RLHFArgs:
+    """Turn the options into the trainer's arguments; raises ValueError where one is wrong."""
+    known = {f.name for f in fields(command.args_class)} & {f.name for f in fields(command)}
+    values = {name: getattr(command, name) for name in known}
+    if isinstance(values.get("environment"), str):
+        values["environment"] = load_function(values["environment"])
+    if command.data is not None:
+        rows = load_rows(command.data)
+        values["prompts"] = [row["prompt"] for row in rows]
+        values["columns"] = {k: [row[k] for row in rows] for k in rows[0] if k != "prompt"}
+    weights = command.reward_weights
+    if len(command.reward) == 1 and not weights:
+        values["reward_fn"] = load_function(command.reward[0])
+    elif command.reward or weights:
+        values["reward_fn"] = WeightedRewards(command.reward, weights)
+    if command.weights_dtype is not None:
+        values["dtype"] = getattr(torch, command.weights_dtype)
+    return command.args_class(**values)
+
+
+def find_run(path: str | Path) -> Path:
+    """Return the folder of a run, which may be given by a file in it."""
+    path = Path(path).expanduser()
+    return path.parent if path.suffix in (".pt", ".safetensors") else path
+
+
+def find_adapter(path: Path) -> Path:
+    """Return the file of the adapters that are given by a run or a file."""
+    return path if path.suffix == ".safetensors" else path / "adapter.safetensors"

@@ -1,0 +1,101 @@
+"""The curves of a run that is going on: `python -m utils.watch runs/my-run`.
+
+In a terminal they are renewed in place until the run ends. `--html page.html` draws them into a
+page that reloads itself. Elsewhere, as into a file or on another machine, they are shown once.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from filelock import Timeout
+from tabulate import tabulate
+
+from utils.plotting import plot_history, write_page
+from utils.tracking import make_lock, tolerate_encoding
+from utils.validation import require
+
+BARS = "▁▂▃▄▅▆▇█"
+SHOWN = ("reward", "eval_reward", "kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
+
+
+def read_rows(folder: Path) -> list[dict]:
+    """Return the rows of metrics that a run has written by now.
+
+    Raises ValueError for a folder that is no run's.
+    """
+    path = folder / "metrics.jsonl"
+    require(path.is_file(), f"run should be the folder of a run, but {path} is not there")
+    complete = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
+    return [json.loads(line) for line in complete]
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a process of this machine is writing the run."""
+    try:
+        with make_lock(folder).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def draw_curve(values: list[float], width: int = 24) -> str:
+    """Draw numbers as bars from the lowest to the highest, each bar the mean of as many."""
+    n = -(-len(values) // width)
+    groups = (values[i : i + n] for i in range(0, len(values), n))
+    means = [sum(group) / len(group) for group in groups]
+    low, span = min(means), max(max(means) - min(means), 1e-12)
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
+    """Return how far a run is, with its curves and its last phases, and its rows."""
+    rows, args = read_rows(folder), folder / "args.json"
+    noted = json.loads(args.read_text(encoding="utf-8")) if args.is_file() else {}
+    done = f"{rows[-1]['phase'] if rows else 0} of {noted.get('total_phases', '?')}"
+    text = f"{folder}: {done} phases are done; it {'goes on' if goes_on else 'has ended'}."
+    names = [name for name in SHOWN if any(name in row for row in rows)]
+    for name in names:
+        values = [row[name] for row in rows if name in row]
+        text += f"\n{name:14} {draw_curve(values):24} {values[0]:.3f} to {values[-1]:.3f}"
+    last = [[row.get(name) for name in ("phase", *names)] for row in rows[-8:]]
+    return f"{text}\n\n{tabulate(last, ('phase', *names), floatfmt='.3f')}".rstrip(), rows
+
+
+def watch(folder: Path, page: Path | None = None, every_s: float = 2.0) -> None:
+    """Show a run in the terminal, and as a page, until it ends."""
+    n_lines, n_drawn, is_terminal = 0, -1, sys.stdout.isatty()
+    while True:
+        goes_on = is_running(folder)  # asked before its rows are read, or the last could be missed
+        text, rows = describe(folder, goes_on)
+        if page and rows and (len(rows) != n_drawn or not goes_on):
+            figure, n_drawn = plot_history({folder.name: rows}), len(rows)
+            write_page(page, folder.name, text.split("\n")[:1], "", figure, 5 * goes_on)
+        if is_terminal:
+            print(f"\x1b[{n_lines}F\x1b[J" * bool(n_lines) + text, flush=True)
+            n_lines = text.count("\n") + 1
+        if not goes_on or not (is_terminal or page):
+            break
+        time.sleep(every_s)
+    if not is_terminal:
+        print(text)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m utils.watch", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    given = parser.parse_args(arguments)
+    tolerate_encoding()
+    try:
+        watch(given.run, given.html)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:  # of the watching: the run goes on
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()
