@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from nbclient import NotebookClient
@@ -134,3 +135,12 @@ def test_drawing_takes_a_hundredth_of_the_time(monkeypatch):
         panel.update()
         clock += 1
     assert drawn == [0.0, 50.5, 101.0, 151.5]
+
+
+def test_before_the_first_phase_no_time_is_told(monkeypatch):
+    args = SimpleNamespace(name=None, total_phases=4)
+    trainer = SimpleNamespace(args=args, phase=0, history=[{"phase": 0, "eval_reward": 0.3}])
+    shown = []
+    monkeypatch.setattr("utils.panel.display", lambda bundle, **_: shown.append(bundle) or True)
+    Panel(trainer).draw()
+    assert [bundle["text/plain"] for bundle in shown] == ["Plot. phase 0 of 4."]
