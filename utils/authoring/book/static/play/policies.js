@@ -75,8 +75,7 @@ function addPhases(root, phases, update) {
   };
 }
 
-/** Show each token of a sample, the darker the more the policy's choice there differs from the
- * base model's. */
+/** Tint each token of a sample by the KL of the state in which it was chosen, up to 2 nats. */
 function tintTokens(line, sampled, texts) {
   const tokens = sampled.map(({ token, kl }) => {
     const span = make("span", { class: "play-token" }, texts[token].replaceAll("\n", "⏎"));
@@ -118,7 +117,7 @@ Object.assign(WIDGETS, {
       beginnings: BEGINNINGS,
       length: 30,
       names: { mood: "mean sentiment" },
-      title: "8 reviews, each with its sentiment; the darker a token, the larger its KL:",
+      title: "8 reviews, each with its sentiment; the more tinted a token, the larger its KL:",
       note: "The demonstration’s run with seed 0.",
       addControls(parent, update) {
         const getPolicy = addPhases(parent, PPO_PHASES, update);
