@@ -2,7 +2,8 @@
 
 `python -m chapters.experiments.adapters` writes chapters/adapters/<family>-<label>.safetensors:
 float16, without value heads, with alpha / rank as the metadata "scaling". A family whose files are
-there is skipped; delete them to train it again.
+there is skipped; delete them to train it again. Chapters 2 and 6 have their experiments' runs, with
+one of the three seeds; trained again, a run may diverge from the recorded one by rounding.
 
 To add a family, write a generator that yields a label and the model as it is at that moment, such
 as (phase, model) along a run or (beta, model) over several, and name it in FAMILIES. The book's
@@ -16,6 +17,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from chapters.experiments import ch2_ppo_runs, ch6_preferences_runs
 from chapters.openings import ch1_lora
 from solutions.ch1_lora import TransformerWithLora
-from utils.course.demo import make_grpo_trainer
+from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
+from solutions.ch6_preferences import train_dpo
+from utils.course.demo import make_grpo_trainer, make_ppo_trainer
 from utils.course.evaluation import evaluate_additions
 from utils.models.corpus import held_out_pairs
 
 ADAPTERS = Path(__file__).parents[1] / "adapters"
 PICTURE = Path(__file__).parents[1] / "figures" / "play-strength.svg"
 PHASES = (1, 2, 3, 4, 6, 8, 10, 14, 18, 25)  # it learns in the first ten
+PPO_PHASES = (2, 3, 4, 6, 10, 30)
+STOPS_PHASES = (2, 6, 10, 12, 16, 30)
+OVER_PHASES = (3, 6, 12, 21, 30, 60)
+BETAS = (1.0, 0.5, 0.2, 0.1, 0.05)
+prepare_preferences = cache(ch6_preferences_runs.prepare)
 
 
 def train_phases(trainer: Any, phases: tuple[int, ...]) -> Iterator[tuple[int, Any]]:
@@ -60,28 +70,73 @@ def train_sft(folder: Path) -> Iterator[tuple[str, Any]]:
     yield "friendly", model
 
 
-FAMILIES = {"ch1_sft": train_sft, "ch3_grpo": train_grpo}
+def train_ppo(folder: Path) -> Iterator[tuple[int, Any]]:
+    """Chapter 2's PPO on the mood of reviews, as the demonstration trains it with seed 0."""
+    options = {"samples_every": 0, "device": "cpu"}
+    yield from train_phases(make_ppo_trainer(folder, 0, **options), PPO_PHASES)
+
+
+def train_stops(folder: Path, setting: str) -> Iterator[tuple[int, Any]]:
+    """Chapter 2's PPO on full stops, in a setting of its experiment, with seed 1."""
+    options = ch2_ppo_runs.COMMON | ch2_ppo_runs.SETTINGS[setting]
+    args = RLHFArgs(seed=1, runs_dir=str(folder), **options)
+    yield from train_phases(RLHFTrainer(args), STOPS_PHASES)
+
+
+def train_reward_model(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Chapter 6's reward model of a thousand choices, in its experiment's setting of seed 1."""
+    yield "model", prepare_preferences(1).reward_model
+
+
+def train_over(folder: Path) -> Iterator[tuple[int, Any]]:
+    """Chapter 6's GRPO against that reward model, without a KL term."""
+    trainer = ch6_preferences_runs.make_trainer(
+        prepare_preferences(1), folder, "GRPO", beta=0.0, phases=OVER_PHASES[-1]
+    )
+    yield from train_phases(trainer, OVER_PHASES)
+
+
+def train_betas(folder: Path) -> Iterator[tuple[float, Any]]:
+    """Chapter 6's DPO on those choices, with one beta after another."""
+    setting = prepare_preferences(1)
+    for beta in BETAS:
+        model = setting.new_policy()
+        train_dpo(model, setting.pairs, beta, seed=setting.seed)
+        yield beta, model
+
+
+FAMILIES = {
+    "ch1_sft": train_sft,
+    "ch2_ppo": train_ppo,
+    "ch2_stops": partial(train_stops, setting="kl_coef 0"),
+    "ch2_stops_kl": partial(train_stops, setting="kl_coef 0.2, in the loss"),
+    "ch3_grpo": train_grpo,
+    "ch6_reward": train_reward_model,
+    "ch6_over": train_over,
+    "ch6_dpo": train_betas,
+}
 
 
 def save_half(model: Any, path: Path) -> None:
-    """Write a model's adapters in float16, without its value head."""
+    """Write a model's adapters in float16, without its value head, but with its reward head."""
     state = {
         name: tensor.half().contiguous()
         for name, tensor in model.trainable_state().items()
-        if ".lora_" in name
+        if not name.startswith("value_head.")
     }
     save_file(state, path, metadata={"scaling": str(float(model._layers[0].scaling))})
 
 
-def load_policy(path: Path, strength: float = 1.0) -> TransformerWithLora:
+def load_policy(
+    path: Path, strength: float = 1.0, model_class: type = TransformerWithLora
+) -> TransformerWithLora:
     """Return the embedded model with the adapters of a file, their products times a strength."""
     with safe_open(path, framework="pt") as file:
-        ranks = {name: file.get_slice(name).get_shape()[1] for name in file.keys()}  # noqa: SIM118
+        names = [name for name in file.keys() if name.endswith("lora_A")]  # noqa: SIM118
+        rank = file.get_slice(names[0]).get_shape()[1]
         scaling = float(file.metadata()["scaling"])
-    ranks = {name: rank for name, rank in ranks.items() if name.endswith("lora_A")}
-    rank = next(iter(ranks.values()))
-    sites = tuple({".".join(name.split(".")[2:4]) for name in ranks})
-    model = TransformerWithLora.from_pretrained("embedded", rank, scaling * rank, sites, "cpu")
+    sites = tuple({".".join(name.split(".")[2:4]) for name in names})
+    model = model_class.from_pretrained("embedded", rank, scaling * rank, sites, "cpu")
     model.load_adapter(path)
     for layer in model.adapters.values():
         layer.lora_B.data *= strength

@@ -173,43 +173,50 @@ def run_dpo_again(setting: Setting, beta: float) -> dict:
     return finish(model, setting, count_tokens(both, model))
 
 
-def run_rl(
+def make_trainer(
     setting: Setting,
+    folder: str | Path,
     kind: str,
     beta: float,
     lr: float = 3e-3,
     reward_fn: Callable | None = None,
     phases: int = PHASES,
     **options: Any,
-) -> dict:
-    """GRPO or PPO, against the reward model unless a reward is given; a point every third phase."""
+) -> RLHFTrainer:
+    """Return a trainer of GRPO or PPO, against the reward model unless a reward is given."""
     trainer_class, args_class, extra = {
         "GRPO": (GrpoTrainer, GrpoArgs, {"kl_kind": "exact"}),
         "PPO": (RLHFTrainer, RLHFArgs, {}),
         "picked": (PickedGrpoTrainer, PickedGrpoArgs, {"kl_kind": "exact"}),
     }[kind]
+    args = args_class(
+        seed=setting.seed,
+        prompts=TRAIN,
+        reward_fn=reward_fn or setting.rm_fn,
+        total_phases=phases,
+        batch_size=64,
+        gen_len=GEN_LEN,
+        num_minibatches=1,
+        batches_per_learning_phase=1,
+        base_lr=lr,
+        warmup_steps=5,
+        final_scale=1.0,
+        ent_coef=0.0,
+        kl_coef=beta,
+        samples_every=0,
+        checkpoint_every=0,
+        runs_dir=str(folder),
+        device="cpu",
+        **extra | options,
+    )
+    return trainer_class(args)
+
+
+def run_rl(setting: Setting, phases: int = PHASES, **options: Any) -> dict:
+    """Train as `make_trainer` says; a point every third phase."""
     with tempfile.TemporaryDirectory() as folder:
-        args = args_class(
-            seed=setting.seed,
-            prompts=TRAIN,
-            reward_fn=reward_fn or setting.rm_fn,
-            total_phases=phases,
-            batch_size=64,
-            gen_len=GEN_LEN,
-            num_minibatches=1,
-            batches_per_learning_phase=1,
-            base_lr=lr,
-            warmup_steps=5,
-            final_scale=1.0,
-            ent_coef=0.0,
-            kl_coef=beta,
-            samples_every=0,
-            checkpoint_every=0,
-            runs_dir=folder,
-            device="cpu",
-            **extra | options,
-        )
-        trainer = trainer_class(args)
+        trainer = make_trainer(setting, folder, phases=phases, **options)
+        args = trainer.args
         curve, tokens = [], 0.0
         for phase in range(phases + 1):
             if phase % EVERY == 0:

@@ -16,12 +16,21 @@ from transformers.generation.logits_process import (
 
 from chapters.experiments.adapters import ADAPTERS, load_policy
 from solutions.ch0_sampling import encode_prompts
+from solutions.ch2_ppo import reward_fn_char_count, reward_fn_sentiment
 from solutions.ch3_grpo import group_advantages
+from solutions.ch4_kl import KINDS, calc_estimator_stats, calc_exact_kl, calc_kl_estimate
+from solutions.ch6_preferences import RewardModel, make_reward_fn, reward_fn_true
 from solutions.ch8_inside import find_direction, only_adapters, steer, truncate_rank
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from utils.authoring.book.pages import WIDGET
 from utils.authoring.book.weights import write_weights
-from utils.models.corpus import addition_prompt, held_out_pairs, review_prompts
+from utils.models.corpus import (
+    NEGATIVE_WORDS,
+    POSITIVE_WORDS,
+    addition_prompt,
+    held_out_pairs,
+    review_prompts,
+)
 from utils.models.loading import EMBEDDED_MODEL, keep_booted, load_base_model
 
 pytestmark = [
@@ -35,7 +44,9 @@ BOOK = Path(__file__).parents[2] / "dist" / "book"
 STATIC = Path(__file__).parents[2] / "utils" / "authoring" / "book" / "static"
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
 SOURCES = Path(__file__).parents[2] / "chapters" / "source"
-WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch8-sites", "ch8-direction"]
+WIDGETS = ["front", "ch0-sampling", "ch1-adapter", "ch3-phases", "ch4-estimators", "ch8-sites"]
+WIDGETS += ["ch8-direction", "ch2-mood", "ch2-stops", "ch6-over", "ch6-beta"]
+REWARD_MODEL = "ch6_reward-model"
 GRPO = "ch3_grpo-25"
 PATIENCE_S = 60
 
@@ -72,7 +83,7 @@ def page(browser, site):
 def wait_until_done(driver) -> None:
     """Wait until the page's widget has shown all that it was asked for."""
     done = "const figure = document.querySelector('[data-play]:not([aria-busy]) dd');"
-    done += "return Boolean(figure?.textContent.match(/ of /))"
+    done += "return (figure?.textContent ?? '–') !== '–'"
     end = time.monotonic() + PATIENCE_S
     while not driver.execute_script(done):
         assert time.monotonic() < end
@@ -123,7 +134,9 @@ def test_logits_of_the_base(page, grpo):
         assert measure_difference(get_logits(page), grpo) < 1e-4
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in ADAPTERS.glob("*.safetensors")))
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in ADAPTERS.glob("*.safetensors")} - {REWARD_MODEL})
+)
 def test_logits_of_each_adapter(page, name):
     model = round_base(load_policy(ADAPTERS / f"{name}.safetensors"))
     assert measure_difference(get_logits(page, adapter=name), model) < 1e-4
@@ -217,6 +230,41 @@ def test_draws_follow_the_probabilities_and_the_seed(page):
     assert shares[2] == 0
 
 
+def test_rewards_of_reviews(page):
+    texts = [
+        "",
+        " great.Great, a BAD ending. 3 warm scenes!",
+        " greatly... Welightful.",
+        " cold cold",
+    ]
+    script = """
+        const words = {positive: arguments[1], negative: arguments[2]};
+        return arguments[0].map(text =>
+            [calcSentiment(text, words), calcTrueReward(text, words), countStops(text)])
+    """
+    found = torch.tensor(page.execute_script(script, texts, POSITIVE_WORDS, NEGATIVE_WORDS))
+    expected = [fn(texts) for fn in (reward_fn_sentiment, reward_fn_true, reward_fn_char_count)]
+    torch.testing.assert_close(found.T, torch.stack(expected))
+
+
+@pytest.mark.parametrize("policy", [None, "ch6_over-60"])
+def test_the_reward_model(page, policy):
+    prompt = PROMPTS[-1]
+    script = """
+        const [job, done] = arguments, element = document.createElement("i"), samples = [];
+        element.dataset.play = "test";
+        play.run(element, job, part => part.text && samples.push(part)).then(() => done(samples));
+    """
+    job = {"job": "sample", "prompt": prompt, "count": 8, "judge": REWARD_MODEL}
+    samples = page.execute_async_script(script, job | {"policy": {"adapter": policy}})
+    model = load_policy(ADAPTERS / f"{REWARD_MODEL}.safetensors", model_class=RewardModel)
+    texts = [sample["text"] for sample in samples]
+    rewards = make_reward_fn(round_base(model))(texts, [prompt] * len(texts))
+    torch.testing.assert_close(
+        torch.tensor([sample["reward"] for sample in samples]), rewards, atol=1e-4, rtol=0
+    )
+
+
 # --- The widgets ----------------------------------------------------------------------------------
 
 
@@ -263,6 +311,9 @@ class Widget:
     def read(self, figure: str) -> str:
         wait_until_done(self.driver)
         return self.find(f"[data-figure={figure}]")[0].text
+
+    def measure(self, figure: str) -> float:
+        return float(self.read(figure).replace("−", "-"))
 
     def count(self, figure: str) -> int:
         return int(self.read(figure).split()[0])
@@ -329,6 +380,49 @@ def test_the_strength_of_an_adapter_of_friendly_reviews(show):
     assert widget.count("friendly") <= 4
 
 
+def test_the_mood_turns_and_its_words_pay_for_it(show):
+    widget = show("ch2-mood")
+    assert abs(widget.measure("mood")) < 0.8
+    assert all(token.get_attribute("title") == "KL 0.00" for token in widget.find(".play-token"))
+    assert widget.move(0, Keys.END) == "30 of 30"
+    assert widget.measure("mood") >= 0.8
+    tokens = [(token.get_attribute("title"), token.text) for token in widget.find(".play-token")]
+    assert 0.5 < max(float(title.removeprefix("KL ")) for title, _ in tokens) < 10
+
+
+def test_full_stops_with_a_kl_term_and_without(show):
+    widget = show("ch2-stops")
+    assert 1 < widget.measure("stops") < 5
+    assert widget.move(0, Keys.END) == "30 of 30"
+    assert widget.measure("stops") == 24
+    assert {line.text for line in widget.find(".play-answers li")} == {"24" + "." * 24}
+    widget.find("select")[1].send_keys(Keys.ARROW_DOWN)
+    assert 5 < widget.measure("stops") < 10
+
+
+def test_the_truth_falls_and_the_reward_model_does_not_see_it(show):
+    widget = show("ch6-over")
+    found = {0: (widget.measure("proxy"), widget.measure("truth"))}
+    for phase, times in ((12, 3), (60, 3)):
+        assert widget.move(0, Keys.ARROW_RIGHT, times) == f"{phase} of 60"
+        found[phase] = widget.measure("proxy"), widget.measure("truth")
+    assert found[0][0] < 0.6
+    assert min(found[12][0], found[60][0]) > 1.2
+    assert found[0][1] < 1.5 < 3 < found[12][1]
+    assert found[60][1] < 1
+    assert len(widget.find(".play-trace [data-series=truth]")) == 3
+
+
+def test_a_small_beta_breaks_the_samples(show):
+    widget = show("ch6-beta")
+    assert widget.move(0, Keys.ARROW_RIGHT, 2) == "0.5"
+    truth, kl = widget.measure("truth"), widget.measure("kl")
+    assert truth > 1.5
+    assert widget.move(0, Keys.END) == "0.05"
+    assert widget.measure("truth") < truth
+    assert widget.measure("kl") > 5 * kl
+
+
 def test_a_group_shows_its_advantages(show):
     widget = show("ch3-phases")
     lines = widget.find(".play-answers li")
@@ -339,6 +433,51 @@ def test_a_group_shows_its_advantages(show):
     torch.testing.assert_close(torch.tensor([*map(float, shown)]), expected, atol=0.006, rtol=0)
     assert widget.move(0, Keys.END) == "25 of 25"
     assert widget.count("worked") >= 7
+
+
+@pytest.mark.parametrize("is_older", [False, True])
+def test_bias_and_spread_of_estimators(page, is_older):
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    policy, reference = logits.softmax(-1)
+    sampler = (policy + reference) / 2 if is_older else policy
+    kl = calc_exact_kl(policy.log(), reference.log())
+    for kind in KINDS:
+        values = calc_kl_estimate(policy.log(), reference.log(), kind, sampler.log())
+        bias = sampler @ values - kl
+        std = (sampler @ (values - sampler @ values).square()).sqrt()
+        if not is_older:
+            expected = calc_estimator_stats(policy.log(), reference.log(), kind)
+            torch.testing.assert_close((bias, std), expected)
+        given = kind, policy.tolist(), reference.tolist(), sampler.tolist()
+        found = page.execute_script("return calcKlStats(...arguments)", *given)
+        assert found.pop("values") == pytest.approx(values.tolist())
+        expected = {"kl": kl.item(), "bias": bias.item(), "std": std.item()}
+        assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_estimates_of_a_kl_that_is_drawn_by_hand(show):
+    widget = show("ch4-estimators")
+
+    def read(kind: str) -> list[float]:
+        assert widget.read("count") == "1000 of 1000"
+        cells = widget.find(f"[data-estimate={kind}] dd")
+        return [float(cell.text.replace("−", "-")) for cell in cells]
+
+    assert read("k3")[2] < 0.2 * read("k1")[2]  # near the reference
+    widget.press("Far from it")
+    assert widget.move(0, Keys.ARROW_LEFT, 5) == "56%"
+    weights = [float(slider.get_attribute("value")) for slider in widget.find("[type=range]")]
+    policy, reference = torch.tensor(weights).view(5, 2).T.log()
+    kl = calc_exact_kl(policy, reference).item()
+    for kind in KINDS:
+        mean, *found = read(kind)
+        bias, std = (number.item() for number in calc_estimator_stats(policy, reference, kind))
+        assert found == pytest.approx([bias, std], abs=6e-4)
+        assert abs(mean - kl - bias) < 4 * std / 1000**0.5
+    assert read("k3")[2] > read("k1")[2]
+    widget.find("[type=checkbox]")[0].click()
+    assert abs(read("k1")[1]) > 0.1
+    assert read("k4")[1] == 0
 
 
 def test_one_adapter_is_enough(show):

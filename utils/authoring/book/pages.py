@@ -109,7 +109,7 @@ def make_chapter(
 def put_widgets(text: str) -> str:
     """Return Markdown with an element for each line `<!-- play: NAME: QUESTION -->`, of which a
     notebook shows nothing. On a page it becomes the widget of that name, in
-    `static/play/widgets.js`, below the question that it answers."""
+    `static/play`, below the question that it answers."""
     inside = "{.play-question}\n\\2\n\nWith JavaScript, the model runs here."
     return WIDGET.sub(f'<div class="play" data-play="\\1">\n\n{inside}\n\n</div>', text)
 

@@ -1,6 +1,7 @@
 // Brings the model to a page. Each element with data-play="name" becomes the widget of that name
-// in widgets.js once it is seen. What that needs is loaded then, by script tags: a page that is
-// opened as a file may load nothing else, nor start a worker, except from a text of its own.
+// in widgets.js, kl.js or policies.js once it is seen. What that needs is loaded then, by script
+// tags: a page that is opened as a file may load nothing else, nor start a worker, except from a
+// text of its own.
 "use strict";
 
 const play = (() => {
@@ -79,7 +80,7 @@ const play = (() => {
     const isNewest = () => turns.get(owner) === turn;
     element.setAttribute("aria-busy", "true");
     await start();
-    const adapters = [job.policy?.adapter, job.steer?.adapter].filter(Boolean);
+    const adapters = [job.policy?.adapter, job.steer?.adapter, job.judge].filter(Boolean);
     await Promise.all(adapters.map(loadAdapter));
     if (!isNewest()) return false;
     const result = await post({ owner, ...job }, (part) => isNewest() && onPart(part));
@@ -91,7 +92,7 @@ const play = (() => {
   async function show(element) {
     try {
       const vocabulary = await start();
-      await loadScript("widgets");
+      for (const name of ["widgets", "kl", "policies"]) await loadScript(name);
       element.replaceChildren(...element.querySelectorAll(".play-question"));
       await WIDGETS[element.dataset.play](element, vocabulary);
     } catch (error) {

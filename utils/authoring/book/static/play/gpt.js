@@ -197,8 +197,9 @@ function makeEngine() {
     }
 
     /**
-     * Read one token more, and return the logits of the next one and the residual stream after
-     * each block. `push`, {layer, vector}, is added to the stream after that block.
+     * Read one token more, and return the logits of the next one, the residual stream after each
+     * block, and `last`, which the logits are read from. `push`, {layer, vector}, is added to the
+     * stream after that block.
      */
     step(token, cache, push = null) {
       if (cache.length >= this.context) throw new Error(`the context has ${this.context} tokens`);
@@ -224,7 +225,7 @@ function makeEngine() {
       const logits = new Float32Array(embedding.length / width);
       for (let v = 0, row = 0; v < logits.length; v++, row += width)
         for (let i = 0; i < width; i++) logits[v] += last[i] * embedding[row + i];
-      return { logits, stream };
+      return { logits, stream, last };
     }
 
     /** Read several tokens; `push` changes the stream at the last of them alone. */
@@ -243,7 +244,10 @@ function makeEngine() {
 
   // --- Adapters --------------------------------------------------------------------------------
 
-  /** Read an adapter: `products` by site, A [inputs size] and B [size outputs], and `scaling`. */
+  /**
+   * Read an adapter: `products` by site, A [inputs size] and B [size outputs], `scaling`, and
+   * whatever else its file holds, in `tensors`.
+   */
   function readAdapter(bytes) {
     const { tensors, metadata } = readSafetensors(bytes);
     const products = new Map();
@@ -253,7 +257,7 @@ function makeEngine() {
       const b = tensors[`${site}.lora_B`];
       products.set(site, { a: data, b: b.data, size: shape[1], outputs: b.shape[1] });
     }
-    return { products, scaling: Number(metadata.scaling) };
+    return { products, scaling: Number(metadata.scaling), tensors };
   }
 
   /**

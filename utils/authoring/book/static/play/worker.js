@@ -43,6 +43,16 @@ function work(engine) {
     return { layer: steer.layer, vector };
   }
 
+  /** Return a reward model's standardised reward of a completion, as chapter 6 gives it. */
+  function getReward(adapter, prompt, text) {
+    const completion = [...tokenizer.encode(text).slice(1), tokenizer.eos];
+    const { last } = getPolicy({ adapter }).read([...tokenizer.encode(prompt), ...completion]);
+    const get = (name) => adapters[adapter].tensors[name].data;
+    const weight = get("reward_head.weight");
+    const reward = last.reduce((sum, x, i) => sum + x * weight[i], get("reward_head.bias")[0]);
+    return (reward - get("reward_mean")[0]) / get("reward_std")[0];
+  }
+
   const jobs = {
     /** Take the base model, its tokenizer and its config. Returns the text of each token. */
     loadBase({ weights, tokenizer: description, config }) {
@@ -66,9 +76,10 @@ function work(engine) {
 
     /**
      * Give the logits after the prompt, of the policy and of the base, and then `count` samples of
-     * up to `length` tokens, one at a time: their tokens, with the exact KL before each.
+     * up to `length` tokens, one at a time: their tokens, with the exact KL before each, and the
+     * reward by the reward model `judge`, if one is named.
      */
-    async sample({ prompt, policy, steer, count = 0, length = 40, seed = 0, ...settings }, give, isOld) {
+    async sample({ prompt, policy, steer, judge, count = 0, length = 40, seed = 0, ...settings }, give, isOld) {
       const model = getPolicy(policy);
       const tokens = tokenizer.encode(prompt);
       const first = model.read(tokens, getPush(steer));
@@ -88,7 +99,8 @@ function work(engine) {
           ({ logits } = model.step(token, cache));
           ({ logits: baseLogits } = base.step(token, baseCache));
         }
-        give({ row, sampled, text: tokenizer.decode(sampled.map(({ token }) => token)) });
+        const text = tokenizer.decode(sampled.map(({ token }) => token));
+        give({ row, sampled, text, reward: judge && getReward(judge, prompt, text) });
       }
     },
   };
