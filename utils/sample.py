@@ -242,7 +242,13 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder, or an adapter file (.safetensors)")
-    add("--prompt", nargs="+", metavar="TEXT", help=r"prompts; \n in them is a line break")
+    add(
+        "--prompt",
+        nargs="+",
+        action="extend",
+        metavar="TEXT",
+        help=r"prompts; \n in them is a line break",
+    )
     add("--n", type=int, default=8, help="how many of the run's prompts, without --prompt (8)")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")
     add("--gen-len", type=int, help="tokens of a completion at most (default: the run's)")

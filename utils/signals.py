@@ -33,9 +33,10 @@ def find_equal_rewards(history: list[dict[str, float]], total_phases: int) -> st
     which = f"phase {rows[0]['phase']:.0f}" if len(rows) == 1 else which
     mean = rows[-1]["reward"]
     return (
-        f"In {which} every group's rewards are equal, so nothing is learnt (the last mean reward "
-        f"is {mean:.3g}). Where all fail, try easier prompts, a worked example in the prompt, part "
-        "marks, a higher temperature or larger groups; where all succeed, harder prompts"
+        f"In {which} every group's rewards are equal, so nothing is learnt from them (the last "
+        f"mean reward is {mean:.3g}). Where all fail, try easier prompts, a worked example in the "
+        "prompt, part marks, a higher temperature or larger groups; where all succeed, harder "
+        "prompts"
     )
 
 

@@ -142,11 +142,12 @@ class Run:
         phase = self.state["phase"]
         if phase > 0 or isinstance(error, KeyboardInterrupt):
             save_checkpoint(self.checkpoint, self.state)
-            hint = (
-                f"Stopped in phase {phase + 1}. To go on, make a trainer with the same arguments, "
-                f"then:\n    trainer.load_checkpoint({str(self.checkpoint)!r})\n"
-                f"    trainer.train()"
-            )
+            hint = f"Stopped in phase {phase + 1}."
+            if getattr(self.trainer, "options", None) is None:  # else the command says how
+                hint += (
+                    " To go on, make a trainer with the same arguments, then:\n"
+                    f"    trainer.load_checkpoint({str(self.checkpoint)!r})\n    trainer.train()"
+                )
             self.bar.write(hint)
             error.add_note(hint)  # repeated below the traceback
 

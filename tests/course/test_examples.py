@@ -15,6 +15,8 @@ from utils.train.data import load_function, load_rows
 from utils.train.options import make_args
 from utils.train.parsing import parse
 
+pytestmark = pytest.mark.takes_long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DATA = {"prompts.jsonl": "eval.jsonl", "chat.jsonl": "chat_eval.jsonl"}
 

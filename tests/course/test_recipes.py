@@ -44,7 +44,8 @@ def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
 def test_chapter_10_has_the_recorded_figures():
     page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
     for key, what in (("right", "Right answers"), ("called", "calls")):
-        ends = [" and ".join(f"{run[when][key]:.2f}" for run in CALCULATOR) for when in WHEN]
+        found = [[f"{run[when][key]:.2f}" for run in CALCULATOR] for when in WHEN]
+        ends = [f"{', '.join(runs[:-1])} and {runs[-1]}" for runs in found]
         assert f"{what} go from {ends[0]} to {ends[1]}".replace("calls go", "calls") in page
     assert all(run["before"]["right_direct"] == 0 for run in CALCULATOR)
     assert all(run["after"]["right"] > run["before"]["right"] + 0.4 for run in CALCULATOR)

@@ -181,6 +181,7 @@ def learn_once(kind, folder, **of_memory):
     return *(torch.cat([x.flatten() for x in tensors]) for tensors in found), metrics
 
 
+@takes_long
 @pytest.mark.parametrize("kind", CASES)
 def test_a_step_is_the_same_by_microbatches_and_with_checkpointing(kind, tmp_path):
     weights, gradient, metrics = learn_once(kind, tmp_path)

@@ -14,6 +14,8 @@ from utils import sample, watch
 from utils.models.loading import load_base_model
 from utils.tracking import claim, load_checkpoint
 
+pytestmark = pytest.mark.takes_long
+
 SMALL = {
     "batch_size": 8, "num_minibatches": 1, "batches_per_learning_phase": 1, "total_phases": 2,
     "gen_len": 6, "device": "cpu", "samples_every": 0, "warmup_steps": 0,

@@ -19,6 +19,8 @@ from utils.scale import to_trl
 from utils.scale.trl import make_qwen
 from utils.train.data import load_function
 
+pytestmark = pytest.mark.takes_long
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROMPTS = ["Q: 12+34\n", "Q: 50+11\n"]

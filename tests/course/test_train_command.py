@@ -20,12 +20,14 @@ from utils.models.loading import load_base_model
 from utils.models.turns import Stops
 from utils.run_folder import append_samples, keep_samples, read_args
 from utils.signals import find_equal_rewards, find_mostly_cut_off
-from utils.train.__main__ import make_trainer, train
+from utils.train.__main__ import is_of_own_code, make_trainer, train
 from utils.train.data import WeightedRewards
 from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import GrpoCommand, PpoCommand, make_args
 from utils.train.parsing import parse
 from utils.train.watched import count_overlap
+
+pytestmark = pytest.mark.takes_long
 
 ROWS = addition_rows()
 SMALL = (
@@ -200,6 +202,23 @@ def test_several_rewards_are_added_up_and_logged_by_name(held, tmp_path):
     assert len({row["reward_graded"] for row in history[1:]}) > 1
 
 
+def test_an_error_in_a_readers_reward_keeps_its_line(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def parse(samples):\n    return [float('no number') for _ in samples]\n"
+        "def one(samples):\n    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = ["grpo", *SMALL, "--group-size", "4", "--reward"]
+    with pytest.raises(ValueError, match="no number") as caught:
+        run(tmp_path, *words, "my_rewards:parse")
+    assert is_of_own_code(caught.value)
+    with pytest.raises(ValueError, match="one reward for each of 16 samples") as caught:
+        run(tmp_path, *words, "my_rewards:one", "tests.course.test_train_command:short")
+    error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # this file is own
+    assert not is_of_own_code(error)
+    assert "in the reward one" in caught.value.__notes__
+
+
 def test_weights_that_do_not_fit_and_names_that_are_shared():
     path = "tests.course.test_train_command:short"
     for paths, weights in (([path], [1.0, 2.0]), ([], [1.0])):
@@ -333,15 +352,20 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
     assert "float16" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_by_its_folder_alone(held, tmp_path):
+def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     options = ["--eval-data", held, "--runs-dir", str(tmp_path), "--name", "run"]
     options += ["--prefix=Q: 12+3", "--reward", "tests.course.test_train_command:short"]
     words = ["grpo", *SMALL, "--group-size", "4", *options]
     half, folder = run(tmp_path, *words, "--total-phases", "2")
-    with pytest.raises(ValueError, match="total_phases should be 2 as in the checkpoint, but is 1"):
+    with pytest.raises(ValueError, match="total_phases should be 2 or more, .* but is 1"):
         run(tmp_path, "--resume", folder, "--total-phases", "1")
     for path in (folder, folder / "checkpoint.pt"):
         assert run(tmp_path, "--resume", path)[0] == half
+    said = capsys.readouterr().err
+    assert "has had all its 2 phases: for more, --total-phases" in said
+    assert "reward changed" not in said
+    run(tmp_path, "--resume", folder, "--reward", "tests.course.test_train_command:falling")
+    assert "reward changed: don't compare" in capsys.readouterr().err
     with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
         run(tmp_path, "--resume", folder, "--gen-len", "8")
     assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
@@ -382,6 +406,18 @@ def test_a_run_begins_with_the_adapters_of_another(tmp_path):
 
 class NotATrainer:
     pass
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--patience", "3"], "patience should be given with eval_data"),
+        (["--turn-end", "x", "--max-calls", "5"], "turn_end and max_calls .* with environment"),
+    ],
+)
+def test_options_that_need_another_are_refused_without_it(options, said):
+    with pytest.raises(ValueError, match=said):
+        make_args(parse(["grpo", *options]))
 
 
 def test_arguments_that_a_trainer_would_ignore_are_refused(tmp_path):
@@ -519,7 +555,6 @@ def test_preferences_train_by_dpo(tmp_path):
 # --- Processes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.takes_long
 def test_two_ranks_evaluate_together_and_stop_together(tmp_path):
     rows = [{"prompt": f"Q: {a}+11\n", "answers": str(a + 11)} for a in range(1, 4)]
     path = tmp_path / "held.jsonl"

@@ -370,9 +370,16 @@ def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
     The base is the one that the run's arguments name: a model that the trainer was handed beside
     them is not recorded.
 
+    `folder` may also be a file of adapters in it, as best.safetensors, to take in their place.
+
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the base.
     """
-    state = load_checkpoint(Path(folder) / "checkpoint.pt")
+    file = Path(folder) if Path(folder).suffix == ".safetensors" else None
+    folder = Path(folder) if file is None else file.parent
+    state = load_checkpoint(folder / "checkpoint.pt")
+    if file is not None:
+        require(file.is_file(), f"path should be a file of adapters, but there is no {file}")
+        state["trainable"] = load_file(file)
     require(
         "base" not in state,
         f"the run in {folder} changed its base, as a refreshed reference does: load it into its "
@@ -415,9 +422,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m utils.models.export", description=str(__doc__).splitlines()[0]
     )
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="a folder with checkpoint.pt")
+    parser.add_argument("run", type=Path, metavar="RUN",
+                        help="a run's folder, or its best.safetensors")  # fmt: skip
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or an earlier export")
-    parser.add_argument("--format", choices=("peft", "merged"), required=True)
+    what = "adapters beside their base, or one model that needs no PEFT"
+    parser.add_argument("--format", choices=("peft", "merged"), required=True, help=what)
     args = parser.parse_args(arguments)
     try:
         parts, left_out, of_run = read_run(args.run)

@@ -21,15 +21,18 @@ import traceback
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch7_scale import DataParallel
 from utils.course.session import choose_threads
-from utils.run_folder import name_value
+from utils.run_folder import ARGS, name_value, read_args
+from utils.train.data import OWN_FILES
 from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import find_adapter, find_run, make_args
 from utils.train.parsing import load_trainer, parse
@@ -112,7 +115,7 @@ def train(command: Any) -> list[dict[str, float]]:
     with joined(args.device) as rank:
         trainer: Any = make_trainer(command, args)
         if command.resume is not None:
-            trainer.load_checkpoint(find_run(command.resume) / "checkpoint.pt")
+            go_on(trainer, find_run(command.resume), rank)
         try:
             history = trainer.train()
         except BaseException as error:
@@ -125,7 +128,8 @@ def train(command: Any) -> list[dict[str, float]]:
                     f"rank {rank} stopped: {(str(error).splitlines() or [type(error).__name__])[0]}"
                 )
             if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
-                say(f"to go on: the same command with --resume {trainer.folder}")
+                how = "torchrun ... -m" if is_parallel else "python -m"
+                say(f"to go on: {how} utils.train --resume {trainer.folder}")
             if is_parallel:
                 os._exit(1)  # leaving the group would wait for the ranks that are gone
             raise
@@ -134,17 +138,32 @@ def train(command: Any) -> list[dict[str, float]]:
     return history
 
 
+def go_on(trainer: Watched, folder: Path, rank: int) -> None:
+    """Load the checkpoint of a run, and say what will not be as one might think."""
+    trainer.load_checkpoint(folder / "checkpoint.pt")
+    before = read_args(folder) if (folder / ARGS).is_file() else {}
+    now = trainer.options or {}
+    changed = [n for n in ("reward", "reward_weights") if before.get(n, now[n]) != now[n]]
+    if rank == 0 and changed:
+        say(f"{' and '.join(changed)} changed: don't compare the rewards before and after this")
+    if rank == 0 and trainer.phase >= trainer.args.total_phases:
+        say(f"{folder} has had all its {trainer.phase} phases: for more, --total-phases")
+
+
 def print_results(trainer: Any) -> None:
     """Say what the run has left, and what evaluation found."""
     print(f"{trainer.folder}: metrics.jsonl, metrics.png, adapter.safetensors")
-    found = {row["phase"]: row["eval_reward"] for row in trainer.history if "eval_reward" in row}
-    if found:
-        best, (first, *_, last) = max(found, key=found.__getitem__), found
-        print(
-            f"mean reward on held-out prompts: {found[first]:.3f} after phase {first}, "
-            f"{found[last]:.3f} after phase {last}; best: {found[best]:.3f} after phase {best}, "
-            "best.safetensors"
-        )
+    rows = [row for row in trainer.history if "eval_reward" in row]
+    if rows:
+        first, last, best = rows[0], rows[-1], max(rows, key=lambda row: row["eval_reward"])
+        names = [name for name in last if name.startswith("eval_reward")]
+        phases = [f"phase {row['phase']:.0f}" for row in (first, last, best)]
+        table = [
+            [name.removeprefix("eval_"), *(row.get(name) for row in (first, last, best))]
+            for name in names
+        ]
+        print("Means over the evaluation's prompts:")
+        print(tabulate(table, ("", *phases[:2], f"{phases[2]}, best.safetensors"), floatfmt=".3f"))
 
 
 def say(line: str) -> None:
@@ -160,6 +179,12 @@ def stop(signum: int, frame: Any) -> None:
     raise AskedToStop("asked to stop, as another rank ended or torchrun did")
 
 
+def is_of_own_code(error: Exception) -> bool:
+    """Return whether an error was raised in a reward, an environment or data of the reader's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename in OWN_FILES for frame in frames)
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, stop)
     try:
@@ -167,7 +192,10 @@ def main() -> None:
         choose_threads()
         train_on_preferences(command) if isinstance(command, DpoCommand) else train(command)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from None
+        if is_of_own_code(error):
+            raise  # its line is worth more than a sentence
+        where = [n for n in getattr(error, "__notes__", []) if n.startswith("in the reward")]
+        raise SystemExit(f"error: {', '.join([str(error), *where])}") from None
     except KeyboardInterrupt as error:  # said already, with how to go on
         raise SystemExit(143 if isinstance(error, AskedToStop) else 130) from None
 

@@ -27,21 +27,21 @@ HELP = {
     "base_model": "'embedded', a local folder, or a name on the Hugging Face hub.",
     "lora_rank": "The rank of the adapters, which are what is trained.",
     "lora_alpha": "Adapters are scaled by this number divided by the rank.",
-    "lora_sites": "The linear layers that get adapters, such as attn.q or mlp.in.",
+    "lora_sites": "Layers that get adapters: attn.q, .k, .v and .o; mlp.in, .out and .gate.",
     "device": "cpu, cuda or mps; None takes a GPU if there is one.",
     "prefix": "The prompt of all completions where there is no --data.",
     "total_phases": "Phases of the run; one is a rollout and the learning from it.",
-    "batch_size": "Completions of a rollout, on all processes together.",
+    "batch_size": "Completions of a rollout, on all processes: whole groups in each minibatch.",
     "gen_len": "Tokens of a completion at most.",
     "temperature": "Logits are divided by it, in sampling and in log-probs alike.",
-    "top_k": "Sample from so many likeliest tokens only; log-probs don't know of it.",
-    "top_p": "Sample from the likeliest tokens of this total probability; likewise.",
+    "top_k": "Sample from so many likeliest tokens only. Training is off-policy then (chapter 9).",
+    "top_p": "Sample from the likeliest tokens of this total probability; off-policy, too.",
     "prepend_bos": "Begin prompts with the tokenizer's bos, unless a chat template wrote them.",
     "num_minibatches": "Parts into which learning cuts a rollout; each is one update.",
     "batches_per_learning_phase": "Times that learning goes over a rollout (epochs).",
     "base_lr": "The adapters' learning rate.",
     "max_grad_norm": "Gradients are scaled down to this norm.",
-    "warmup_steps": "Phases until the learning rates are at their full size.",
+    "warmup_steps": "Phases, not updates, until the learning rates are at their full size.",
     "final_scale": "The share of their full size at which the learning rates end.",
     "clip_coef": "How far below 1 a ratio is clipped.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
@@ -78,6 +78,11 @@ HELP = {
     "cap": "The highest ratio that a correction lets through.",
     "sampler_bits": "Bits to which the sampler's weights are rounded; None rounds nothing.",
 }
+# What nothing reads without another option.
+NEEDED = {
+    "eval_data": ("eval_every", "eval_samples", "patience"),
+    "environment": ("turn_end", "max_calls", "environment_seconds"),
+}
 GIVEN_OTHERWISE = {"prompts", "columns", "reward_fn", "dtype"}
 # What GRPO has no use for: it trains no values, and its KL is in the loss.
 OF_PPO = {"kl_in", "normalize_reward", "gamma", "lam", "head_lr", "vf_coef", "vf_clip_coef"}
@@ -113,9 +118,9 @@ class Options:
         list[str],
         say("module:function, one or several, which are added up; without, chapter 2's sentiment."),
     ] = field(default_factory=list)
-    reward_weights: Annotated[list[float], say("A weight for each reward; without, all are 1.")] = (
-        field(default_factory=list)
-    )
+    reward_weights: Annotated[
+        list[float], say("A weight for each reward, in their order, as 1 0.5; without, all are 1.")
+    ] = field(default_factory=list)
     eval_data: Annotated[
         str | None, say("Held-out prompts, as --data: their mean reward is measured on the way.")
     ] = None
@@ -124,7 +129,8 @@ class Options:
     ] = 10
     eval_samples: Annotated[int, say("Completions of each held-out prompt.")] = 1
     patience: Annotated[
-        int | None, say("Stop after so many evaluations without improvement; None never does.")
+        int | None,
+        say("Stop after so many evaluations without a better mean reward; None never does."),
     ] = None
     stop: Annotated[
         list[str],
@@ -203,6 +209,13 @@ def make_args(command: Any) -> RLHFArgs:
     """Turn the options into the trainer's arguments; raises ValueError where one is wrong."""
     known = {f.name for f in fields(command.args_class)} & {f.name for f in fields(command)}
     values = {name: getattr(command, name) for name in known}
+    defaults = {f.name: f.default for f in fields(command)}
+    for needed, names in NEEDED.items():
+        changed = [n for n in names if getattr(command, n, None) != defaults.get(n)]
+        require(
+            getattr(command, needed, None) is not None or not changed,
+            f"{' and '.join(changed)} should be given with {needed}, which is missing",
+        )
     if isinstance(values.get("environment"), str):
         values["environment"] = load_function(values["environment"])
     if command.data is not None:

@@ -44,9 +44,13 @@ class Evaluation:
 
 
 def count_overlap(rows: list[dict[str, Any]], prompts: Sequence[Prompt]) -> int:
-    """Return how many rows have a prompt that is among `prompts`."""
-    known = {json.dumps(prompt) for prompt in prompts}
-    return sum(json.dumps(row["prompt"]) in known for row in rows)
+    """Return how many rows have a prompt that is among `prompts`, but for space at its ends."""
+
+    def strip(prompt: Prompt) -> str:
+        return prompt.strip() if isinstance(prompt, str) else json.dumps(prompt)
+
+    known = {strip(prompt) for prompt in prompts}
+    return sum(strip(row["prompt"]) in known for row in rows)
 
 
 class Watched(RLHFTrainer):
@@ -104,7 +108,13 @@ class Watched(RLHFTrainer):
         """
         state = load_checkpoint(Path(path))
         was, now = state["args"].get("total_phases", 0), self.args.total_phases
-        check_same_args(self.args, state["args"] | {"total_phases": max(was, now)})
+        require(now >= was, f"total_phases should be {was} or more, as the run's, but is {now}")
+        try:
+            check_same_args(self.args, state["args"] | {"total_phases": max(was, now)})
+        except ValueError as error:
+            hint = "a run goes on with its own options, but for more phases and other rewards"
+            other = "to change others, begin a new one from its adapters: --adapter"
+            raise ValueError(f"{error}: {hint}; {other} {Path(path).parent}") from None
         self.set_state(state)
         self.folder = Path(path).parent
         if now > was:
