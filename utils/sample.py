@@ -97,7 +97,7 @@ def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
     Raises ValueError where neither is known.
     """
     written, text = folder / "samples.jsonl", str(args.get("prompts"))
-    found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
+    found: list[Any] = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
     if written.is_file():
         lines = written.read_text(encoding="utf-8").split("\n")[:-1]
         samples = [json.loads(line) for line in lines]
