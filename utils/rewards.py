@@ -4,6 +4,7 @@ import inspect
 import re
 import reprlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,12 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
     return rewards
 
 
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(x) for key, x in value.items()}
+    return [_copy(x) for x in value] if isinstance(value, list) else value
+
+
 def call_reward_fn(
     reward_fn: Callable[..., Float[Tensor, "batch"]], samples: list[str], columns: dict[str, list]
 ) -> Float[Tensor, "batch"]:
@@ -80,7 +87,8 @@ def call_reward_fn(
     sample.
 
     Its first parameter that is no column gets the samples; `**kwargs` get every column, and the
-    samples as `completions` where no parameter takes them.
+    samples as `completions` where no parameter takes them. Lists and dicts are copies: a function
+    that adds its judge's messages to a chat doesn't change what is trained on.
 
     Raises ValueError if it needs another argument, or does not return finite rewards.
     """
@@ -95,7 +103,7 @@ def call_reward_fn(
     explicit = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     named = {p.name for p in explicit}
     takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-    chosen = {name: column for name, column in columns.items() if takes_all or name in named}
+    chosen = {name: _copy(column) for name, column in columns.items() if takes_all or name in named}
     free = [p for p in explicit if p.name not in columns]
     is_other = free and free[0] is not parameters[0] and free[0].default is not free[0].empty
     if is_other or (explicit and not free and kinds == {p.kind for p in explicit}):

@@ -50,24 +50,22 @@ def load_policy(
     Raises ValueError for a path that is neither, and for an adapter that doesn't fit its base.
     """
     path = Path(run).expanduser()
-    args: dict[str, Any] = {}
-    if path.suffix == ".safetensors":
-        checkpoint = path.parent / "checkpoint.pt"
-        if checkpoint.is_file():
-            args = load_checkpoint(checkpoint)["args"]
+    is_file = path.suffix == ".safetensors"
+    checkpoint = (path.parent if is_file else path) / "checkpoint.pt"
+    require(
+        is_file or checkpoint.is_file(),
+        f"run should be the folder of a run, or an adapter file, but {path} holds no checkpoint.pt",
+    )
+    state = load_checkpoint(checkpoint) if checkpoint.is_file() else {"args": {}}
+    args: dict[str, Any] = state["args"]
+    require(
+        "base" not in state,
+        f"run should have left its base as it was, but {path} refreshed its reference",
+    )
+    if is_file:
         trained, scaling = _read_adapter(path)
     else:
-        require(
-            (path / "checkpoint.pt").is_file(),
-            f"run should be the folder of a run, or an adapter file, but {path} holds no "
-            f"checkpoint.pt",
-        )
-        state = load_checkpoint(path / "checkpoint.pt")
-        require(
-            "base" not in state,
-            f"run should have left its base as it was, but {path} refreshed its reference",
-        )
-        trained, args = state["trainable"], state["args"]
+        trained = state["trainable"]
         scaling = args["lora_alpha"] / args["lora_rank"]
     name = base or args.get("base_model")
     require(name, f"base should name the model of {path}, as no run lies around it: --base NAME")
@@ -99,13 +97,13 @@ def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
     Raises ValueError where neither is known.
     """
     written, text = folder / "samples.jsonl", str(args.get("prompts"))
-    found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
+    found: list[Any] = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
     if written.is_file():
         lines = written.read_text(encoding="utf-8").split("\n")[:-1]
         samples = [json.loads(line) for line in lines]
         found = [x["prompt"] for x in samples if x["split"] == "eval"] or found
     require(found[0] is not None, f"prompt should be given, as {folder} doesn't say which it had")
-    distinct = [x for i, x in enumerate(found) if x not in found[:i]]
+    distinct = list({json.dumps(x): x for x in found}.values())
     return distinct[:: max(len(distinct) // n, 1)][:n]
 
 
@@ -275,8 +273,11 @@ def main(arguments: list[str] | None = None) -> None:
             args.get("temperature", 1.0) if given.temperature is None else given.temperature
         )
         settings = {name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args}
-        gen_len = given.gen_len or args.get("gen_len", 40)
+        gen_len = args.get("gen_len", 40) if given.gen_len is None else given.gen_len
         stops = read_args(folder).get("stop") or [] if (folder / ARGS).is_file() else []
+        if args.get("environment"):
+            said = "the run's environment isn't asked here: nobody answers a turn"
+            print(f"{args['environment']}: {said}", file=sys.stderr)
         found = compare(policy, prompts, gen_len, temperature, given.seed, **settings, stops=stops)
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)

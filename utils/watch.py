@@ -6,6 +6,7 @@ page that reloads itself. Elsewhere, as into a file or on another machine, they 
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -42,12 +43,17 @@ def is_running(folder: Path) -> bool:
 
 
 def draw_curve(values: list[float], width: int = 24) -> str:
-    """Draw numbers as bars from the lowest to the highest, each bar the mean of as many."""
+    """Draw numbers as bars from the lowest to the highest, each bar the mean of as many; a gap
+    where a mean is infinite or no number."""
     n = -(-len(values) // width)
     groups = (values[i : i + n] for i in range(0, len(values), n))
     means = [sum(group) / len(group) for group in groups]
-    low, span = min(means), max(max(means) - min(means), 1e-12)
-    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, span = min(finite), max(max(finite) - min(finite), 1e-12)
+    return "".join(
+        BARS[round((mean - low) / span * (len(BARS) - 1))] if math.isfinite(mean) else " "
+        for mean in means
+    )
 
 
 def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:

@@ -86,6 +86,25 @@ def test_a_column_named_like_the_samples_is_said(reward_fn, name):
         call_reward_fn(reward_fn, ["x"], {name: [1.0], "answer": [1.0]})
 
 
+def test_a_reward_cannot_change_what_is_trained_on(tmp_path):
+    met = []
+
+    def judge(samples, prompts, answers):
+        met.append(list(zip(prompts, map(str, answers), strict=True)))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            answer.append(prompt)
+        prompts.reverse()
+        samples.clear()
+        return [float(i) for i in range(len(answers))]
+
+    columns = {"answers": [["a"], ["b"]]}
+    args = {"prompts": ["p", "q"], "columns": columns, "reward_fn": judge, "total_phases": 2}
+    trainer = make_trainer(tmp_path, **args)
+    trainer.train()
+    assert {pair for pairs in met for pair in pairs} <= {("p", "['a']"), ("q", "['b']")}
+    assert trainer.args.columns == columns == {"answers": [["a"], ["b"]]}
+
+
 @pytest.mark.parametrize(
     ("text", "answer", "right"),
     [("12", 12, 1), ("-3", "-3", 1), ("9,801", "9801", 1), ("3.5", "3", 0), ("3,000", "3", 0),
@@ -111,6 +130,13 @@ def test_lines_end_with_a_newline_alone(tmp_path):
         assert [row["prompt"] for row in load_rows(str(path))] == texts
     jsonl.write_bytes('{"prompt": "x"}\n{"prompt": "schön"}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match="a.jsonl, line 2 should be UTF-8"):
+        load_rows(str(jsonl))
+    for text in ('"\\ud800"', "[" * 100_000, "9" * 5000):
+        jsonl.write_text(f'{{"prompt": {text}')
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 1 should be JSON"):
+            load_rows(str(jsonl))
+    jsonl.write_text('{"prompt": "half of a character, \\ud800"}')
+    with pytest.raises(ValueError, match="line 1 should be JSON.*surrogates not allowed"):
         load_rows(str(jsonl))
     jsonl.write_text('{"question": "x"}\n')
     with pytest.raises(ValueError, match="rename 'question' to prompt"):

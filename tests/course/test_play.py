@@ -336,6 +336,43 @@ def test_every_marker_names_a_widget_and_asks_a_question(page):
     assert page.execute_script("return Object.keys(WIDGETS).sort()") == sorted(WIDGETS)
 
 
+def test_widgets_of_one_page_leave_each_other_alone(browser, site):
+    marks = "".join(
+        f"<div data-play='{name}'></div>" for name in ("front", "front", "ch0-sampling")
+    )
+    head = "<meta charset='utf-8'><script src='_static/play.js'></script>"
+    (site / "several.html").write_text(head + marks)
+    browser.get((site / "several.html").as_uri())
+    move = """
+        const sliders = [...document.querySelectorAll("input[type=range]")];
+        sliders.forEach(slider => slider.dispatchEvent(new Event("input")));
+        return sliders.length
+    """
+    end = time.monotonic() + PATIENCE_S
+    while browser.execute_script(move) < 5:
+        assert time.monotonic() < end
+    browser.execute_script(move)  # before a model has said anything
+    shown = "return [...document.querySelectorAll('[data-play]:not([aria-busy]) dl')]"
+    shown += ".map(list => list.querySelector('dd').textContent)"
+    while len(found := browser.execute_script(shown)) < 3 or "–" in found:
+        assert time.monotonic() < end, found
+        time.sleep(0.05)
+    assert found[0] == found[1]
+    assert browser.get_log("browser") == []
+
+
+def test_a_page_that_may_run_no_worker_says_so(browser, site):
+    head = "<meta http-equiv='Content-Security-Policy' content=\"worker-src 'none'\">"
+    head += "<script src='_static/play.js'></script>"
+    (site / "alone.html").write_text(f"{head}<div data-play='front'></div>")
+    browser.get((site / "alone.html").as_uri())
+    end = time.monotonic() + PATIENCE_S
+    while "no worker may run" not in browser.find_element("css selector", "body").text:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    browser.get_log("browser")
+
+
 def test_more_training_more_right_answers(show):
     widget, pairs = show("front"), held_out_pairs()[:6]  # 72 answers
     before = widget.count_right(pairs)

@@ -1,6 +1,7 @@
 """Seeing a run: `python -m utils.watch` while it goes on, `python -m utils.sample` afterwards."""
 
 import json
+import math
 import re
 import shutil
 
@@ -10,9 +11,11 @@ import torch
 from solutions.ch0_sampling import sample_completions
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch7_scale import RefreshArgs, RefreshTrainer
 from utils import sample, watch
 from utils.models.loading import load_base_model
 from utils.tracking import claim, load_checkpoint
+from utils.train.options import find_adapter
 
 pytestmark = pytest.mark.takes_long
 
@@ -97,6 +100,26 @@ def test_completions_end_where_the_run_ended_them(run):
         ends = [text.find(".") for text in samples.texts]
         assert max(ends) > 0
         assert all(end in (-1, len(text) - 1) for end, text in zip(ends, samples.texts))  # noqa: B905
+
+
+def test_the_adapters_of_a_run_that_changed_its_base_are_refused(tmp_path):
+    args = {"refresh_every": 1, "runs_dir": tmp_path, "name": "run"}
+    RefreshTrainer(RefreshArgs(**SMALL | args)).train()
+    for name in ("run", "run/adapter.safetensors"):
+        with pytest.raises(ValueError, match="run should have left its base as it was"):
+            sample.load_policy(tmp_path / name)
+        with pytest.raises(ValueError, match="adapter should be of a run that left its base"):
+            find_adapter(tmp_path / name)
+
+
+def test_a_length_of_nothing_is_refused_and_an_environment_is_said(run, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="max_new_tokens should be at least 1: 0"):
+        sample.main([str(run), "--gen-len", "0", "--device", "cpu"])
+    policy, args = sample.load_policy(run, device="cpu")
+    given = (policy, args | {"environment": "run_calculator"})
+    monkeypatch.setattr(sample, "load_policy", lambda *_: given)
+    sample.main([str(run), "--n", "1"])
+    assert "run_calculator: the run's environment isn't asked here" in capsys.readouterr().err
 
 
 def test_held_out_prompts_come_first(run):
@@ -200,3 +223,5 @@ def test_a_curve_goes_from_its_lowest_to_its_highest():
     assert watch.draw_curve([0.0, 1.0, 0.5]) == "▁█▅"
     assert watch.draw_curve([2.0, 2.0]) == "▁▁"
     assert len(watch.draw_curve([float(i) for i in range(1000)])) == 24
+    assert watch.draw_curve([0.0, math.inf, 2.0, math.nan]) == "▁ █ "
+    assert watch.draw_curve([math.nan]) == " "

@@ -95,6 +95,11 @@ def test_what_trl_has_not_is_said(tmp_path):
     GrpoTrainer(args).train()
     with pytest.raises(SystemExit, match="kl_kind should be one that TRL's trainer has"):
         to_trl.main([str(tmp_path / "exact"), str(tmp_path / "out")])
+    noted = {"group_size": 8, "batch_size": 64}
+    for name, value in (("stop", ["\n"]), ("refresh_every", 4), ("lora_alpha", 6.5)):
+        with pytest.raises(ValueError, match=f"{name} should be .*{re.escape(repr(value))}"):
+            to_trl.read_grpo_args(noted | {name: value})
+    assert to_trl.read_grpo_args(noted | {"stop": [], "refresh_every": 0}).group_size == 8
     with pytest.raises(SystemExit, match=r"should be the folder of a run, but has no args\.json"):
         to_trl.main([str(tmp_path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

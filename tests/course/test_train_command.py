@@ -14,6 +14,7 @@ from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
 from solutions.ch7_scale import DataParallelGrpoTrainer, RefreshArgs
 from tests.course.test_scale import finish, start
+from utils import sample
 from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
 from utils.models.export import read_run
 from utils.models.loading import load_base_model
@@ -123,6 +124,12 @@ def test_the_best_adapters_are_those_of_their_phase(held, tmp_path):
     assert json.loads((folder / "best.json").read_text())["phase"] == 0
     kept = load_file(folder / "best.safetensors")
     assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
+
+
+def test_patience_without_an_evaluation_is_refused():
+    command = parse(["grpo", *SMALL, "--patience", "2"])
+    with pytest.raises(ValueError, match="patience should be None without eval_data, .* but is 2"):
+        make_trainer(command, make_args(command))
 
 
 def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
@@ -344,6 +351,11 @@ def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             parse(["grpo", "--config", str(path)])
+    path.write_bytes("name: schön".encode("latin-1"))
+    with pytest.raises(ValueError, match="run.yaml, line 1 should be UTF-8"):
+        parse(["grpo", "--config", str(path)])
+    other.write_text('\ufeff{"gen_len": 9}', encoding="utf-8")
+    assert parse(["grpo", "--config", str(other)]).gen_len == 9
     with pytest.raises(ValueError, match="config should be a file"):
         parse(["grpo", "--config", str(tmp_path / "none.yaml")])
     for words in (["--gen-len", "x"], ["--weights-dtype", "float16"]):
@@ -369,6 +381,10 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
         run(tmp_path, "--resume", folder, "--gen-len", "8")
     assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
+    path = tmp_path / "more.yaml"
+    path.write_text("eval_data: null")
+    assert parse(["--resume", str(folder)]).eval_data == held
+    assert parse(["--resume", str(folder), "--config", str(path)]).eval_data is None
     with pytest.raises(ValueError, match="resume should be a run of ppo, but .*run is of grpo"):
         parse(["ppo", "--resume", str(folder)])
 
@@ -546,6 +562,10 @@ def test_preferences_train_by_dpo(tmp_path):
     assert args["lora_rank"] == 4
     with pytest.raises(ValueError, match="name should be new"):
         train_on_preferences(parse(words))
+    with pytest.raises(ValueError, match="sites should be among"):
+        train_on_preferences(parse([*words, "--name", "wrong", "--lora-sites", "none"]))
+    assert not (tmp_path / "wrong").exists()
+    sample.main([str(folder), "--prompt", "Q: 20+11\n"])  # a length that fits the context
     command = parse(["grpo", *SMALL, "--adapter", str(folder)])
     found = make_trainer(command, make_args(command)).model.trainable_state()
     kept = load_file(folder / "adapter.safetensors")

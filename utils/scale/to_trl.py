@@ -31,6 +31,7 @@ from utils.run_folder import read_args
 from utils.train.data import load_rows
 from utils.validation import require
 
+LACKING = ("stop", "adapter", "refresh_every", "pool_size", "kl_estimator")  # in TRL's command
 BY_NAME = {"prompts", "columns", "reward_fn", "environment", "dtype"}  # no plain values
 
 
@@ -41,6 +42,11 @@ def read_grpo_args(noted: dict[str, Any]) -> GrpoArgs:
     """
     require("group_size" in noted, f"run should be one of GRPO, but is {noted.get('command')!r}")
     require(not noted.get("environment"), "environment should be None, as TRL has its own tools")
+    for name in LACKING:
+        value = noted.get(name)
+        require(not value, f"{name} should be what it is by default, as TRL has none: {value!r}")
+    alpha = noted.get("lora_alpha", 32)
+    require(int(alpha) == alpha, f"lora_alpha should be a whole number in TRL, but is {alpha}")
     kinds = {"loss_mode": RlvrArgs, "staleness": AsyncArgs}
     kind = next((kinds[name] for name in kinds if name in noted), GrpoArgs)
     names = {f.name for f in fields(kind)} & noted.keys() - BY_NAME

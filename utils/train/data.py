@@ -25,7 +25,8 @@ def load_function(path: str) -> Callable:
     Raises ValueError, with the names that there are, where there is no such function.
     """
     module_name, _, name = path.partition(":")
-    require(module_name and name, f"a function should be given as module:function, not {path!r}")
+    is_path = module_name and name and not module_name.startswith(".")
+    require(is_path, f"a function should be given as module:function, not {path!r}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -56,7 +57,7 @@ def load_rows(data: str) -> list[dict[str, Any]]:
     path = Path(data).expanduser()
     if path.suffix in (".jsonl", ".txt"):
         require(path.is_file(), f"data should be a file, but there is no {path}")
-        lines = _read_text(path).replace("\r\n", "\n").split("\n")
+        lines = read_text(path).replace("\r\n", "\n").split("\n")
         numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
         if path.suffix == ".txt":
             rows = [{"prompt": line} for _, line in numbered]
@@ -83,7 +84,7 @@ def load_rows(data: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     data = path.read_bytes()
     try:
         return data.decode("utf-8-sig")
@@ -95,8 +96,10 @@ def _read_text(path: Path) -> str:
 
 def _parse(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()  # halves of characters are no text
+        return found
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} should be JSON, but is {line[:60]!r}: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Training on preferences from the command line, by chapter 6's DPO."""
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, fields
@@ -10,7 +11,7 @@ import torch
 
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
-from utils.preferences import load_preferences
+from utils.preferences import Preferences, load_preferences
 from utils.run_folder import name_value, write_options
 from utils.tracking import create_run_folder, save_checkpoint
 from utils.train.options import HELP, Adapter, Config, Dtype, find_adapter, say
@@ -54,6 +55,17 @@ def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     preferences = load_preferences(command.data)
     held_out = None if command.eval_data is None else load_preferences(command.eval_data)
     folder = create_run_folder(command.runs_dir, command.name, "dpo")
+    try:
+        return _train(command, preferences, held_out, folder)
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+        raise
+
+
+def _train(
+    command: DpoCommand, preferences: Preferences, held_out: Preferences | None, folder: Path
+) -> list[dict[str, float]]:
     dtype = command.weights_dtype and getattr(torch, command.weights_dtype)
     torch.manual_seed(command.seed)  # of the adapters
     size = (command.lora_rank, command.lora_alpha, command.lora_sites)
@@ -77,8 +89,9 @@ def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     write_options(folder, {"command": "dpo"} | options)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
     model.save_adapter(folder / "adapter.safetensors")
-    # What `python -m utils.models.export` reads.
-    args = options | {"dtype": dtype and str(dtype), "gen_len": 128, "temperature": 1.0}
+    # What `python -m utils.models.export` and `utils.sample` read: of the context, half at most.
+    gen_len = min(128, model.cfg.n_ctx // 2)
+    args = options | {"dtype": dtype and str(dtype), "gen_len": gen_len, "temperature": 1.0}
     none: dict[str, Any] = dict.fromkeys(("optimizer", "scheduler", "generator"))
     state = {"args": args, "phase": len(rows), "trainable": model.trainable_state()}
     save_checkpoint(folder / "checkpoint.pt", state | none | {"history": history})

@@ -11,6 +11,7 @@ from tyro.conf import arg
 
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch3_grpo import GrpoArgs
+from utils.tracking import load_checkpoint
 from utils.train.data import WeightedRewards, load_function, load_rows
 from utils.validation import require
 
@@ -239,5 +240,15 @@ def find_run(path: str | Path) -> Path:
 
 
 def find_adapter(path: Path) -> Path:
-    """Return the file of the adapters that are given by a run or a file."""
+    """Return the file of the adapters that are given by a run or a file.
+
+    Raises ValueError for a run that changed its base, to which its adapters belong.
+    """
+    checkpoint = find_run(path) / "checkpoint.pt"
+    require(
+        not checkpoint.is_file() or "base" not in load_checkpoint(checkpoint),
+        f"adapter should be of a run that left its base as it was, but that of {path} refreshed "
+        "its reference",
+    )
+    path = path.expanduser()
     return path if path.suffix == ".safetensors" else path / "adapter.safetensors"

@@ -19,7 +19,7 @@ from solutions.ch2_ppo import RLHFTrainer
 from solutions.ch3_grpo import GrpoTrainer
 from solutions.ch7_scale import DataParallelGrpoTrainer, DataParallelRLHFTrainer
 from utils.run_folder import ARGS, read_args
-from utils.train.data import load_function
+from utils.train.data import load_function, read_text
 from utils.train.dpo import DpoCommand
 from utils.train.options import GrpoCommand, Options, PpoCommand, find_run, make_command
 from utils.validation import require
@@ -67,7 +67,8 @@ def parse(words: list[str], description: str | None = None) -> Any:
         near = difflib.get_close_matches(key, options, 1)
         hint = f": did you mean {near[0]}?" if near else ""
         require(key in options, f"{first['config']} should hold options, but {key!r} is none{hint}")
-    given = write_words({k: x for k, x in saved.items() if k in options})
+    is_none = {name for name, value in config.items() if value is None}  # null undoes what is saved
+    given = write_words({k: x for k, x in saved.items() if k in options and k not in is_none})
     given += write_words(config) + words[words[:1] == [name] :]
     return tyro.cli(command, prog=f"python -m utils.train {name}", args=given)
 
@@ -75,7 +76,7 @@ def parse(words: list[str], description: str | None = None) -> Any:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options of a YAML or JSON file, by the names that fields have."""
     require(path.is_file(), f"config should be a file, but there is no {path}")
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:

@@ -9,8 +9,9 @@ const play = (() => {
   const scripts = new Map(); // promises, by name
   const received = {}; // weights, by name
   const waiting = new Map(); // what answers to a job, by its id
-  const turns = new Map(); // the latest job of each widget
-  let worker, lastId = 0;
+  const turns = new WeakMap(); // the latest job of each widget
+  const owners = new WeakMap(); // numbers of widgets, of which a page may have two of a name
+  let worker, lastId = 0, lastOwner = 0;
 
   function loadScript(name) {
     if (!scripts.has(name)) {
@@ -53,6 +54,7 @@ const play = (() => {
       const program = new Blob([`(${work})((${makeEngine})())`], { type: "text/javascript" });
       worker = new Worker(URL.createObjectURL(program));
       worker.onmessage = answer;
+      worker.onerror = () => waiting.forEach(({ reject }) => reject(new Error("no worker may run")));
       const texts = await post({ job: "loadBase", ...received.base });
       return { texts, words: received.base.words };
     });
@@ -74,19 +76,22 @@ const play = (() => {
    * then, so that a screen reader waits.
    */
   async function run(element, job, onPart = () => {}) {
-    const owner = element.dataset.play;
+    if (!owners.has(element)) owners.set(element, ++lastOwner);
+    const owner = owners.get(element);
     const turn = {};
-    turns.set(owner, turn);
-    const isNewest = () => turns.get(owner) === turn;
+    turns.set(element, turn);
+    const isNewest = () => turns.get(element) === turn;
     element.setAttribute("aria-busy", "true");
-    await start();
-    const adapters = [job.policy?.adapter, job.steer?.adapter, job.judge].filter(Boolean);
-    await Promise.all(adapters.map(loadAdapter));
-    if (!isNewest()) return false;
-    const result = await post({ owner, ...job }, (part) => isNewest() && onPart(part));
-    if (!isNewest()) return false;
-    element.removeAttribute("aria-busy");
-    return result ?? true;
+    try {
+      await start();
+      const adapters = [job.policy?.adapter, job.steer?.adapter, job.judge].filter(Boolean);
+      await Promise.all(adapters.map(loadAdapter));
+      if (!isNewest()) return false;
+      const result = await post({ owner, ...job }, (part) => isNewest() && onPart(part));
+      return isNewest() && (result ?? true);
+    } finally {
+      if (isNewest()) element.removeAttribute("aria-busy");
+    }
   }
 
   async function show(element) {

@@ -254,6 +254,7 @@ const WIDGETS = {
     let logits;
 
     function draw() {
+      if (!logits) return; // a slider was moved before they came
       const settings = {
         temperature: temperature.valueAsNumber, topP: topP.valueAsNumber,
         topK: topK.valueAsNumber < 30 ? topK.valueAsNumber : Infinity,
