@@ -47,7 +47,7 @@ class DpoCommand:
 def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     """Train, write the run's folder, and return the metrics: a row for each update.
 
-    A run that is stopped leaves nothing. Raises ValueError under torchrun.
+    A run that is stopped leaves an empty folder. Raises ValueError under torchrun.
     """
     require("LOCAL_RANK" not in os.environ, "dpo should run as one process, not under torchrun")
     check_fields(command)
