@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[3]
 FRONT = Path(__file__).with_name("index.md")
 PAGES = (
     "README.md", "CHANGELOG.md", "chapters/*.md", "chapters/teaching/*.md", "solutions/*.md",
-    "examples/README.md", "tests/README.md", "utils/README.md", "utils/*/README.md", "utils/*/INSTRUCTORS.md",
-    "utils/models/*/README.md",
+    "examples/README.md", "tests/README.md", "utils/README.md", "utils/*/README.md",
+    "utils/*/INSTRUCTORS.md", "utils/models/*/README.md",
 )  # fmt: skip
 TITLES = {  # in the book, where no path stands beside them
     "README.md": "Install and run",
