@@ -65,12 +65,16 @@ def append_samples(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """Return what `append_samples` wrote, without a last line that is half written."""
+    path = folder / SAMPLES
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def keep_samples(folder: Path, phase: int) -> None:
     """Remove the samples that an earlier process wrote after this phase; with phase 0, all."""
-    path = folder / SAMPLES
-    if not path.exists():
-        return
-    # What a process that was killed left of a last line is of a later phase.
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    kept = [line + "\n" for line in lines if phase > 0 and json.loads(line)["phase"] <= phase]
-    path.write_text("".join(kept), encoding="utf-8")
+    kept = [row for row in read_samples(folder) if phase > 0 and row["phase"] <= phase]
+    if (folder / SAMPLES).exists():
+        (folder / SAMPLES).unlink()
+        append_samples(folder, kept)

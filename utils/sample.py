@@ -10,7 +10,6 @@ the next token is from the base's. Colours show in a terminal, unless NO_COLOR i
 
 import argparse
 import ast
-import json
 import os
 import shutil
 import sys
@@ -32,7 +31,7 @@ from utils.models.loading import load_base_model
 from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
-from utils.run_folder import ARGS, read_args
+from utils.run_folder import ARGS, read_args, read_samples
 from utils.tracking import load_checkpoint, tolerate_encoding
 from utils.validation import require
 
@@ -96,12 +95,10 @@ def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
 
     Raises ValueError where neither is known.
     """
-    written, text = folder / "samples.jsonl", str(args.get("prompts"))
-    found: list[Any] = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
-    if written.is_file():
-        lines = written.read_text(encoding="utf-8").split("\n")[:-1]
-        samples = [json.loads(line) for line in lines]
-        found = [x["prompt"] for x in samples if x["split"] == "eval"] or found
+    found = [x["prompt"] for x in read_samples(folder) if x["split"] == "eval"]
+    if not found:
+        text = str(args.get("prompts"))
+        found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
     require(found[0] is not None, f"prompt should be given, as {folder} doesn't say which it had")
     distinct = list({json.dumps(x): x for x in found}.values())
     return distinct[:: max(len(distinct) // n, 1)][:n]

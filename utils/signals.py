@@ -1,4 +1,4 @@
-"""Signals that a run learns nothing or is cut short, each as one sentence for its reader."""
+"""Signals that rewards teach nothing, or that completions are cut off: what to say, and to try."""
 
 from typing import Any
 
@@ -33,10 +33,10 @@ def find_equal_rewards(history: list[dict[str, float]], total_phases: int) -> st
     which = f"phase {rows[0]['phase']:.0f}" if len(rows) == 1 else which
     mean = rows[-1]["reward"]
     return (
-        f"In {which} every group's rewards are equal, so nothing is learnt from them (the last "
-        f"mean reward is {mean:.3g}). Where all fail, try easier prompts, a worked example in the "
-        "prompt, part marks, a higher temperature or larger groups; where all succeed, harder "
-        "prompts"
+        f"In {which} every group's rewards are equal, so they teach nothing (the last mean reward "
+        f"is {mean:.3g}); only an entropy bonus or a KL term moves the policy then. If all fail, "
+        "try easier prompts, a worked example in the prompt, part marks, a higher temperature or "
+        "larger groups; if all succeed, harder prompts"
     )
 
 
@@ -50,6 +50,6 @@ def find_mostly_cut_off(
     share = rows[-1]["truncated_frac"]
     return (
         f"{share:.0%} of the completions are cut off after --gen-len {gen_len} tokens, before they "
-        "end by themselves: if the reward is for what comes later, raise --gen-len, or give the "
-        "text after which a completion ends by --stop"
+        "end by themselves: if the reward depends on what would come next, raise --gen-len, or use "
+        "--stop to give the text that ends a completion"
     )

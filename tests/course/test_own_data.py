@@ -226,7 +226,7 @@ def test_equal_rewards_in_every_group_are_said_once_and_measured(tmp_path, capsy
     history = make_trainer(tmp_path, **given).train()
     assert [row["frac_reward_zero_std"] for row in history] == [1.0, 1.0]
     said = "".join(capsys.readouterr())
-    assert said.count("every group's rewards are equal, so nothing is learnt") == 1
+    assert said.count("every group's rewards are equal, so they teach nothing") == 1
     assert said.count("Training with top_k: what the sampler drops is never learned") == 1
 
 

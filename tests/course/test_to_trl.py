@@ -95,11 +95,18 @@ def test_what_trl_has_not_is_said(tmp_path):
     GrpoTrainer(args).train()
     with pytest.raises(SystemExit, match="kl_kind should be one that TRL's trainer has"):
         to_trl.main([str(tmp_path / "exact"), str(tmp_path / "out")])
-    noted = {"group_size": 8, "batch_size": 64}
-    for name, value in (("stop", ["\n"]), ("refresh_every", 4), ("lora_alpha", 6.5)):
-        with pytest.raises(ValueError, match=f"{name} should be .*{re.escape(repr(value))}"):
-            to_trl.read_grpo_args(noted | {name: value})
-    assert to_trl.read_grpo_args(noted | {"stop": [], "refresh_every": 0}).group_size == 8
+    noted = json.loads((tmp_path / "exact" / "args.json").read_text()) | {"kl_kind": "k3"}
+    to_trl.make_config(noted, tmp_path)
+    for wrong, said in (
+        ({"stop": ["\n"]}, "stop should not be given"),
+        ({"adapter": "runs/first"}, "adapter should not be given"),
+        ({"pool_size": 32}, "no other arguments than GRPO's, but has pool_size"),
+        ({"lora_alpha": 2.5}, "lora_alpha should be whole"),
+        ({"reward_fn": "__main__:mine"}, "reward_fn should be a function of a module's"),
+        ({"reward_fn": "a:f.<locals>.<lambda>"}, "reward_fn should be a function of a module's"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            to_trl.make_config(noted | wrong, tmp_path)
     with pytest.raises(SystemExit, match=r"should be the folder of a run, but has no args\.json"):
         to_trl.main([str(tmp_path), str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

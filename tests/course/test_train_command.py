@@ -91,6 +91,22 @@ def test_evaluation_leaves_training_bit_for_bit_what_it_is(kind, held, tmp_path)
     assert evaluated == read_lines(other / "metrics.jsonl")
 
 
+def test_evaluation_draws_numbers_of_its_own(held, monkeypatch):
+    words = [*SMALL, "--data", "utils.models.corpus:addition_rows", "--eval-data", held]
+    trainer = make_trainer(parse(["ppo", *words]), make_args(parse(["ppo", *words])))
+    drawn = []
+
+    def draw(rank, n_ranks):
+        drawn.append(torch.rand(8, generator=trainer.generator))
+        return [{"prompt": "", "completion": "", "reward": 0.0}]
+
+    monkeypatch.setattr(trainer, "_sample_held_out", draw)
+    trainer.evaluate(0)
+    trainer.evaluate(0)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], torch.rand(8, generator=trainer.generator))
+
+
 def test_what_is_evaluated_is_written_and_the_best_adapters_are_kept(held, tmp_path):
     options = ["--eval-data", held, "--eval-every", "1", "--eval-samples", "3"]
     options += ["--samples-every", "2", "--base-lr", "0.01"]
@@ -124,12 +140,6 @@ def test_the_best_adapters_are_those_of_their_phase(held, tmp_path):
     assert json.loads((folder / "best.json").read_text())["phase"] == 0
     kept = load_file(folder / "best.safetensors")
     assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
-
-
-def test_patience_without_an_evaluation_is_refused():
-    command = parse(["grpo", *SMALL, "--patience", "2"])
-    with pytest.raises(ValueError, match="patience should be None without eval_data, .* but is 2"):
-        make_trainer(command, make_args(command))
 
 
 def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
@@ -247,7 +257,7 @@ def test_groups_without_two_rewards_are_said():
     rows = [row | {"phase": phase} for phase in range(1, 6)]
     assert find_equal_rewards(rows[:2], total_phases=5) is None
     said = find_equal_rewards(rows[:3], total_phases=5)
-    assert said.startswith("In phases 1 to 3 every group's rewards are equal, so nothing is learnt")
+    assert said.startswith("In phases 1 to 3 every group's rewards are equal, so they teach noth")
     assert find_equal_rewards([{"phase": 0}, rows[0]], total_phases=1).startswith("In phase 1 ")
     rows[1]["frac_reward_zero_std"] = 0.75
     assert find_equal_rewards(rows[:3], 5) is None
@@ -266,6 +276,15 @@ def test_completions_that_are_cut_off_are_measured_and_said(tmp_path, capsys):
     )
     rows = [{"phase": i, "truncated_frac": 0.5} for i in range(1, 4)]
     assert find_mostly_cut_off(rows, 3, 8) is None
+
+
+@pytest.mark.parametrize("options", [[], ["--dynamic-sampling"]])
+def test_a_stop_is_no_cut_in_chapter_5s_metric_either(options, tmp_path):
+    words = [*SMALL, "--trainer", "solutions.ch5_rlvr:RlvrTrainer", "--name", "run", *options]
+    data = ["--data", "utils.models.corpus:addition_rows", "--reward", f"{__name__}:graded"]
+    words += [*data, "--runs-dir", tmp_path, "--total-phases", "1", "--gen-len", "40"]
+    history, _ = run(tmp_path, "grpo", *words, "--stop", "\\n")
+    assert history[0]["truncated_frac"] < 0.1
 
 
 # --- Arguments ------------------------------------------------------------------------------------

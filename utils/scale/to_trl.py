@@ -4,13 +4,14 @@ Writes a folder for TRL 1.16's command, run in the folder where the rewards' mod
 
     trl grpo --config for_trl/grpo.yaml
 
-It holds the arguments that `to_trl_config` translates, the model, the adapters, the rewards with
-their weights, and the prompts, which get the bos that TRL doesn't put. Give it from the folder in
-which the run was started, as its arguments name files.
+It holds the arguments that `to_trl_config` translates, the model, the size and places of the
+adapters, the rewards with their weights, and the prompts, which get the bos that TRL doesn't put.
+Run it in the folder in which the run was started, as its arguments name files.
 """
 
 import argparse
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -29,26 +30,27 @@ from utils.models.fetch import MODELS, find_fetched
 from utils.models.loading import IN_THIS_REPO
 from utils.run_folder import read_args
 from utils.train.data import load_rows
+from utils.train.options import Options
 from utils.validation import require
 
-LACKING = ("stop", "adapter", "refresh_every", "pool_size", "kl_estimator")  # in TRL's command
 BY_NAME = {"prompts", "columns", "reward_fn", "environment", "dtype"}  # no plain values
 
 
 def read_grpo_args(noted: dict[str, Any]) -> GrpoArgs:
     """Return the arguments of a run, of which `noted` is the args.json, without its functions.
 
-    Raises ValueError for a run that isn't GRPO, or has an environment.
+    Raises ValueError, with the argument's name, for a run that isn't GRPO, or in which something
+    counts that wouldn't in TRL.
     """
     require("group_size" in noted, f"run should be one of GRPO, but is {noted.get('command')!r}")
-    require(not noted.get("environment"), "environment should be None, as TRL has its own tools")
-    for name in LACKING:
-        value = noted.get(name)
-        require(not value, f"{name} should be what it is by default, as TRL has none: {value!r}")
-    alpha = noted.get("lora_alpha", 32)
-    require(int(alpha) == alpha, f"lora_alpha should be a whole number in TRL, but is {alpha}")
+    for name in ("environment", "stop", "adapter"):
+        given = noted.get(name)
+        require(not given, f"{name} should not be given, as it isn't translated, but is {given!r}")
     kinds = {"loss_mode": RlvrArgs, "staleness": AsyncArgs}
     kind = next((kinds[name] for name in kinds if name in noted), GrpoArgs)
+    known = {f.name for f in (*fields(kind), *fields(Options))} | {"version", "command"}
+    other = ", ".join(noted.keys() - known)
+    require(not other, f"trainer should have no other arguments than GRPO's, but has {other}")
     names = {f.name for f in fields(kind)} & noted.keys() - BY_NAME
     dtype = noted.get("weights_dtype") or noted.get("dtype") or "float32"
     return kind(**{name: noted[name] for name in names}, dtype=getattr(torch, dtype))
@@ -69,6 +71,8 @@ def read_rows(noted: dict[str, Any]) -> list[dict[str, Any]]:
 def make_config(noted: dict[str, Any], out: Path) -> dict[str, Any]:
     """Return what `trl grpo --config` reads."""
     args = read_grpo_args(noted)
+    alpha = args.lora_alpha
+    require(alpha == int(alpha), f"lora_alpha should be whole for TRL, but is {alpha}")
     name = str(args.base_model)
     model = find_fetched(name) if name in MODELS else IN_THIS_REPO.get(name, name)
     is_gpt2 = AutoConfig.from_pretrained(model).model_type == "gpt2"
@@ -76,12 +80,15 @@ def make_config(noted: dict[str, Any], out: Path) -> dict[str, Any]:
     rewards = noted.get("reward") or [
         noted.get("reward_fn", "solutions.ch2_ppo:reward_fn_sentiment")
     ]
+    for path in rewards:
+        is_found = not re.search("^__main__|<", path)  # of a notebook, or local, or an object
+        require(is_found, f"reward_fn should be a function of a module's, but is {path}")
     return {
         "model_name_or_path": str(model),
         "dtype": str(args.dtype).removeprefix("torch."),
         "use_peft": True,
         "lora_r": args.lora_rank,
-        "lora_alpha": int(args.lora_alpha),
+        "lora_alpha": int(alpha),
         "lora_target_modules": sorted(modules),
         "datasets": [{"path": "json", "data_files": str((out / "prompts.jsonl").resolve())}],
         "reward_funcs": [path.replace(":", ".") for path in rewards],

@@ -82,11 +82,6 @@ def make_trainer(command: Any, args: RLHFArgs) -> Watched:
     trainer.options = name_options(command)
     if command.stop:
         trainer.stop_at(command.stop)
-    require(
-        command.patience is None or command.eval_data is not None,
-        "patience should be None without eval_data, as it counts evaluations, but is "
-        f"{command.patience}",
-    )
     if command.eval_data is not None:
         rows = command.read_evaluation_rows(args.columns)
         trainer.evaluation = Evaluation(

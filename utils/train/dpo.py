@@ -26,13 +26,13 @@ class DpoCommand:
         Path, say("Lines of prompt, chosen and rejected: .jsonl, or .parquet with `datasets`.")
     ]
     eval_data: Annotated[
-        Path | None, say("Held-out preferences, as --data: measured before and after.")
+        Path | None, say("Held-out preferences, like --data: measured before and after.")
     ] = None
     beta: Annotated[Positive, say("What the KL from the reference costs, as in PPO.")] = 0.1
     lr: Annotated[Positive, say("The learning rate; it falls to zero.")] = 1e-3
-    epochs: Annotated[Count, say("Times that learning goes over the preferences.")] = 1
-    batch_size: Annotated[Count, say("Preferences of an update.")] = 32
-    seed: Annotated[CountOrZero, say("It decides the adapters at the start and the order.")] = 1
+    epochs: Annotated[Count, say("How many times learning goes over the preferences.")] = 1
+    batch_size: Annotated[Count, say("Preferences in each update.")] = 32
+    seed: Annotated[CountOrZero, say("Decides the initial adapters and the order of the data.")] = 1
     name: Annotated[str | None, say(HELP["name"])] = None
     runs_dir: Annotated[Path, say(HELP["runs_dir"])] = Path("runs")
     base_model: Annotated[str, say(HELP["base_model"])] = "embedded"
@@ -48,7 +48,7 @@ class DpoCommand:
 def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     """Train, write the run's folder, and return the metrics: a row for each update.
 
-    A run that is stopped leaves nothing. Raises ValueError under torchrun.
+    A run that is stopped leaves an empty folder. Raises ValueError under torchrun.
     """
     require("LOCAL_RANK" not in os.environ, "dpo should run as one process, not under torchrun")
     check_fields(command)

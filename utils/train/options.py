@@ -17,7 +17,7 @@ from utils.validation import require
 
 # Of each argument of the course's trainers, what the command's help says.
 HELP = {
-    "seed": "It decides the adapters at the start, the prompts and the samples.",
+    "seed": "Decides the initial adapters, the prompts and the samples.",
     "name": "The run's folder in --runs-dir; None names it after the trainer and the time.",
     "runs_dir": "The folder in which the run's folder is made.",
     "checkpoint_every": "Phases between checkpoints; 0 saves only at the end and when stopped.",
@@ -26,29 +26,29 @@ HELP = {
     "wandb_project_name": "The project's name there.",
     "wandb_entity": "The account or team there; None is your own.",
     "base_model": "'embedded', a local folder, or a name on the Hugging Face hub.",
-    "lora_rank": "The rank of the adapters, which are what is trained.",
+    "lora_rank": "The rank of the adapters, the part that's trained.",
     "lora_alpha": "Adapters are scaled by this number divided by the rank.",
     "lora_sites": "Layers that get adapters: attn.q, .k, .v and .o; mlp.in, .out and .gate.",
     "device": "cpu, cuda or mps; None takes a GPU if there is one.",
-    "prefix": "The prompt of all completions where there is no --data.",
+    "prefix": "The prompt of every completion if there's no --data.",
     "total_phases": "Phases of the run; one is a rollout and the learning from it.",
-    "batch_size": "Completions of a rollout, on all processes: whole groups in each minibatch.",
-    "gen_len": "Tokens of a completion at most.",
+    "batch_size": "Completions in a rollout, over all processes: whole groups in each minibatch.",
+    "gen_len": "The most tokens that a completion may have.",
     "temperature": "Logits are divided by it, in sampling and in log-probs alike.",
-    "top_k": "Sample from so many likeliest tokens only. Training is off-policy then (chapter 9).",
-    "top_p": "Sample from the likeliest tokens of this total probability; off-policy, too.",
+    "top_k": "Sample only from this many of the likeliest tokens: off-policy then (chapter 9).",
+    "top_p": "Sample only from the likeliest tokens that add up to this: off-policy, too.",
     "prepend_bos": "Begin prompts with the tokenizer's bos, unless a chat template wrote them.",
     "num_minibatches": "Parts into which learning cuts a rollout; each is one update.",
-    "batches_per_learning_phase": "Times that learning goes over a rollout (epochs).",
+    "batches_per_learning_phase": "How many times learning goes over a rollout (epochs).",
     "base_lr": "The adapters' learning rate.",
     "max_grad_norm": "Gradients are scaled down to this norm.",
-    "warmup_steps": "Phases, not updates, until the learning rates are at their full size.",
+    "warmup_steps": "Phases, not updates, until the learning rates reach their full size.",
     "final_scale": "The share of their full size at which the learning rates end.",
     "clip_coef": "How far below 1 a ratio is clipped.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
-    "ent_coef": "What the entropy, in nats per token, is worth.",
-    "kl_coef": "What the KL from the base, in nats per token, costs.",
-    "kl_in": "The exact KL in the loss, or its estimate k1 off each token's reward.",
+    "ent_coef": "The weight of the entropy bonus, in nats per token.",
+    "kl_coef": "The price of the KL from the base, in nats per token.",
+    "kl_in": "Charge the exact KL in the loss, or its estimate k1 in each token's reward.",
     "normalize_reward": "Give the rewards of each rollout mean 0 and standard deviation 1.",
     "gamma": "What a reward one token later is worth.",
     "lam": "The lambda of generalised advantage estimation.",
@@ -59,14 +59,14 @@ HELP = {
     "advantage_scale": "Divide by the standard deviation of the group, of the batch, or by 1.",
     "kl_kind": "The estimate k3 of the KL, or the exact one over the whole vocabulary.",
     "environment": "module:function that gets a turn's text and returns what follows, or None.",
-    "turn_end": "The text with which a turn of the policy ends.",
-    "max_calls": "Answers of the environment in a completion at most.",
-    "environment_seconds": "Seconds after which an answer is given up.",
+    "turn_end": "The text that ends each of the policy's turns.",
+    "max_calls": "The most answers that the environment gives in a completion.",
+    "environment_seconds": "Seconds to wait for an answer before giving up on it.",
     "advantage_kind": "Compare with the group's mean, or with the mean of the others (RLOO).",
     "loss_mode": "Mean per completion (GRPO), over tokens (DAPO), or by gen_len (Dr. GRPO).",
     "ratio_level": "The ratio of each token, or of the whole completion (GSPO).",
-    "dynamic_sampling": "Sample until all groups have two rewards or more (DAPO).",
-    "max_extra_rollouts": "Batches that dynamic sampling adds at most.",
+    "dynamic_sampling": "Keep sampling until every group has two different rewards (DAPO).",
+    "max_extra_rollouts": "The most batches that dynamic sampling may add.",
     "truncation": "What is cut off at gen_len is kept, masked out, or pays the penalty.",
     "missing_eos_penalty": "What a completion without an end pays if --truncation is penalty.",
     "kl_estimator": "The estimate of the KL: k1, k2, k3 or k4.",
@@ -74,7 +74,7 @@ HELP = {
     "pick_temperature": "A low one picks the best of the pool, a high one picks at random.",
     "baseline": "The advantages are against the mean of the whole pool, or of what is kept.",
     "refresh_every": "Phases from one refreshed reference to the next; 0 keeps the first.",
-    "staleness": "Phases by which rollouts are late.",
+    "staleness": "How many phases old the rollouts are.",
     "correction": "How the objective corrects for a policy that isn't the sampler.",
     "cap": "The highest ratio that a correction lets through.",
     "sampler_bits": "Bits to which the sampler's weights are rounded; None rounds nothing.",
@@ -99,7 +99,7 @@ Data = Annotated[
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16"] | None,
-    say("Of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
+    say("The type of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
 ]
 Adapter = Annotated[
     Path | None,
@@ -117,13 +117,14 @@ class Options:
     data: Data = None
     reward: Annotated[
         list[str],
-        say("module:function, one or several, which are added up; without, chapter 2's sentiment."),
+        say("module:function, one or several, added up; if none, chapter 2's sentiment."),
     ] = field(default_factory=list)
     reward_weights: Annotated[
-        list[float], say("A weight for each reward, in their order, as 1 0.5; without, all are 1.")
+        list[float], say("A weight for each reward, in their order, as 1 0.5; if none, all are 1.")
     ] = field(default_factory=list)
     eval_data: Annotated[
-        str | None, say("Held-out prompts, as --data: their mean reward is measured on the way.")
+        str | None,
+        say("Held-out prompts, like --data: the run measures their mean reward."),
     ] = None
     eval_every: Annotated[
         int, say("Phases between evaluations; there's one before the first and after the last too.")
@@ -131,7 +132,7 @@ class Options:
     eval_samples: Annotated[int, say("Completions of each held-out prompt.")] = 1
     patience: Annotated[
         int | None,
-        say("Stop after so many evaluations without a better mean reward; None never does."),
+        say("Stop after this many evaluations without a better mean reward; None never does."),
     ] = None
     stop: Annotated[
         list[str],

@@ -57,8 +57,8 @@ class Watched(RLHFTrainer):
     """Evaluate before the first phase, every few phases and after the last one, keep the adapters
     that were best, and write samples: a base class to put before a trainer's.
 
-    Sampling for an evaluation is as in training, but from a generator of its own that begins anew
-    each time: training is bit for bit what it is without. On many ranks each evaluates its share of
+    An evaluation samples as training does, but from a generator of its own that begins anew each
+    time: training is bit for bit what it is without. On many ranks each evaluates its share of
     the prompts. An evaluation's figures are metrics with the prefix "eval_"; those of the model
     before training are a row of phase 0.
 
@@ -80,13 +80,16 @@ class Watched(RLHFTrainer):
             return self.history
 
     def rollout_phase(self) -> ReplayMemory:
-        """Roll out, after an evaluation if it's the first time, or not at all if it's enough."""
+        """Roll out, after an evaluation if none was before, or end the run if patience has."""
         evaluation = self.evaluation
         if evaluation is not None:
             if not self.history:
                 self.history.append({"phase": 0} | self.evaluate(0))
             self._end_if_no_better(evaluation.patience)
-        return super().rollout_phase()
+        memory = super().rollout_phase()
+        if "cut_off" in self.metrics:  # chapter 5's own `truncated_frac` knows no stops
+            self.metrics["truncated_frac"] = self.metrics.pop("cut_off")
+        return memory
 
     def learning_phase(self, memory: ReplayMemory) -> None:
         """Learn, keep the samples that are shown, and evaluate if it is due."""
@@ -152,8 +155,7 @@ class Watched(RLHFTrainer):
 
     def _record_samples(self, prompts: list[Prompt], samples: Samples, scores: Tensor) -> None:
         super()._record_samples(prompts, samples, scores)
-        cut_off = self.find_cut_off(samples)
-        self.metrics["truncated_frac"].append(cut_off.float().mean().item())
+        self.metrics["cut_off"].append(self.find_cut_off(samples).float().mean().item())
         for name, part in self.get_parts().items():
             self.metrics[f"reward_{name}"].append(part.mean().item())
         ranked = scores.argsort(descending=True).tolist()
@@ -190,14 +192,17 @@ class Watched(RLHFTrainer):
         best, and return the means."""
         rank, n_ranks = get_rank()
         kept = self.generator, self.metrics
-        seed = 2**32 + self.args.seed * n_ranks + rank  # none that a trainer has
+        seed = 2**31 + self.args.seed * n_ranks + rank  # no trainer's; a CPU reads 32 bits of it
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.metrics = defaultdict(list)
         try:
             mine = self._sample_held_out(rank, n_ranks)
         finally:
             self.generator, self.metrics = kept
-        rows = [row for part in gather(mine) for row in part]
+        shares = [mine] * n_ranks
+        if n_ranks > 1:
+            dist.all_gather_object(shares, mine)
+        rows = [row for share in shares for row in share]
         means = {
             f"eval_{name}": sum(row[name] for row in rows) / len(rows)
             for name in rows[0]
@@ -249,8 +254,8 @@ class Watched(RLHFTrainer):
         if patience is not None and len(since) >= patience:
             raise EarlyStop(
                 f"Stopped after phase {self.phase}: the last {len(since)} evaluations were no "
-                f"better than that after phase {at:.0f}, whose reward was {best:.3f}. To go on: a "
-                f"larger --patience, or None"
+                f"better than that after phase {at:.0f}, whose reward was {best:.3f}. To go on, "
+                f"resume it with a larger --patience, or None"
             )
 
     def _say_what_is_cut_off(self) -> None:
@@ -267,11 +272,3 @@ class Watched(RLHFTrainer):
 def get_rank() -> tuple[int, int]:
     """Return this process's rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(value: Any) -> list:
-    """Return the values of all ranks, in their order."""
-    values = [value] * get_rank()[1]
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values

@@ -64,17 +64,6 @@ function addReviews(root, { beginnings, addControls, names, title, measure, judg
   return update();
 }
 
-/** Add a slider over phases; the returned function says which adapter the chosen one is. */
-function addPhases(root, phases, update) {
-  const slider = addSlider(root, "Phases of training", {
-    min: 0, max: phases.length - 1, step: 1, value: 0, format: (i) => `${phases[i]} of ${phases.at(-1)}`,
-  }, update);
-  return (family) => {
-    const phase = phases[slider.valueAsNumber];
-    return { adapter: phase ? `${family}-${phase}` : null };
-  };
-}
-
 /** Tint each token of a sample by the KL of the state in which it was chosen, up to 2 nats. */
 function tintTokens(line, sampled, texts) {
   const tokens = sampled.map(({ token, kl }) => {

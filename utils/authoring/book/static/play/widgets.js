@@ -41,6 +41,17 @@ function addSlider(root, label, { min, max, step, value, ticks = [], format = St
   return input;
 }
 
+/** Add a slider over phases; the returned function says which adapter the chosen one is. */
+function addPhases(root, phases, update) {
+  const slider = addSlider(root, "Phases of training", {
+    min: 0, max: phases.length - 1, step: 1, value: 0, format: (i) => `${phases[i]} of ${phases.at(-1)}`,
+  }, update);
+  return (family) => {
+    const phase = phases[slider.valueAsNumber];
+    return { adapter: phase ? `${family}-${phase}` : null };
+  };
+}
+
 /** Add a box for a whole number of two digits. */
 function addNumber(root, label, value, change) {
   const limits = { type: "number", inputmode: "numeric", min: 10, max: 99, step: 1 };
@@ -321,14 +332,8 @@ const WIDGETS = {
       count: 8,
       title: "A group of eight; every token of an answer has the answer's advantage A:",
       addControls(parent, update) {
-        const slider = addSlider(parent, "Phases of training", {
-          min: 0, max: GRPO_PHASES.length - 1, step: 1, value: 0,
-          format: (i) => `${GRPO_PHASES[i]} of 25`,
-        }, update);
-        return () => {
-          const phase = GRPO_PHASES[slider.valueAsNumber];
-          return { policy: { adapter: phase ? `ch3_grpo-${phase}` : null } };
-        };
+        const getPolicy = addPhases(parent, GRPO_PHASES, update);
+        return () => ({ policy: getPolicy("ch3_grpo") });
       },
       finish(lines, rewards) {
         const centre = mean(rewards);
