@@ -10,6 +10,7 @@ the next token is from the base's. Colours show in a terminal, unless NO_COLOR i
 
 import argparse
 import ast
+import json
 import os
 import shutil
 import sys
