@@ -31,7 +31,7 @@ from utils.models.corpus import (
     held_out_pairs,
     review_prompts,
 )
-from utils.models.loading import EMBEDDED_MODEL, keep_booted, load_base_model
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
 
 pytestmark = [
     pytest.mark.takes_long,
@@ -39,7 +39,6 @@ pytestmark = [
         not (CHROMIUM and DRIVER), reason="needs Debian's packages chromium and chromium-driver"
     ),
 ]
-keep_booted("embedded")
 BOOK = Path(__file__).parents[2] / "dist" / "book"
 STATIC = Path(__file__).parents[2] / "utils" / "authoring" / "book" / "static"
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
