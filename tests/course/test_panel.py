@@ -1,6 +1,7 @@
 """The panel that a notebook shows of a run."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,7 +110,8 @@ def test_a_thread_shows_its_panel(shown):
 
 def test_a_run_that_is_stopped_keeps_its_last_state_and_says_how_to_go_on(shown):
     bundles, printed = shown["stopped"]
-    assert_shows_one_panel(bundles, "stopped, phase 1 of 3, 00:0", 1)
+    assert_shows_one_panel(bundles, "stopped, phase 1 of 3, ", 1)
+    assert re.search(r"phase 1 of 3, \d\d:\d\d left", bundles[0]["text/plain"])
     assert "Stopped in phase 2. To go on" in printed
 
 
