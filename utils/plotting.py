@@ -64,7 +64,8 @@ def plot_history(
         axes.set_title(label.replace(", {}", ""), fontsize=10)
         axes.grid(alpha=0.3)
         if axes.lines and "reward" not in keys:
-            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(0, low), 1.05 * high)
         if len(histories) > 1:
             axes.legend(fontsize=8)
     if path is not None:
