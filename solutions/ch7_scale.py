@@ -497,8 +497,9 @@ def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
     With several minibatches in a rollout TRL deals completions to them otherwise. Of `RlvrArgs`,
     what TRL has as well is translated: loss_mode, ratio_level, truncation "mask". The learning rate
     is constant, as ours follows a schedule by phases and TRL's by updates. TRL prepends no bos, so
-    hand it prompts that have one. (No check asks for top_p, or for chapter 9's `AsyncArgs`: its
-    correction "none" or "truncate" is TRL's with `use_vllm` and one update per rollout.)
+    hand it prompts that have one. Prompts, rewards and an `environment` are for TRL's trainer and
+    not for its config. (No check asks for top_p, or for chapter 9's `AsyncArgs`: its correction
+    "none" or "truncate" is TRL's with `use_vllm` and one update per rollout.)
 
     Raises ValueError, with the argument's name, where TRL's trainer has nothing for its value:
     kl_kind "exact" (unless kl_coef is 0), advantage_kind "leave_one_out", dynamic_sampling,

@@ -196,7 +196,7 @@ def calc_importance_weights(
     At level "sequence" the ratio of each token is the product over its completion. A cap of None
     truncates nothing. Detached, in the log-probs' dtype (at least float32), and 0 outside the mask,
     where the inputs may be NaN or inf. A log ratio, or a sequence's sum of them, counts as 80 if it
-    is more: exp(80) is nearly the largest number of float32.
+    is more: exp(80) still fits into float32.
 
     Raises a ValueError that names the argument for any other level, and for a cap that is not above
     0.
@@ -310,9 +310,8 @@ class StaleTrainer(GrpoTrainer):
     """Train with GRPO on rollouts that are late: chapter 3's trainer behind a `RolloutQueue`.
 
     The memory's log-probs are what the sampler said when it drew the tokens, and they reach the
-    objective as they are. (Chapter 2's `get_old_logprobs` uses the learner's own instead when
-    there is one update per rollout: on late rollouts every ratio would be 1, and every gauge
-    silent.) A run that goes on from a checkpoint begins with an empty queue.
+    objective and the gauges as they are. A run that goes on from a checkpoint begins with an empty
+    queue.
     """
 
     args: AsyncArgs
@@ -346,22 +345,24 @@ class StaleTrainer(GrpoTrainer):
         self.metrics["age"].append(age)
         return memory
 
+    def get_old_logprobs(self, minibatch: ReplayMinibatch, logprobs: Tensor) -> Tensor:
+        """Return what the sampler said. Chapter 2's returns the learner's own with one update per
+        rollout: on late rollouts every ratio would be 1, and every gauge silent."""
+        return minibatch.logprobs
+
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
-        """Return the corrected objective (maximised), and record the gauges of the mismatch."""
-        args, mask = self.args, minibatch.mask
+        """Return chapter 3's objective, or the corrected one (maximised), and record the ratios of
+        learner to sampler as clip_frac and approx_kl.
+        """
+        args, advantages, mask = self.args, minibatch.advantages, minibatch.mask
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, minibatch.prompt_len)
-        logprobs, sampler_logprobs = scored.logprobs, minibatch.logprobs
-        for name, value in measure_mismatch(logprobs, sampler_logprobs, mask).items():
-            self.metrics[name].append(value)
-        objective = calc_async_objective(
-            logprobs,
-            sampler_logprobs,
-            minibatch.advantages,
-            mask,
-            args.correction,
-            args.clip_coef,
-            args.cap,
-        )
+        self.record_ratios(scored.logprobs, minibatch)
+        if args.correction == "none":
+            objective = calc_single_update_objective(scored.logprobs, advantages, mask)
+        else:
+            pair = (scored.logprobs, minibatch.logprobs)
+            limits = (args.correction, args.clip_coef, args.cap)
+            objective = calc_async_objective(*pair, advantages, mask, *limits)
         return objective + args.ent_coef * self.measure_entropy(minibatch, scored)
 
 

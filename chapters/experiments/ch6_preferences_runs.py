@@ -294,7 +294,10 @@ RUNS: dict[str, Callable[[Setting], dict]] = {
         for kind, betas in {"GRPO": (0.0, 0.1, 0.3), "PPO": (0.0, 0.3)}.items()
         for beta in betas
     },
-    "GRPO, beta 0.0, 60 phases": partial(run_rl, kind="GRPO", beta=0.0, phases=2 * PHASES),
+    **{
+        f"GRPO, beta {beta}, 60 phases": partial(run_rl, kind="GRPO", beta=beta, phases=2 * PHASES)
+        for beta in (0.0, 0.3)
+    },
     **{
         f"GRPO on the truth, beta {beta}": partial(
             run_rl, kind="GRPO", beta=beta, reward_fn=reward_fn_true

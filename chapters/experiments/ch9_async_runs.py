@@ -82,14 +82,19 @@ class Trainer(StaleTrainer):
             memory.advantages.copy_((self.sign * memory.advantages).clamp(min=0) * self.sign)
         return memory
 
+    def record_ratios(self, logprobs, minibatch):
+        super().record_ratios(logprobs, minibatch)
+        found = measure_mismatch(logprobs, minibatch.logprobs, minibatch.mask)
+        for name, value in found.items():
+            self.metrics[name].append(value)
+
     def compute_rlhf_objective(self, minibatch):
         if not self.of_sequences:
             return super().compute_rlhf_objective(minibatch)
         args, mask = self.args, minibatch.mask
         scored = self.score(minibatch.input_ids, minibatch.attention_mask, minibatch.prompt_len)
         pair = (scored.logprobs, minibatch.logprobs)
-        for name, value in measure_mismatch(*pair, mask).items():
-            self.metrics[name].append(value)
+        self.record_ratios(scored.logprobs, minibatch)
         if self.of_sequences == "mean":
             clips = (args.clip_coef, args.clip_coef_high)
             return calc_rlvr_objective(*pair, minibatch.advantages, mask, *clips, "sequence")

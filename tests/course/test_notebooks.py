@@ -217,6 +217,15 @@ def test_the_editions_of_a_notebook(small):
     assert ids == [f"ch0-sampling-{i}" for i in range(len(ids))]
 
 
+def test_what_is_lent_elsewhere_is_needed_in_a_bundle(small):
+    small.write_text(small.read_text().replace("minutes: 5\n", "minutes: 5\noptional: lent\n"))
+    for edition, said in (
+        (Edition(), "optional where the solutions are at hand"),
+        (Edition(folded_solutions=False), "needed by others"),
+    ):
+        assert said in str(build("ch0_sampling", edition))
+
+
 def test_a_source_with_a_wrong_field_or_block_is_refused(small):
     text = small.read_text()
     small.write_text(text.replace("minutes: 5\n", ""))

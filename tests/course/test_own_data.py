@@ -141,6 +141,8 @@ def test_lines_end_with_a_newline_alone(tmp_path):
     jsonl.write_text('{"question": "x"}\n')
     with pytest.raises(ValueError, match="rename 'question' to prompt"):
         load_rows(str(jsonl))
+    with pytest.raises(ValueError, match="data should need no arguments, .* argument: 'data'"):
+        load_rows("utils.train.data:load_rows")
 
 
 # --- Models ---------------------------------------------------------------------------------------

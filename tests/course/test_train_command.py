@@ -399,6 +399,8 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     assert "reward changed" not in said
     run(tmp_path, "--resume", folder, "--reward", "tests.course.test_train_command:falling")
     assert "reward changed: don't compare" in capsys.readouterr().err
+    run(tmp_path, "--resume", folder, "--stop", ".", "--eval-samples", "2")
+    assert "stop and eval_samples changed: don't compare" in capsys.readouterr().err
     with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
         run(tmp_path, "--resume", folder, "--gen-len", "8")
     assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"

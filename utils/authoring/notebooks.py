@@ -69,8 +69,12 @@ MADE_BY = re.compile(r"^#.* python -m chapters\.experiments\.[^\n]*\n", re.MULTI
 SCRIPT = re.compile(r"(a script in )?chapters/experiments[\w/.]*")
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
 OPTIONAL = {True: " · optional", "lent": " · optional where the solutions are at hand"}
+LENT_IN_BUNDLES = " · needed by others"  # nothing is lent there
 FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional", "milestone"}
-OPENING = "preview()  # the finished thing, in about 20 seconds"
+OPENING = {
+    "repository": "preview()  # the finished thing, in about 20 seconds",
+    "bundle": "preview()  # what the finished thing printed, recorded",
+}
 FOLDED = (
     "*Run the next two cells first. They're folded: they find the course and import what we need.*"
 )
@@ -144,7 +148,7 @@ class _Builder:
             self.code(setup.replace("{chapter}", self.chapter), "setup", hidden=True)
             self.code(stubs.get_imports(self.chapter), "imports", hidden=True)
         elif kind == "opening":
-            self.code(OPENING, "opening")
+            self.code(OPENING[self.edition.place], "opening")
         elif kind == "given":
             exercises = tuple(get_checks(self.chapter))
             given = [stubs.get_given(self.chapter, name, exercises) for name in names]
@@ -190,6 +194,8 @@ class _Builder:
 
     def _place(self, exercise: str, options: dict[str, Any]) -> str:
         """Say where an exercise lies: on the core path or off it."""
+        if options.get("optional") == "lent" and self.edition.place == "bundle":
+            return LENT_IN_BUNDLES
         if options.get("optional"):
             return OPTIONAL[options["optional"]]
         if not self.is_on_core_path[exercise]:

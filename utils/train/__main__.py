@@ -143,9 +143,13 @@ def go_on(trainer: Watched, folder: Path, rank: int) -> None:
     trainer.load_checkpoint(folder / "checkpoint.pt")
     before = read_args(folder) if (folder / ARGS).is_file() else {}
     now = trainer.options or {}
-    changed = [n for n in ("reward", "reward_weights") if before.get(n, now[n]) != now[n]]
+    names = ("reward", "reward_weights", "stop", "eval_data", "eval_samples")
+    changed = [name for name in names if before.get(name, now[name]) != now[name]]
     if rank == 0 and changed:
-        say(f"{' and '.join(changed)} changed: don't compare the rewards before and after this")
+        say(
+            f"{' and '.join(changed)} changed: don't compare the rewards before and after this, "
+            "nor take best.safetensors for the best"
+        )
     if rank == 0 and trainer.phase >= trainer.args.total_phases:
         say(f"{folder} has had all its {trainer.phase} phases: for more, --total-phases")
 
@@ -164,6 +168,8 @@ def print_results(trainer: Any) -> None:
         ]
         print("Means over the evaluation's prompts:")
         print(tabulate(table, ("", *phases[:2], f"{phases[2]}, best.safetensors"), floatfmt=".3f"))
+        if best is not last:
+            print(f"The best of {len(rows)} is partly luck: measure it again on other prompts.")
 
 
 def say(line: str) -> None:
@@ -191,7 +197,7 @@ def main() -> None:
         command = parse(sys.argv[1:], __doc__)
         choose_threads()
         train_on_preferences(command) if isinstance(command, DpoCommand) else train(command)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if is_of_own_code(error):
             raise  # its line is worth more than a sentence
         where = [n for n in getattr(error, "__notes__", []) if n.startswith("in the reward")]

@@ -1,6 +1,7 @@
 """Rows, functions and rewards by name: what the command gets in place of Python values."""
 
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -68,7 +69,12 @@ def load_rows(data: str) -> list[dict[str, Any]]:
         hint = f"{how} into one" if path.suffix == ".csv" else ""
         said = f"data should be a .jsonl or .txt file or module:function, not {data}"
         require(":" in data, said + hint)
-        rows = list(load_function(data)())
+        function = load_function(data)
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            raise ValueError(f"data should need no arguments, but {data} is {error}") from None
+        rows = list(function())
     require(len(rows) > 0, f"data should hold at least one row, but {data} holds none")
     first = rows[0] if isinstance(rows[0], dict) else {}
     for name in ("prompts", "question", "input", "text"):
