@@ -30,6 +30,9 @@ from solutions.ch10_tools import (
 )
 from tests.course.helpers import ONE_STEP, load, randomize
 from utils.chapters import sort_chapters
+from utils.grading.checks import get_checks
+from utils.grading.diagnosis import grade_answer
+from utils.grading.known_answers import Edit, KnownAnswer
 from utils.models.decoding import draw, get_end_ids
 from utils.models.loading import EMBEDDED_MODEL, TOOLS_MODEL
 from utils.models.pretrain_tools import pretrain_tools
@@ -327,6 +330,71 @@ def test_loss_and_gradients_are_trls_with_a_tool_mask(kl_coef, tmp_path):
     unmasked = trainer.compute_rlhf_objective(replace(minibatch, mask=drawn.completion_mask))
     (other, *_) = torch.autograd.grad(unmasked, trainer.model.trainable_parameters())
     assert (other - gradients[0]).abs().max() > 1e-4
+
+
+# --- The checks ---------------------------------------------------------------------------------
+
+IS_CALL = """tokens[i] == call_end and len(call_ends[row]) == max_calls:
+                    goes_on[i] = False
+                elif own and tokens[i] == call_end:"""
+BY_TEXT = "tokenizer.decode(turn).endswith(CALL_END)"
+SUBTLE = {  # what is wrong: where, the check that sees it, and the change of the reference
+    "turns that recur": (
+        "get_own_mask", "masks_of_random_turns",
+        "[is_own for ids, is_own in row for _ in ids]",
+        "[own and row.index((ids, own)) == i for i, (ids, own) in enumerate(row) for _ in ids]",
+    ),
+    "a call by its text": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        IS_CALL, IS_CALL.replace("tokens[i] == call_end", BY_TEXT),
+    ),
+    "a pad is an end": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        "tokens[i] in ends:", "tokens[i] in (*ends, tokenizer.pad_token_id):",
+    ),
+    "tokens of the text": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        "said = tool(tokenizer.decode(turn))",
+        "said = tool(tokenizer.decode(turn))\n                    "
+        "turn[:] = tokenizer(tokenizer.decode(turn), add_special_tokens=False)['input_ids']",
+    ),
+    "nothing to take": (
+        "sample_in_turns", "answers_of_all_kinds",
+        "if not turns[row][-1][1] and not pending[row]:", "if not own and not pending[row]:",
+    ),
+    "lines without a newline": (
+        "reward_fn_priced", "rewards_of_many_texts",
+        'text.rsplit("\\n", 1)[-1] == f"A: {answer}"',
+        '(text + "|").splitlines()[-1] == f"A: {answer}|"',
+    ),
+    "three calls at most": (
+        "reward_fn_priced", "rewards_of_many_texts",
+        "text.count(CALL_END)", "min(text.count(CALL_END), 3)",
+    ),
+    "upper and lower case": (
+        "reward_fn_priced", "answers_that_are_no_numbers",
+        '"\\n", 1)[-1] == f"A: {answer}")', '"\\n", 1)[-1].lower() == f"a: {answer}".lower())',
+    ),
+    "a log-ratio of 20 at most": (
+        "calc_tool_objective", "ratios_far_from_one",
+        "calc_ratio(logprobs, old_logprobs, own_mask)",
+        "calc_ratio(logprobs, old_logprobs, own_mask).clamp(max=2.7**20)",
+    ),
+    "no price where calling never helps": (
+        "calc_call_value", "values_by_outcomes", "- price", "- price * (p_right_called > 0)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SUBTLE)
+def test_checks_see_what_is_subtly_wrong(what):
+    exercise, name, pattern, replacement = SUBTLE[what]
+    edit = Edit(exercise, pattern, replacement)
+    answer = KnownAnswer("ch10_tools", exercise, what, edit=edit)
+    lost = {
+        c.name for c in get_checks("ch10_tools")[exercise] if not grade_answer(c, answer).passed
+    }
+    assert name in lost
 
 
 # --- Environments -------------------------------------------------------------------------------
