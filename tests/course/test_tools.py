@@ -422,6 +422,7 @@ def divide():
         (lambda: time.sleep(60), "no answer within 0.3 seconds"),
         (lambda: 1081, "returned int"),
         (lambda: exit(3), "raised SystemExit"),
+        (lambda: "=\ud83d\n", "raised UnicodeEncodeError"),
     ],
 )
 def test_an_environment_that_fails_costs_one_rollout(fail, said):
@@ -475,10 +476,44 @@ def test_an_environment_sees_what_it_names_and_may_end_a_rollout():
     assert len(ended) >= len(seen[::2])
     with pytest.raises(ValueError, match="environment should need no more than a turn"):
         GrpoArgs(**SMALL | {"environment": lambda turn, secret: ""})
+    for takes_none in (lambda: "", lambda *, turn: "", lambda **columns: ""):
+        with pytest.raises(ValueError, match="environment should take a turn"):
+            GrpoArgs(**SMALL | {"environment": takes_none})
     with pytest.raises(ValueError, match="environment should be a function"):
         GrpoArgs(**SMALL | {"environment": "calculator"})
     with pytest.raises(ValueError, match="turn_end"):
         GrpoArgs(**SMALL | {"turn_end": ""})
+
+
+def test_what_an_environment_changes_is_a_copy():
+    """A chat that it goes on with is the prompt of later phases, and a column the reward's."""
+
+    def change(turn, prompt, notes):
+        prompt.append({"role": "assistant", "content": turn})
+        notes["seen"] = turn
+        return ""
+
+    row = {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+    environment = Environment(change, ["notes"])
+    assert environment.ask("<2*3>", row) == ""
+    environment.leave()
+    assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+
+
+def test_of_a_long_answer_no_more_is_read_than_may_have_room(monkeypatch):
+    trainer, seen = GrpoTrainer(GrpoArgs(**SMALL)), []
+    kind = type(trainer.model.tokenizer)
+    read = kind.__call__
+
+    def listen(self, text, **options):
+        seen.append(len(text))
+        return read(self, text, **options)
+
+    monkeypatch.setattr(kind, "__call__", listen)
+    _, samples = make_samples(environment=lambda turn: "film 99\n" * 100_000)
+    assert 0 < max(seen) < 24 * 1000
+    _, others = make_samples(environment=lambda turn: "film 99\n" * 24)
+    assert samples.texts == others.texts
 
 
 @pytest.mark.parametrize("turn_end", ["\n", ">=", "<eos>", ": 1"])
