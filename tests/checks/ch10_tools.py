@@ -146,7 +146,7 @@ def worked_own_mask(student, rng):
 
 @check("get_own_mask", public=True, points=2, seeds=3, expected=own_mask_by_loops)
 def masks_of_random_turns(student, rng):
-    """Any number of turns per row, in any order, some empty; the same ids on both sides, twice"""
+    """Any number of turns per row, in any order, some empty; ids of both sides; turns that recur"""
     whole = draw_turns(rng)
     whole[rng.integer(0, 6)] = [([1, 2, 2, 0], True), ([2, 0], False), ([0, 2], True)] * 2
     return student.get_own_mask(whole)
