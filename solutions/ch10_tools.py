@@ -65,7 +65,7 @@ class Turns(Samples):
 
     `completion_mask`, which says what is trained on, is true on the policy's tokens alone;
     `attention_mask` is 1 on the environment's as well. `logprobs` are what the sampler said of the
-    policy's tokens, at the temperature 1 that it drew them at; they are NaN elsewhere. `texts` hold
+    policy's tokens, at temperature 1, as it drew them; they are NaN elsewhere. `texts` hold
     what both wrote.
     """
 
@@ -74,7 +74,7 @@ class Turns(Samples):
 
     @property
     def own_mask(self) -> Bool[Tensor, "batch completion"]:
-        """Return the completion mask, by the name that says why."""
+        """Return the completion mask: true for the policy's own tokens."""
         return self.completion_mask
 
 
@@ -356,7 +356,7 @@ def compare_within_kinds(
     the base knows worst to those that it knows best.
 
     Within a kind the questions are ordered by `p_right`, the base's probability of a right direct
-    answer, ties in the order in which they came, and cut into n parts, as even as can be; the first
+    answer, ties as they came, and cut into n parts, as even as can be; the first
     ones are the larger (`tensor_split`). A model that knows what it does not know calls less often
     from part to part. One that reads the kind calls in all parts alike.
 

@@ -770,7 +770,8 @@ class RLHFTrainer:
 
     def compute_rlhf_objective(self, minibatch: ReplayMinibatch) -> Float[Tensor, ""]:
         """Return surrogate - value loss + entropy bonus - KL penalty (maximised), of logits divided
-        by the sampling temperature.
+        by the sampling temperature. The surrogate has the clips `args.clip_coef` and
+        `args.clip_coef_high`, the value loss has `args.vf_clip_coef` as its `clip_coef`.
 
         Each part is a mean times its coefficient, which enters once. `measure_entropy` and
         `measure_kl` record what they return. Records clip_frac and approx_kl by `record_ratios`,
@@ -851,7 +852,7 @@ class RLHFTrainer:
 
         The whole gradient is clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
         checkpoint holds, shuffles the rows. Records "objective" and "grad_norm" of each minibatch,
-        "lr" of the phase.
+        and once "lr", the adapters' learning rate (the optimizer's first) in this phase.
         """
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()

@@ -39,8 +39,9 @@ class SamplesTable(str):
 class Panel:
     """The curves of a trainer's `history`, and below them its last samples, updated in place.
 
-    The trainer has `args`, `history` and `phase`. Drawing takes at most a hundredth of the time,
-    the first and the last one apart.
+    The trainer has `args`, `history` and `phase`, and may have `recorded`: other runs of the same
+    settings, as `plot_history` takes them, for a grey band behind the curves. Drawing takes at most
+    a hundredth of the time, the first and the last one apart.
     """
 
     def __init__(self, trainer: Any):
@@ -68,7 +69,10 @@ class Panel:
             name, total = trainer.args.name, trainer.args.total_phases
             title = f"phase {trainer.phase} of {total}{self._tell_time()}"
             title = f"{name}, {title}" if name else title
-            figure = plot_history({"this run": trainer.history})
+            recorded = getattr(trainer, "recorded", ())
+            if recorded:
+                title += f"; grey: {len(recorded)} recorded runs"
+            figure = plot_history({"this run": trainer.history}, recorded=recorded)
             figure.suptitle(title, fontsize=11, parse_math=False)
             for axes in figure.axes:
                 axes.set_xlim(0, total + 1)

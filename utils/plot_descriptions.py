@@ -34,9 +34,10 @@ def _describe_panel(axes: Axes) -> str:
         said = [text.get_text() for text in bold or axes.texts][:MOST]
     if not said:
         return ""
-    across, up = axes.get_xlabel(), axes.get_ylabel()
+    texts = axes.get_title(), axes.get_xlabel(), axes.get_ylabel()
+    title, across, up = (" ".join(text.split()) for text in texts)  # they may have two lines
     named = f"{up} by {across}" if across and up else across or up
-    head = ", ".join(filter(None, (axes.get_title(), named)))
+    head = ", ".join(filter(None, (title, named)))
     return f"{head}: {'; '.join(said)}." if head else f"{'; '.join(said)}."
 
 

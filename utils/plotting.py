@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,26 @@ from utils.plot_descriptions import describe_figure
 
 PANELS = {  # the first of the metrics that a run recorded
     "mean reward": ("reward",),
-    "KL(policy ‖ reference), nats per token, {}": ("kl_exact", "kl_k3"),
+    "KL, nats per token, {}": ("kl_exact", "kl_k3"),
     "entropy, nats per token": ("entropy",),
     "completion length, tokens": ("completion_len",),
 }
 
 
-def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> Figure:
+def plot_history(
+    histories: dict[str, list[dict]], path: Path | None = None, recorded: Sequence[dict] = ()
+) -> Figure:
     """Plot reward, KL, entropy and completion length by phase, one line per named run.
 
     The KL is the exact one where the run computed it, else the k3 estimate; a run without a
-    reference has no line there. Saved as an image if `path` is given.
+    reference has no line there. All axes but the reward's begin at 0, so that a line that hardly
+    moves looks like one. Saved as an image if `path` is given.
+
+    `recorded` has other runs, each with a list of values, from phase 1 on, by the name of a metric;
+    a grey band shows their range.
     """
-    figure = Figure(figsize=(8, 5))
-    figure.subplots_adjust(0.07, 0.1, 0.98, 0.88, wspace=0.18, hspace=0.5)
+    figure = Figure(figsize=(6.4, 5))
+    figure.subplots_adjust(0.09, 0.1, 0.98, 0.88, wspace=0.22, hspace=0.5)
     if len(histories) == 1:
         figure.suptitle(next(iter(histories)), fontsize=11, parse_math=False)
     for axes, (label, keys) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
@@ -47,11 +54,18 @@ def plot_history(histories: dict[str, list[dict]], path: Path | None = None) -> 
             if key == "reward" and "eval_reward" in known:
                 axes.plot(*_read(history, "eval_reward"), "o--", label=f"{name}, held out")
                 axes.legend(fontsize=8)
+        if recorded and key in recorded[0]:
+            values = np.asarray([run[key] for run in recorded])
+            x = range(1, values.shape[1] + 1)
+            axes.fill_between(x, values.min(0), values.max(0), color="grey", alpha=0.25, lw=0)
         axes.set_xlabel("phase")
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))  # most of a drawing's time
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_title(label.replace(", {}", ""), fontsize=10)
         axes.grid(alpha=0.3)
+        if axes.lines and "reward" not in keys:
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(0, low), 1.05 * high)
         if len(histories) > 1:
             axes.legend(fontsize=8)
     if path is not None:
@@ -66,13 +80,59 @@ def _read(history: list[dict], key: str) -> tuple[list[float], list[float]]:
     return [row["phase"] for row in rows], [row[key] for row in rows]
 
 
-def plot_spread(axes: Axes, curves: list[list[float]], label: str) -> None:
-    """Plot the mean of some runs by phase, and the range between the lowest and the highest."""
-    phases, values = range(1, len(curves[0]) + 1), np.asarray(curves)  # [run phase]
-    axes.plot(phases, values.mean(0), label=label)
-    axes.fill_between(phases, values.min(0), values.max(0), alpha=0.25)
-    axes.set_xlabel("phase")
+def plot_spread(
+    axes: Axes,
+    curves: Sequence[Sequence[float]] | Tensor,
+    label: str,
+    x: Sequence[float] | Tensor | None = None,
+    **options: Any,
+) -> None:
+    """Plot the mean of some runs, and the range between the lowest and the highest.
+
+    `curves` has a row for each run, [run point]. The points are at `x`, by default the phases from
+    1 on. Options are those of matplotlib's `plot`.
+    """
+    values = np.asarray(curves)
+    if x is None:
+        x = range(1, values.shape[1] + 1)
+        axes.set_xlabel("phase")
+    (line,) = axes.plot(x, values.mean(0), label=label, **options)
+    axes.fill_between(x, values.min(0), values.max(0), color=line.get_color(), alpha=0.2, lw=0)
     axes.grid(alpha=0.3)
+
+
+def label_ends(axes: Axes, gap: float = 12.0) -> None:
+    """Write each line's label to the right of it, moved up where two would overlap.
+
+    Labels are at least `gap` points apart. Lines without a label are left as they are.
+    """
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    ends = []
+    for line in axes.get_lines():
+        if not str(line.get_label()).startswith("_"):
+            x, y = np.asarray(line.get_xydata())[-1]
+            ends.append((axes.transData.transform((x, y))[1] * 72 / figure.dpi, y, line))
+    lowest = -np.inf
+    for height, y, line in sorted(ends, key=lambda end: end[0]):
+        lowest = max(height, lowest + gap)
+        axes.annotate(
+            str(line.get_label()),
+            (1, y),
+            (5, lowest - height),
+            xycoords=axes.get_yaxis_transform(),
+            textcoords="offset points",
+            color=line.get_color(),
+            va="center",
+            annotation_clip=False,
+        )
+
+
+def put_legend_above(figure: Figure, columns: int = 2) -> None:
+    """Put the legend of a figure's first panel above all of them, where it hides nothing."""
+    drawn = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*drawn, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def format_spread(values: list[float], digits: int = 3) -> str:
@@ -81,7 +141,7 @@ def format_spread(values: list[float], digits: int = 3) -> str:
     return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-COLUMNS = 76  # characters a line of a picture of tokens
+COLUMNS = 52  # characters a line of a picture of tokens
 
 
 def decode_tokens(tokenizer, ids: Tensor) -> list[str]:
@@ -115,14 +175,14 @@ def plot_tokens(
             placed.append((line, column, text, number))
             column += len(text)
         line += 2
-    figure = Figure(figsize=(11, 0.28 * line + 0.9), layout="constrained")
+    figure = Figure(figsize=(6.4, 0.25 * line + 0.9), layout="constrained")
     axes = figure.add_subplot()
     axes.set(xlim=(0, COLUMNS), ylim=(line, 0))
     axes.axis("off")
     for line, column, text, value in placed:
-        style: dict[str, Any] = {"family": "monospace", "size": 10, "va": "center"}
+        style: dict[str, Any] = {"family": "monospace", "size": 12, "va": "center"}
         if value is None:
-            axes.text(column, line + 0.5, text, weight="bold", size=10, va="center")
+            axes.text(column, line + 0.5, text, weight="bold", size=12, va="center")
             continue
         color = colors(norm(value))
         corner = (column, line + 0.05)
@@ -132,7 +192,8 @@ def plot_tokens(
         for offset, character in enumerate(text):
             x = column + offset + 0.5
             axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)
-    figure.colorbar(ScalarMappable(norm, colors), ax=axes, label=label, shrink=0.9, aspect=12)
+    mappable = ScalarMappable(norm, colors)
+    figure.colorbar(mappable, ax=axes, label=label, location="bottom", aspect=40)
     return figure
 
 

@@ -59,7 +59,8 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
         rewards = torch.as_tensor(rewards).detach().float()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
-            f"reward_fn should return a tensor of rewards, but returned {reprlib.repr(rewards)}"
+            f"reward_fn should return a list or tensor of numbers, but returned "
+            f"{reprlib.repr(rewards)}"
         ) from error
     require(
         rewards.shape == (len(samples),),

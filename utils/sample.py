@@ -2,6 +2,7 @@
 
     python -m utils.sample runs/my-run --prompt "This movie is" "The plot"
     python -m utils.sample runs/my-run/best.safetensors --temperature 0 --html before_after.html
+    python -m utils.sample embedded --prompt "The plot was"     (a model before you train it)
 
 Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on.
 A token of the run's is coloured by the KL there, in nats: how far the policy's distribution over
@@ -27,8 +28,9 @@ from torch import Tensor
 
 from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
 from solutions.ch1_lora import TransformerWithLora
+from utils.models.fetch import MODELS
 from utils.models.forward import get_scorer
-from utils.models.loading import load_base_model
+from utils.models.loading import IN_THIS_REPO, load_base_model
 from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
@@ -39,22 +41,34 @@ from utils.validation import require
 SHADES = {0.05: 230, 0.2: 222, 1.0: 215, 3.0: 203}  # a KL of at least so many nats: ANSI's colour
 
 
+def is_base(run: str | Path) -> bool:
+    """Return whether this names a model, and not a run or its adapters."""
+    folder = Path(run).expanduser()
+    if (folder / "checkpoint.pt").is_file():
+        return False
+    return str(run) in (*IN_THIS_REPO, *MODELS) or (folder / "config.json").is_file()
+
+
 def load_policy(
     run: str | Path, base: str | None = None, device: str | None = None
 ) -> tuple[TransformerWithLora, dict[str, Any]]:
     """Load the policy of a run's folder, or of an adapter file, and the run's arguments.
 
     Of a folder that is the checkpoint. A file's arguments are those of the run that it lies in, if
-    it lies in one. base: the model, where that run isn't at hand.
+    it lies in one. base: the model, where that run isn't at hand. Of a model that is a policy whose
+    adapters add nothing yet, and no arguments.
 
     Raises ValueError for a path that is neither, and for an adapter that doesn't fit its base.
     """
+    if is_base(run):
+        return TransformerWithLora.from_pretrained(str(run), device=device), {}
     path = Path(run).expanduser()
     is_file = path.suffix == ".safetensors"
     checkpoint = (path.parent if is_file else path) / "checkpoint.pt"
     require(
         is_file or checkpoint.is_file(),
-        f"run should be the folder of a run, or an adapter file, but {path} holds no checkpoint.pt",
+        f"run should be a run's folder, an adapter file or a model's name, but {path} has no "
+        "checkpoint.pt",
     )
     state = load_checkpoint(checkpoint) if checkpoint.is_file() else {"args": {}}
     args: dict[str, Any] = state["args"]
@@ -187,14 +201,25 @@ def paint(text: str, kl: float) -> str:
 
 
 def wrap(tokens: list[Token], width: int, is_coloured: bool) -> list[str]:
-    """Break tokens into lines of `width` characters, filled up with blanks."""
+    """Break tokens into lines of `width` characters, behind a blank if there's one, and fill them
+    up with blanks."""
     characters = [(character, kl) for text, kl in tokens for character in text]
     lines = []
-    for start in range(0, len(characters), width):
-        line = characters[start : start + width]
+    while characters:
+        text = "".join(c for c, _ in characters[:width])
+        end = text.rfind(" ") + 1 if len(characters) > width else width
+        line, characters = characters[: end or width], characters[end or width :]
         shown = [paint(c, kl) if is_coloured else c for c, kl in line]
         lines.append("".join(shown) + " " * (width - len(line)))
     return lines
+
+
+def format_texts(comparison: Comparison, tokenizer: Any, width: int) -> str:
+    """Format what a model says that nobody has trained yet, for a terminal of this width."""
+    lines = []
+    for prompt, tokens, _ in list_rows(comparison, tokenizer):
+        lines += [f"> {prompt[-width + 2 :]}", *map(str.rstrip, wrap(tokens, width, False)), ""]
+    return "\n".join(lines)
 
 
 def format_columns(comparison: Comparison, tokenizer: Any, width: int, is_coloured: bool) -> str:
@@ -226,6 +251,15 @@ def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: 
     write_page(path, title, [say_kl(comparison)], table, figure)
 
 
+def write_rows(path: Path, comparison: Comparison) -> None:
+    """Write prompts and texts, a line of JSON each."""
+    texts = comparison.before.texts, comparison.after.texts
+    rows = zip(comparison.prompts, *texts, strict=True)
+    names = ("prompt", "before", "after")
+    lines = (json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
 def say_kl(comparison: Comparison) -> str:
     return f"KL from the base, mean over the tokens on the right: {comparison.mean_kl:.3f} nats"
 
@@ -237,7 +271,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's folder, or an adapter file (.safetensors)")
+    add("run", type=Path, metavar="RUN", help="a run's folder, its adapters, or a model's name")
     add(
         "--prompt",
         nargs="+",
@@ -252,6 +286,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--base", help="the model, for an adapter file that lies in no run's folder")
     add("--device", help="such as cpu (default: the GPU if there is one)")
     add("--html", type=Path, metavar="FILE", help="write the same as a page, too")
+    add("--jsonl", type=Path, metavar="FILE", help="write the texts as lines of JSON, too")
     return parser.parse_args(arguments)
 
 
@@ -279,12 +314,17 @@ def main(arguments: list[str] | None = None) -> None:
         found = compare(policy, prompts, gen_len, temperature, given.seed, **settings, stops=stops)
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)
+        if given.jsonl:
+            write_rows(given.jsonl, found)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if is_coloured and os.name == "nt":
         os.system("")  # switches colours on in Windows' older terminals
     width = shutil.get_terminal_size((120, 24)).columns
+    if is_base(given.run):
+        print(format_texts(found, policy.tokenizer, width))
+        return
     print(format_columns(found, policy.tokenizer, width, is_coloured))
     print(say_kl(found) + (f"; the page: {given.html}" if given.html else ""))
 

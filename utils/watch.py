@@ -19,7 +19,7 @@ from utils.tracking import make_lock, tolerate_encoding
 from utils.validation import require
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN = ("reward", "eval_reward", "kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
+SHOWN = ("eval_reward", "kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -62,10 +62,13 @@ def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
     noted = json.loads(args.read_text(encoding="utf-8")) if args.is_file() else {}
     done = f"{rows[-1]['phase'] if rows else 0} of {noted.get('total_phases', '?')}"
     text = f"{folder}: {done} phases are done; it {'goes on' if goes_on else 'has ended'}."
-    names = [name for name in SHOWN if any(name in row for row in rows)]
+    known = dict.fromkeys(name for row in rows for name in row)
+    parts = [name for name in known if name.startswith("reward") and name != "reward_std"]
+    names = parts + [name for name in SHOWN if name in known]
+    wide = max(14, *map(len, parts), 0)
     for name in names:
         values = [row[name] for row in rows if name in row]
-        text += f"\n{name:14} {draw_curve(values):24} {values[0]:.3f} to {values[-1]:.3f}"
+        text += f"\n{name:{wide}} {draw_curve(values):24} {values[0]:.3f} to {values[-1]:.3f}"
     last = [[row.get(name) for name in ("phase", *names)] for row in rows[-8:]]
     return f"{text}\n\n{tabulate(last, ('phase', *names), floatfmt='.3f')}".rstrip(), rows
 
@@ -92,7 +95,9 @@ def watch(folder: Path, page: Path | None = None, every_s: float = 2.0) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m utils.watch", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page, too, and go on until the run ends"
+    )
     given = parser.parse_args(arguments)
     tolerate_encoding()
     try:

@@ -62,6 +62,7 @@ SETTINGS: dict[str, dict] = {
     "lies in 10%, price 0.2": {"price": 0.2, "lies": 0.1},
     "lies in 30%, price 0.2": {"price": 0.2, "lies": 0.3},
     "price 0.4, 180 phases": {"price": 0.4, "phases": 180},
+    "1x2 products alone, price 0.6": {"price": 0.6, "phases": 180, "kind": "1x2 product"},
 }  # fmt: skip
 
 
@@ -129,7 +130,8 @@ def calc_mistaken_objective(
 
 def train(setting: dict, seed: int, folder: str, phases: int = 45) -> tuple[Trainer, list[dict]]:
     """Train, and return the trainer with one row of metrics per phase."""
-    rows = question_rows()
+    kind = setting.get("kind")
+    rows = [r for r in question_rows() if kind in (None, find_kind(r["prompt"][3:-1]))]
     lies = setting.get("lies", 0.0)
     args = GrpoArgs(
         base_model="tools",

@@ -283,10 +283,16 @@ def objective_in_one_piece(self, minibatch):
     chosen = logp.gather(-1, ids[:, -n:, None])[..., 0]
     ratio = torch.where(mask, chosen - minibatch.logprobs, 0.0).exp()
     a = torch.where(mask, minibatch.advantages, 0.0)
-    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    above = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + above)
     total = torch.min(ratio * a, clipped * a)
-    error = values[:, -n - 1 : -1] - torch.where(mask, minibatch.returns, 0.0)
-    total = total - args.vf_coef / 2 * error**2
+    values, old = values[:, -n - 1 : -1], torch.where(mask, minibatch.values, 0.0)
+    reach = torch.inf if args.vf_clip_coef is None else args.vf_clip_coef
+    returns = torch.where(mask, minibatch.returns, 0.0)
+    near = old + (values - old).clamp(-reach, reach)
+    error = torch.max((values - returns) ** 2, (near - returns) ** 2)
+    self.metrics["value_loss"] += [(args.vf_coef / 2 * error[mask].mean()).item()]
+    total = total - args.vf_coef / 2 * error
     total = total - args.ent_coef * (logp.exp() * logp).sum(-1)
     if args.kl_in == "loss":
         total = total - args.kl_coef * (logp.exp() * (logp - ref_logp)).sum(-1)

@@ -1810,22 +1810,29 @@ def objective_by_definition(self, minibatch):
     logits, hidden = run(self.model, "shallow", ids, minibatch.attention_mask)
     ref_logits, _ = run(self.model, "shallow", ids, minibatch.attention_mask, adapters=False)
     all_values = hidden @ self.model.value_head.weight[0] + self.model.value_head.bias
-    terms = []
+    terms, errors = [], []
+    above = args.clip_coef if args.clip_coef_high is None else args.clip_coef_high
     for row, t in mask.nonzero().tolist():
         at = n_prompt + t - 1
         policy = Categorical(logits=logits[row, at] / args.temperature)
         reference = Categorical(logits=ref_logits[row, at].detach() / args.temperature)
         ratio = (policy.log_prob(ids[row, at + 1]) - minibatch.logprobs[row, t]).exp()
         advantage = minibatch.advantages[row, t]
-        low, high = 1 - args.clip_coef, 1 + args.clip_coef
+        low, high = 1 - args.clip_coef, 1 + above
         gain = ratio * advantage
         if (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low):
             gain = ratio.detach().clamp(low, high) * advantage
-        error = (all_values[row, at] - minibatch.returns[row, t]) ** 2
+        value, old = all_values[row, at], minibatch.values[row, t]
+        error = (value - minibatch.returns[row, t]) ** 2
+        if args.vf_clip_coef is not None:
+            near = torch.clamp(value, old - args.vf_clip_coef, old + args.vf_clip_coef)
+            error = torch.maximum(error, (near - minibatch.returns[row, t]) ** 2)
+        errors.append(error.item())
         term = gain - args.vf_coef / 2 * error + args.ent_coef * policy.entropy()
         if args.kl_in == "loss":
             term = term - args.kl_coef * kl_divergence(policy, reference)
         terms.append(term)
+    self.metrics["value_loss"].append(args.vf_coef / 2 * sum(errors) / len(errors))
     return torch.stack(terms).mean()
 
 
@@ -1863,6 +1870,7 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
         objective = trainer.compute_rlhf_objective(minibatch)
         n_kept.append(_count_logits(vars(trainer)))
         parts = {"the objective": objective} | trainers.adapter_gradients(objective, model)
+        parts["value_loss in the metrics"] = trainer.metrics["value_loss"][i:]
         found |= by_case({f"minibatch {i + 1}": parts}) if len(rows) > 1 else parts
     piled_up = max(n_kept[-1] - n_kept[0], 0)
     return found | {"the number of logits that pile up in the trainer": piled_up}
@@ -1893,11 +1901,12 @@ def objective_and_gradient(student, rng):
     atol=3e-4,
 )
 def objective_with_kl_in_the_reward(student, rng):
-    """kl_in "reward": no KL in the objective; no entropy; vf_coef 0, clip_coef 0; a top_k"""
+    """kl_in "reward": no KL term; vf_coef and clip_coef 0; clip_coef_high and vf_clip_coef set"""
     counts = {"batch_size": 12, "num_minibatches": 2, "batches_per_learning_phase": 1}
     cases = {
         'kl_in "reward"': {"kl_in": "reward", "top_k": 5} | counts,
         "vf_coef 0, clip_coef 0": {"vf_coef": 0.0, "clip_coef": 0.0},
+        "clip_coef_high and vf_clip_coef": {"clip_coef_high": 0.9, "vf_clip_coef": 0.2},
     }
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     return by_case(

@@ -156,8 +156,11 @@ def test_a_trainer_refuses_a_prompt_that_is_too_long_before_it_samples(tmp_path)
             lambda samples: torch.tensor([0.0, float("nan")] * 8),
             "reward_fn should return finite rewards, but gave nan for '",
         ),
-        (lambda samples: None, "reward_fn should return a tensor of rewards, but returned None"),
-        (lambda samples: ["good"] * 16, "reward_fn should return a tensor of rewards"),
+        (
+            lambda samples: None,
+            "reward_fn should return a list or tensor of numbers, but returned None",
+        ),
+        (lambda samples: ["good"] * 16, "reward_fn should return a list or tensor of numbers"),
         (lambda: torch.zeros(16), "reward_fn should take the samples"),
         (lambda samples, answers: torch.zeros(16), "should need no more .* but needs 'answers'"),
     ],

@@ -26,6 +26,7 @@ from utils.prompts import write_prompt
 from utils.rewards import call_reward_fn, reward_fn_sum
 from utils.tracking import check_same_args, describe_args, save_checkpoint
 from utils.train import load_rows
+from utils.train.data import load_function
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -141,6 +142,9 @@ def test_lines_end_with_a_newline_alone(tmp_path):
     jsonl.write_text('{"question": "x"}\n')
     with pytest.raises(ValueError, match="rename 'question' to prompt"):
         load_rows(str(jsonl))
+    assert load_function("json.py:loads") is json.loads
+    with pytest.raises(ValueError, match="there is no module 'nowhere' for 'nowhere:f' in "):
+        load_rows("nowhere:f")
     with pytest.raises(ValueError, match="data should need no arguments, .* argument: 'data'"):
         load_rows("utils.train.data:load_rows")
 

@@ -146,3 +146,21 @@ def test_before_the_first_phase_no_time_is_told(monkeypatch):
     monkeypatch.setattr("utils.panel.display", lambda bundle, **_: shown.append(bundle) or True)
     Panel(trainer).draw()
     assert [bundle["text/plain"] for bundle in shown] == ["Plot. phase 0 of 4."]
+
+
+def test_recorded_runs_are_a_band_behind_the_curves_that_have_one(monkeypatch):
+    history = [{"phase": 1, "reward": 0.5, "entropy": 1.0}, {"phase": 2, "reward": 0.6}]
+    recorded = [{"reward": [0.2, 0.7, 0.9]}, {"reward": [0.4, 0.3, 0.8]}]
+    args = SimpleNamespace(name=None, total_phases=3)
+    trainer = SimpleNamespace(args=args, phase=2, history=history, recorded=recorded)
+    shown, figures = [], []
+    monkeypatch.setattr("utils.panel.display", lambda bundle, **_: shown.append(bundle) or True)
+    monkeypatch.setattr(
+        "utils.panel.describe_figure", lambda figure: figures.append(figure) or "described"
+    )
+    Panel(trainer).draw()
+    assert figures[0].get_suptitle() == "phase 2 of 3; grey: 2 recorded runs"
+    bands = [list(axes.collections) for axes in figures[0].axes]
+    assert [len(band) for band in bands] == [1, 0, 0, 0]
+    corners = {(x, round(y, 6)) for x, y in bands[0][0].get_paths()[0].vertices}
+    assert corners == {(1, 0.2), (1, 0.4), (2, 0.3), (2, 0.7), (3, 0.8), (3, 0.9)}

@@ -133,7 +133,7 @@ def test_held_out_prompts_come_first(run):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("none", "run should be the folder of a run, or an adapter file"),
+    [("none", "run should be a run's folder, an adapter file or a model's name"),
      ("none.safetensors", "run should be a folder or an adapter file, but there is no"),
      ("torn.safetensors", "run should be a safetensors file")],
 )  # fmt: skip
@@ -166,13 +166,31 @@ def test_the_command_shows_both_and_writes_the_page(run, tmp_path, capsys, monke
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_long_text_is_broken_without_losing_a_character():
-    tokens = [(" token", 0.0), ("ised", 2.0)] * 20
-    for is_coloured in (False, True):
-        lines = sample.wrap(tokens, 17, is_coloured)
-        plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines]
-        assert {len(line) for line in plain} == {17}
-        assert "".join(plain).rstrip() == " tokenised" * 20
+def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
+    found = tmp_path / "texts.jsonl"
+    words = ["--prompt", *PROMPTS, "--gen-len", "6", "--temperature", "0", "--device", "cpu"]
+    sample.main(["embedded", *words, "--jsonl", str(found)])
+    said = capsys.readouterr().out
+    model = load_base_model("embedded", "cpu")
+    texts = sample_completions(model, PROMPTS, 6, temperature=0.0).texts
+    rows = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
+    assert [row["before"] for row in rows] == texts
+    assert all(text.split("\n")[0] in said for text in texts)
+    assert "│" not in said
+    with pytest.raises(SystemExit, match="prompt should be given, as embedded"):
+        sample.main(["embedded", "--device", "cpu"])
+
+
+def test_a_long_text_is_broken_at_blanks_without_losing_a_character():
+    for text, width in ((" token", 17), ("x" * 6, 17)):
+        tokens = [(text, 0.0), ("ised", 2.0)] * 12
+        for is_coloured in (False, True):
+            found = sample.wrap(tokens, width, is_coloured)
+            plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in found]
+            assert {len(line) for line in plain} == {width}
+            rest = "".join(line.rstrip(" ") for line in plain)
+            assert rest.replace(" ", "") == f"{text}ised".strip() * 12
+            assert text[0] == "x" or all(line.rstrip().endswith("tokenised") for line in plain[1:])
 
 
 # --- While it goes on -----------------------------------------------------------------------------

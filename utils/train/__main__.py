@@ -129,7 +129,8 @@ def train(command: Any) -> list[dict[str, float]]:
                 )
             if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
                 how = "torchrun ... -m" if is_parallel else "python -m"
-                say(f"to go on: {how} utils.train --resume {trainer.folder}")
+                hint = f"to go on: {how} utils.train --resume {trainer.folder}"
+                say(hint) if is_parallel or not is_of_own_code(error) else error.add_note(hint)
             if is_parallel:
                 os._exit(1)  # leaving the group would wait for the ranks that are gone
             raise
@@ -185,7 +186,7 @@ def stop(signum: int, frame: Any) -> None:
     raise AskedToStop("asked to stop, as another rank ended or torchrun did")
 
 
-def is_of_own_code(error: Exception) -> bool:
+def is_of_own_code(error: BaseException) -> bool:
     """Return whether an error was raised in a reward, an environment or data of the reader's."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.filename in OWN_FILES for frame in frames)

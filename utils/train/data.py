@@ -26,6 +26,7 @@ def load_function(path: str) -> Callable:
     Raises ValueError, with the names that there are, where there is no such function.
     """
     module_name, _, name = path.partition(":")
+    module_name = module_name.removesuffix(".py")
     is_path = module_name and name and not module_name.startswith(".")
     require(is_path, f"a function should be given as module:function, not {path!r}")
     if os.getcwd() not in sys.path:
@@ -35,7 +36,8 @@ def load_function(path: str) -> Callable:
     except ModuleNotFoundError as error:
         if not (module_name + ".").startswith(f"{error.name}."):
             raise  # the module is there, but what it imports is not
-        raise ValueError(f"there is no module {module_name!r} for {path!r}") from error
+        here = f"in {os.getcwd()}, nor among what is installed"
+        raise ValueError(f"there is no module {module_name!r} for {path!r} {here}") from error
     if module_name.partition(".")[0] not in ("solutions", "utils"):
         OWN_FILES.add(str(module.__file__))
     found = getattr(module, name, None)

@@ -43,8 +43,8 @@ HELP = {
     "base_lr": "The adapters' learning rate.",
     "max_grad_norm": "Gradients are scaled down to this norm.",
     "warmup_steps": "Phases, not updates, until the learning rates reach their full size.",
-    "final_scale": "The share of their full size at which the learning rates end.",
-    "clip_coef": "How far below 1 a ratio is clipped.",
+    "final_scale": "The share of their full size to which the learning rates fall, on a line.",
+    "clip_coef": "How far below 1 a ratio is clipped; with one update per rollout it's always 1.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
     "ent_coef": "The weight of the entropy bonus, in nats per token.",
     "kl_coef": "The price of the KL from the base, in nats per token.",
@@ -157,8 +157,12 @@ class Options:
     ] = None
 
     def __post_init__(self):
-        """Read what a shell leaves of a new line or a tab."""
+        """Read what a shell leaves of a new line or a tab, and find files from anywhere."""
         self.stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop]
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            if given is not None and ":" not in given:
+                setattr(self, name, str(Path(given).expanduser().absolute()))
 
     def read_evaluation_rows(self, columns: dict[str, list]) -> list[dict[str, Any]]:
         """Return the held-out rows; raises ValueError if they lack a column of the data."""
@@ -221,6 +225,10 @@ def make_args(command: Any) -> RLHFArgs:
     if isinstance(values.get("environment"), str):
         values["environment"] = load_function(values["environment"])
     if command.data is not None:
+        require(
+            getattr(command, "prefix", None) == defaults.get("prefix"),
+            "prefix should not be given beside data, which has the prompts",
+        )
         rows = load_rows(command.data)
         values["prompts"] = [row["prompt"] for row in rows]
         values["columns"] = {k: [row[k] for row in rows] for k in rows[0] if k != "prompt"}
