@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from solutions.ch0_sampling import encode_prompts, get_logprobs
-from solutions.ch10_tools import Turns
+from solutions.ch10_tools import Turns, run_calculator
 from utils.grading.known_answers import right
 from utils.models.decoding import draw, get_end_ids
 
@@ -202,6 +202,30 @@ def question_by_question(model, questions):
     return {name: torch.stack(values) for name, values in found.items()}
 
 
+@right("measure_exactly")
+@torch.no_grad()
+def multiplied_as_numbers(model, questions):
+    """Token by token, in Python's floats, and so in float32 at the end."""
+    tokenizer = model.tokenizer
+
+    def multiply(before, text, end=()):
+        ids, following = tokenizer([before, text], add_special_tokens=False)["input_ids"]
+        ids, following = [tokenizer.bos_token_id, *ids], [*following, *end]
+        probs = model(torch.tensor([ids + following]))[0].softmax(-1)
+        return math.prod(probs[len(ids) - 1 + i, v].item() for i, v in enumerate(following))
+
+    found, end = defaultdict(list), [tokenizer.eos_token_id]
+    for question in questions:
+        result = run_calculator(f"<{question}>")
+        prompt = f"Q: {question}\n"
+        found["call"].append(multiply(prompt, "<"))
+        found["right_direct"].append(multiply(f"{prompt}A", f": {result[1:-1]}", end))
+        found["exact_call"].append(multiply(f"{prompt}<", f"{question}>"))
+        called = f"{prompt}<{question}>{result}"
+        found["copied"].append(multiply(called, f"A: {result[1:-1]}", end))
+    return {name: torch.tensor(values) for name, values in found.items()}
+
+
 # --- compare_within_kinds -----------------------------------------------------------------------
 
 
@@ -224,4 +248,21 @@ def with_a_matrix_of_parts(p_right, p_call, kinds, n=3):
         part = torch.arange(n).repeat_interleave(sizes)
         belongs = F.one_hot(part, n).T.to(p_call.dtype)
         found[kind] = belongs @ p_call[in_order] / sizes
+    return found
+
+
+@right("compare_within_kinds")
+def in_groups_of_a_sorted_list(p_right, p_call, kinds, n=3):
+    """All questions sorted by kind, then by P(right); it is n that is too large."""
+    if n < 1:
+        raise ValueError(f"n should be at least 1, but is {n}")
+    first, found = {kind: kinds.index(kind) for kind in kinds}, {}
+    order = sorted(range(len(kinds)), key=lambda i: (first[kinds[i]], p_right[i].item()))
+    for kind, group in itertools.groupby(order, key=kinds.__getitem__):
+        size, more = divmod(len(chosen := list(group)), n)
+        if size == 0:
+            raise ValueError(f"n should be at most {len(chosen)}, as {kind!r} has no more")
+        rest = iter(chosen)
+        parts = [list(itertools.islice(rest, size + (i < more))) for i in range(n)]
+        found[kind] = torch.stack([p_call[part].mean() for part in parts])
     return found

@@ -146,9 +146,9 @@ def worked_own_mask(student, rng):
 
 @check("get_own_mask", public=True, points=2, seeds=3, expected=own_mask_by_loops)
 def masks_of_random_turns(student, rng):
-    """Any number of turns per row, in any order, some empty; the same ids on both sides"""
+    """Any number of turns per row, in any order, some empty; ids of both sides; turns that recur"""
     whole = draw_turns(rng)
-    whole[rng.integer(0, 6)] = [([1, 2, 2, 0], True), ([2, 0], False), ([0, 2], True)]
+    whole[rng.integer(0, 6)] = [([1, 2, 2, 0], True), ([2, 0], False), ([0, 2], True)] * 2
     return student.get_own_mask(whole)
 
 
@@ -326,16 +326,28 @@ def turns_of_the_tools_model(student, rng):
     return sample(student, rng, calculate, prompts=prompts, model=model, max_new_tokens=20)
 
 
-@check("sample_in_turns", seeds=2, expected=turns_by_plain_calls, float64=False, tier="hardening")
+@check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
 def answers_of_all_kinds(student, rng):
     """Answers that contain ">" or an eos, are empty, or are longer than the space that is left"""
-    answers = ["", ">", "=1>2\n", "<eos>", "=3<eos>4\n", "film " * 30, ">>", "<1+1>"]
+    answers = ["", "=1>2\n", "=3<eos>4\n", "film " * 30, "<1+1>"]
+    model = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0, ">": 2.0})
+    limits = {"max_calls": 3, "max_new_tokens": 16, "model": model, "prompts": draw_prompts(rng, 2)}
+    return {
+        f"after {answer[:8]!r}": sample(student, rng, lambda _, said=answer: said, **limits)
+        for answer in answers
+    }
+
+
+@check("sample_in_turns", seeds=2, expected=turns_by_plain_calls, float64=False, tier="hardening")
+def tokens_that_a_text_hides(student, rng):
+    """A pad or a bos that the policy draws ends nothing; tokens stay those that were drawn"""
+    symbols = ["<", ">", ".", " ", "A", "<pad>", "<bos>"]  # " A" is one token, too
+    model = make_writer(rng, symbols, {".": -2.0, "A": 2.0, " ": 2.0})
 
     def answer(turn):
-        return answers[sum(map(ord, turn)) % len(answers)]
+        return reply(turn.replace("<pad>", "").replace("<bos>", ""))
 
-    model = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0, ">": 2.0})
-    return sample(student, rng, answer, 4, max_calls=3, max_new_tokens=16, model=model)
+    return sample(student, rng, answer, 4, max_calls=3, max_new_tokens=24, model=model)
 
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
@@ -450,8 +462,9 @@ def draw_texts(rng):
     texts += [f"A: {right}\n", f"A: {right}\n\n", f"A: {right}\nA: {right}0", f"A: 0\nA: {right}"]
     texts += [f"A: {right}0", f"A: 0{right}", f"A: -{right}", f"A: {right} ", f" A: {right}"]
     texts += [f"A:{right}", f"A {right}", right, f"a: {right}", f"B: {right}", f"AA: {right}"]
-    texts += [f"A: {right[:-1]}", "A: ", "", "\n", ">", ">>>\n", f">A: {right}", f"A: {right}>"]
+    texts += [f"A: {right[:-1]}", "A: ", "", "\n", ">", ">>>>>\n", f">A: {right}", f"A: {right}>"]
     texts += [f"{call}=?\nA: {right}", f"A: {right}\n{call}", f"{call}{said}A: {a + b}"]
+    texts += [f"7\rA: {right}", f"7\x0cA: {right}", f"7\u2028A: {right}"]  # no newlines
     order = rng.permutation(len(texts)).tolist()
     return [texts[i] for i in order], [right] * len(texts)
 
@@ -480,8 +493,8 @@ def prices_of_many_kinds(student, rng):
 def answers_that_are_no_numbers(student, rng):
     """Answers that are words, look like patterns, or are empty"""
     answers = ["yes", ".*", "a b", "", "(", "x > y", "1,000", "\\d", str(rng.integer(0, 10**6))]
-    samples = [f"A: {answer}" for answer in answers] + ["A: 7", "A: a", "A: ab", "A: yesno"]
-    answers += ["yes", ".*", "a b", "yes"]
+    samples = [f"A: {answer}" for answer in answers] + ["A: 7", "A: a", "A: ab", "A: YES"]
+    answers += ["07", ".*", "a b", "yes"]
     order = rng.permutation(len(samples)).tolist()
     return student.reward_fn_priced([samples[i] for i in order], [answers[i] for i in order], 0.1)
 
@@ -579,6 +592,23 @@ def fills_of_all_kinds(student, rng):
 
 
 @check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
+def ratios_far_from_one(student, rng):
+    """Ratios up to e^30: where an advantage is negative, nothing limits them"""
+    own = draw_own_mask(rng)
+    pair = ragged_logprobs(rng, own)
+    steps = rng.uniform(*own.shape, low=-1.0)
+    return {
+        f"up to e^{limit}": value_and_gradients(
+            lambda **inputs: student.calc_tool_objective(**inputs, own_mask=own),
+            logprobs=pair["old_logprobs"] + limit * steps,
+            old_logprobs=pair["old_logprobs"],
+            advantages=-rng.uniform(len(own), low=0.5),
+        )
+        for limit in (6, 30)
+    }
+
+
+@check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
 def batches_with_empty_rows(student, rng):
     """Completions with no token of their own count as 0, whether half of them or all"""
     own = draw_own_mask(rng, 8)
@@ -611,7 +641,7 @@ def values_by_outcomes(student, rng):
     found = {}
     for price in (0, 0.4, float(rng.uniform(1, high=2.0))):
         p_direct, p_called = rng.uniform(2, 12)
-        p_direct[:2], p_called[1:3] = 0.0, 1.0
+        p_direct[:2], p_called[1:3], p_called[3:5] = 0.0, 1.0, 0.0
         found[f"price {price}"] = student.calc_call_value(p_direct, p_called, price)
     return found
 
@@ -650,7 +680,7 @@ def worked_probabilities(student, rng):
     chain = {"\n": {"<": 0.25, "A": 0.6, "Q": 0.15}, "A": {":": 0.5, "A": 0.5}, ":": {" ": 1.0}}
     chain |= {" ": {"6": 0.8, "7": 0.2}, "6": {".": 0.5, "6": 0.5}, "<": {"2": 0.7, "3": 0.3}}
     chain |= {"2": {"*": 0.2, "2": 0.8}, "*": {"3": 0.4, "2": 0.6}, "3": {"\n": 0.5, ">": 0.5}}
-    return student.measure_exactly(make_chain(chain), ["2*3"])
+    return in_float64(student.measure_exactly(make_chain(chain), ["2*3"]))
 
 
 ASKED = "<>0123456789*+=A: \n.Q?"
@@ -662,9 +692,16 @@ def draw_questions(rng, n=5, digits=4):
     return [f"{a}{'+*'[rng.integer(0, 2)]}{b}" for a, b in draws] + ["2*3", "12+34"]
 
 
+def in_float64(found):
+    """What was found of a model in float64, which may be returned in float32 as well."""
+    if isinstance(found, dict):
+        return {name: in_float64(values) for name, values in found.items()}
+    return found.double() if isinstance(found, torch.Tensor) else found
+
+
 def measure(student, model, questions):
     """The probabilities, and their logs, as most are small."""
-    found = student.measure_exactly(model, questions)
+    found = in_float64(student.measure_exactly(model, questions))
     return found | {f"the log of {name}": values.log() for name, values in found.items()}
 
 
@@ -688,7 +725,7 @@ def probabilities_of_one_question(student, rng):
     model, (one, *others) = make_writer(rng, ASKED, {}), draw_questions(rng, 4)
     return {
         "alone": measure(student, model, [one]),
-        "among others": measure(student, model, [one, *others[:3], "999999999*999999999"]),
+        "among others": measure(student, model, [one, *others[:3], "99999*99999"]),
     }
 
 
@@ -718,7 +755,7 @@ def measuring_leaves_no_trace(student, rng):
     """No gradient is recorded; the questions are left unchanged"""
     model, questions = make_writer(rng, ASKED, {}), draw_questions(rng, 3)
     found = student.measure_exactly(model, questions)
-    return found | {
+    return in_float64(found) | {
         "the questions": questions,
         "gradients": [found[name].requires_grad for name in sorted(found)],
         "gradients afterwards": torch.is_grad_enabled(),
@@ -787,7 +824,9 @@ def too_few_questions(student, rng):
     """A ValueError names n if it is below 1, and kinds if one has fewer than n questions"""
     answers, f = draw_answers(rng, {"many": 9, "few": 2}), student.compare_within_kinds
     found = {f"n {n}": error_of("n", f, *answers, n=n) for n in (0, -1)}
-    found |= {f"n {n}": error_of("kinds", f, *answers, n=n) for n in (3, 10)}
+    for n in (3, 10):
+        said = [error_of(name, f, *answers, n=n) for name in ("kind", "n")]  # either may be blamed
+        found[f"n {n}"] = max(said, key=lambda one: one.endswith("names it"))
     return found | {"two parts": f(*answers, n=2)}
 
 

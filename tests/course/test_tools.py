@@ -30,6 +30,9 @@ from solutions.ch10_tools import (
 )
 from tests.course.helpers import ONE_STEP, load, randomize
 from utils.chapters import sort_chapters
+from utils.grading.checks import get_checks
+from utils.grading.diagnosis import grade_answer
+from utils.grading.known_answers import Edit, KnownAnswer
 from utils.models.decoding import draw, get_end_ids
 from utils.models.loading import EMBEDDED_MODEL, TOOLS_MODEL
 from utils.models.pretrain_tools import pretrain_tools
@@ -329,6 +332,71 @@ def test_loss_and_gradients_are_trls_with_a_tool_mask(kl_coef, tmp_path):
     assert (other - gradients[0]).abs().max() > 1e-4
 
 
+# --- The checks ---------------------------------------------------------------------------------
+
+IS_CALL = """tokens[i] == call_end and len(call_ends[row]) == max_calls:
+                    goes_on[i] = False
+                elif own and tokens[i] == call_end:"""
+BY_TEXT = "tokenizer.decode(turn).endswith(CALL_END)"
+SUBTLE = {  # what is wrong: where, the check that sees it, and the change of the reference
+    "turns that recur": (
+        "get_own_mask", "masks_of_random_turns",
+        "[is_own for ids, is_own in row for _ in ids]",
+        "[own and row.index((ids, own)) == i for i, (ids, own) in enumerate(row) for _ in ids]",
+    ),
+    "a call by its text": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        IS_CALL, IS_CALL.replace("tokens[i] == call_end", BY_TEXT),
+    ),
+    "a pad is an end": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        "tokens[i] in ends:", "tokens[i] in (*ends, tokenizer.pad_token_id):",
+    ),
+    "tokens of the text": (
+        "sample_in_turns", "tokens_that_a_text_hides",
+        "said = tool(tokenizer.decode(turn))",
+        "said = tool(tokenizer.decode(turn))\n                    "
+        "turn[:] = tokenizer(tokenizer.decode(turn), add_special_tokens=False)['input_ids']",
+    ),
+    "nothing to take": (
+        "sample_in_turns", "answers_of_all_kinds",
+        "if not turns[row][-1][1] and not pending[row]:", "if not own and not pending[row]:",
+    ),
+    "lines without a newline": (
+        "reward_fn_priced", "rewards_of_many_texts",
+        'text.rsplit("\\n", 1)[-1] == f"A: {answer}"',
+        '(text + "|").splitlines()[-1] == f"A: {answer}|"',
+    ),
+    "three calls at most": (
+        "reward_fn_priced", "rewards_of_many_texts",
+        "text.count(CALL_END)", "min(text.count(CALL_END), 3)",
+    ),
+    "upper and lower case": (
+        "reward_fn_priced", "answers_that_are_no_numbers",
+        '"\\n", 1)[-1] == f"A: {answer}")', '"\\n", 1)[-1].lower() == f"a: {answer}".lower())',
+    ),
+    "a log-ratio of 20 at most": (
+        "calc_tool_objective", "ratios_far_from_one",
+        "calc_ratio(logprobs, old_logprobs, own_mask)",
+        "calc_ratio(logprobs, old_logprobs, own_mask).clamp(max=2.7**20)",
+    ),
+    "no price where calling never helps": (
+        "calc_call_value", "values_by_outcomes", "- price", "- price * (p_right_called > 0)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SUBTLE)
+def test_checks_see_what_is_subtly_wrong(what):
+    exercise, name, pattern, replacement = SUBTLE[what]
+    edit = Edit(exercise, pattern, replacement)
+    answer = KnownAnswer("ch10_tools", exercise, what, edit=edit)
+    lost = {
+        c.name for c in get_checks("ch10_tools")[exercise] if not grade_answer(c, answer).passed
+    }
+    assert name in lost
+
+
 # --- Environments -------------------------------------------------------------------------------
 
 
@@ -354,6 +422,7 @@ def divide():
         (lambda: time.sleep(60), "no answer within 0.3 seconds"),
         (lambda: 1081, "returned int"),
         (lambda: exit(3), "raised SystemExit"),
+        (lambda: "=\ud83d\n", "raised UnicodeEncodeError"),
     ],
 )
 def test_an_environment_that_fails_costs_one_rollout(fail, said):
@@ -407,10 +476,44 @@ def test_an_environment_sees_what_it_names_and_may_end_a_rollout():
     assert len(ended) >= len(seen[::2])
     with pytest.raises(ValueError, match="environment should need no more than a turn"):
         GrpoArgs(**SMALL | {"environment": lambda turn, secret: ""})
+    for takes_none in (lambda: "", lambda *, turn: "", lambda **columns: ""):
+        with pytest.raises(ValueError, match="environment should take a turn"):
+            GrpoArgs(**SMALL | {"environment": takes_none})
     with pytest.raises(ValueError, match="environment should be a function"):
         GrpoArgs(**SMALL | {"environment": "calculator"})
     with pytest.raises(ValueError, match="turn_end"):
         GrpoArgs(**SMALL | {"turn_end": ""})
+
+
+def test_what_an_environment_changes_is_a_copy():
+    """A chat that it goes on with is the prompt of later phases, and a column the reward's."""
+
+    def change(turn, prompt, notes):
+        prompt.append({"role": "assistant", "content": turn})
+        notes["seen"] = turn
+        return ""
+
+    row = {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+    environment = Environment(change, ["notes"])
+    assert environment.ask("<2*3>", row) == ""
+    environment.leave()
+    assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+
+
+def test_of_a_long_answer_no_more_is_read_than_may_have_room(monkeypatch):
+    trainer, seen = GrpoTrainer(GrpoArgs(**SMALL)), []
+    kind = type(trainer.model.tokenizer)
+    read = kind.__call__
+
+    def listen(self, text, **options):
+        seen.append(len(text))
+        return read(self, text, **options)
+
+    monkeypatch.setattr(kind, "__call__", listen)
+    _, samples = make_samples(environment=lambda turn: "film 99\n" * 100_000)
+    assert 0 < max(seen) < 24 * 1000
+    _, others = make_samples(environment=lambda turn: "film 99\n" * 24)
+    assert samples.texts == others.texts
 
 
 @pytest.mark.parametrize("turn_end", ["\n", ">=", "<eos>", ": 1"])

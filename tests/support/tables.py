@@ -6,6 +6,7 @@ one token of the embedded model's tokenizer, a digit for example; "." stands for
 
 import copy
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,7 +119,9 @@ def make_chain(steps: dict[str, dict[str, float]]) -> TableModel:
     return TableModel(logits)
 
 
-def make_writer(rng, symbols: str, bonus: dict[str, float], spread: float = 1.0) -> TableModel:
+def make_writer(
+    rng, symbols: Sequence[str], bonus: dict[str, float], spread: float = 1.0
+) -> TableModel:
     """Return a model that writes these symbols in a random way; a bonus is added to the logits of
     some of them."""
     closed = torch.full((VOCAB_SIZE,), NEVER)

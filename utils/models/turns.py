@@ -6,6 +6,7 @@ over a decoder's `start`, `draw` and `advance`, as `Decoder.generate` is, with t
 """
 
 import contextlib
+import copy
 import inspect
 import queue
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor
 from utils.models.decoding import draw, get_decoder, get_end_ids
 from utils.validation import require
 
+CHARACTERS = 1000  # of an answer that are read for each token of room
 OFFERED = ("prompt", "completion")  # what an environment may name, besides a trainer's columns
 
 
@@ -80,14 +82,14 @@ class Environment:
     `function(turn)` gets the text of a turn: all since the environment last wrote, up to
     `turn_end`, which it ends with. It returns the text that is written next, or None to end the
     rollout. It may name further arguments: `prompt`, `completion` (all that both have written), and
-    those of `columns`, each with its row's value.
+    those of `columns`, each with its row's value, a copy if that is a list or a dict.
 
     After `max_calls` answers, the next turn gets none and ends the rollout. Calls are made one
     after another, in a thread, and given up after `seconds`; one that never returns goes on in its
     thread until the program ends.
 
-    Raises ValueError for a `function` that is none or needs another argument, and for an empty
-    `turn_end`.
+    Raises ValueError for a `function` that is none, takes no turn or needs another argument, and
+    for an empty `turn_end`.
     """
 
     def __init__(
@@ -110,7 +112,11 @@ class Environment:
         """Return what the environment answers to a turn; warn if that is a failure."""
         if self._worker is None:
             self._worker = Worker(self.function)
-        said = self._worker.ask(turn, {name: row[name] for name in self.named}, self.seconds)
+        known = {name: row[name] for name in self.named}
+        for name, value in known.items():
+            if isinstance(value, list | dict):  # such as a chat, which it may go on with
+                known[name] = copy.deepcopy(value)
+        said = self._worker.ask(turn, known, self.seconds)
         if isinstance(said, Failure):
             self.leave()
             warnings.warn(f"environment {said.said}, after the turn {turn!r}", stacklevel=2)
@@ -277,8 +283,9 @@ class Transcripts:
             self.failures[row] = said
         if not isinstance(said, str):
             return False
-        ids = self.tokenizer(said, add_special_tokens=False)["input_ids"]
-        ids = ids[: self.ids.shape[1] - step - 1]
+        room = self.ids.shape[1] - step - 1
+        said = said[: room * CHARACTERS]  # to read a long page to its end takes seconds
+        ids = self.tokenizer(said, add_special_tokens=False)["input_ids"][:room]
         self.starts[row] = step + 1 + len(ids)
         self.forced[row, step + 1 : self.starts[row]] = self.forced.new_tensor(ids)
         return True
@@ -335,6 +342,8 @@ class Worker:
     def _call(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
         try:
             said = self.function(turn, **row)
+            if isinstance(said, str):
+                said.encode()  # a tokenizer can't read half of a surrogate pair
         except BaseException as error:  # in this thread, nothing else would report it
             return Failure(f"raised {type(error).__name__}: {error}")
         if said is None or isinstance(said, str):
@@ -345,12 +354,16 @@ class Worker:
 def find_named(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
     """Return which of the offered names parameters behind the first one have.
 
-    Raises ValueError for another parameter that has no default.
+    Raises ValueError for another parameter that has no default, and if there is no first one.
     """
     try:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
+        signature = inspect.signature(function)
     except ValueError:  # as of some built-in functions
         return []
+    parameters = list(signature.parameters.values())
+    takes_turn = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters[:1])
+    require(takes_turn, f"environment should take a turn, but takes {signature}")
+    del parameters[0]
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return list(offered)
     named = []
