@@ -51,6 +51,15 @@ def test_chapter_10_has_the_recorded_figures():
     assert all(run["after"]["right"] > run["before"]["right"] + 0.4 for run in CALCULATOR)
 
 
+def test_chapter_10_has_what_came_of_a_single_kind():
+    page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
+    runs = json.loads((ROOT / "chapters/results/ch10_tools_runs.json").read_text("utf-8"))
+    thirds = [r["thirds"]["1x2 product"] for r in runs if r["setting"].startswith("1x2 products")]
+    assert max(thirds[0]) < 0.002
+    for found in thirds[1:]:
+        assert "{:.2f}, {:.2f} and {:.2f}".format(*found) in page
+
+
 def test_the_page_has_the_recorded_recipes():
     page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
     assert {run["recipe"] for run in WORD_PROBLEMS} <= {*RECIPES}

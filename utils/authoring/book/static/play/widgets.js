@@ -183,9 +183,9 @@ const isWorked = (text) => ["ones ", "tens ", "sum "].every((step) => text.inclu
 function addAdditions(root, { texts }, { addControls, count = 12, title, finish = () => {} }) {
   let seed = 0;
   const sum = make("div", { class: "play-sum" }, "Q: ");
-  const a = addNumber(sum, "First number, from 10 to 99", 27, update);
+  const a = addNumber(sum, "First number, from 10 to 99", 34, update);
   sum.append(" + ");
-  const b = addNumber(sum, "Second number, from 10 to 99", 48, update);
+  const b = addNumber(sum, "Second number, from 10 to 99", 51, update);
   addButton(sum, "Resample", () => { seed += 1; update(); });
   const warning = make("p", { class: "play-warning", role: "alert" });
   root.append(sum, warning);
@@ -220,7 +220,7 @@ function addAdditions(root, { texts }, { addControls, count = 12, title, finish 
 
 /** Add bars of the likeliest first tokens, which are drawn from a job's first part. */
 function addFirst(root, texts) {
-  const draw = addBars(root, "How an answer begins:", "bar: this model, mark: the base model");
+  const draw = addBars(root, "How an answer begins (A: the number at once; ones: its steps first):", "bar: this model, mark: the base model");
   return ({ logits, baseLogits }) => {
     const [p, q] = [softmax(logits), softmax(baseLogits)];
     const order = [...q.keys()].sort((i, j) => q[j] - q[i]); // so that no bar changes its place
