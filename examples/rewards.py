@@ -28,5 +28,5 @@ def is_right(completions, answer, **_):
 
 
 def price_of_length(completions, **_):
-    """Return -0.01 for each character after the first ten, and -1 at most."""
+    """Return -0.01 for each character after the first ten, but never less than -1."""
     return [-min(0.01 * max(len(read(one)) - 10, 0), 1.0) for one in completions]

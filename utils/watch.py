@@ -7,6 +7,8 @@ page that reloads itself. Elsewhere, as into a file or on another machine, they 
 import argparse
 import json
 import math
+import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ from utils.tracking import make_lock, tolerate_encoding
 from utils.validation import require
 
 BARS = "▁▂▃▄▅▆▇█"
-SHOWN = ("eval_reward", "kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
+SHOWN = ("kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
 
 
 def read_rows(folder: Path) -> list[dict]:
@@ -62,8 +64,8 @@ def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
     noted = json.loads(args.read_text(encoding="utf-8")) if args.is_file() else {}
     done = f"{rows[-1]['phase'] if rows else 0} of {noted.get('total_phases', '?')}"
     text = f"{folder}: {done} phases are done; it {'goes on' if goes_on else 'has ended'}."
-    known = dict.fromkeys(name for row in rows for name in row)
-    parts = [name for name in known if name.startswith("reward") and name != "reward_std"]
+    known = dict.fromkeys(name for row in rows for name in row if name != "reward_std")
+    parts = [name for name in known if re.match("reward|eval_(reward|completion_len)", name)]
     names = parts + [name for name in SHOWN if name in known]
     wide = max(14, *map(len, parts), 0)
     for name in names:
@@ -102,6 +104,8 @@ def main(arguments: list[str] | None = None) -> None:
     tolerate_encoding()
     try:
         watch(given.run, given.html)
+    except BrokenPipeError:  # whoever read it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:  # of the watching: the run goes on

@@ -30,8 +30,10 @@ MIXED = {"n_steps": (1, 2), "largest": 20}
 # The problems, solved ones in the prompt, examples for SFT, phases of GRPO, and its arguments.
 RECIPES: dict[str, tuple[dict[str, Any], int, int, int, dict[str, float]]] = {
     "few-shot, easy": (EASY, 1, 0, 6, {}),
+    "few-shot, easy, longer": (EASY, 1, 0, 12, {}),
     "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, {"ent_coef": 0.0}),
     "SFT first, easy": (EASY, 0, 256, 6, {}),
+    "SFT first, easy, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0.0}),
     "SFT first, easy, small steps, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0.0, "base_lr": 1e-4}),
     "SFT first, mixed": (MIXED, 0, 512, 6, {}),
 }

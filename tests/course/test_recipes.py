@@ -60,6 +60,18 @@ def test_chapter_10_has_what_came_of_a_single_kind():
         assert "{:.2f}, {:.2f} and {:.2f}".format(*found) in page
 
 
+def test_without_the_bonus_a_few_shot_policy_learns():
+    """The ranges over three seeds don't touch, of samples and of greedy answers."""
+    for how in ("sampled", "greedy"):
+        found = {
+            recipe: [run["after GRPO"][how] for run in WORD_PROBLEMS if run["recipe"] == recipe]
+            for recipe in ("few-shot, easy, longer", "few-shot, easy, longer, no bonus")
+        }
+        with_bonus, without = found.values()
+        assert len(with_bonus) == len(without) == 3
+        assert max(with_bonus) < min(without)
+
+
 def test_the_page_has_the_recorded_recipes():
     page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
     assert {run["recipe"] for run in WORD_PROBLEMS} <= {*RECIPES}

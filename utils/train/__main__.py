@@ -161,7 +161,7 @@ def print_results(trainer: Any) -> None:
     rows = [row for row in trainer.history if "eval_reward" in row]
     if rows:
         first, last, best = rows[0], rows[-1], max(rows, key=lambda row: row["eval_reward"])
-        names = [name for name in last if name.startswith("eval_reward")]
+        names = [name for name in last if name.startswith("eval_")]
         phases = [f"phase {row['phase']:.0f}" for row in (first, last, best)]
         table = [
             [name.removeprefix("eval_"), *(row.get(name) for row in (first, last, best))]

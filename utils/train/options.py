@@ -56,7 +56,7 @@ HELP = {
     "vf_coef": "The weight of the value loss.",
     "vf_clip_coef": "How far a value may move in one phase; None is any distance.",
     "group_size": "Completions of each prompt, which are compared with one another.",
-    "advantage_scale": "Divide by the standard deviation of the group, of the batch, or by 1.",
+    "advantage_scale": "Divide by the std of the group, the batch (if rewards have a price), or 1.",
     "kl_kind": "The estimate k3 of the KL, or the exact one over the whole vocabulary.",
     "environment": "module:function that gets a turn's text and returns what follows, or None.",
     "turn_end": "The text that ends each of the policy's turns.",
@@ -120,7 +120,8 @@ class Options:
         say("module:function, one or several, added up; if none, chapter 2's sentiment."),
     ] = field(default_factory=list)
     reward_weights: Annotated[
-        list[float], say("A weight for each reward, in their order, as 1 0.5; if none, all are 1.")
+        list[float],
+        say("A weight for each reward, in order, as 1 0.5 (0: only measured); if none, all are 1."),
     ] = field(default_factory=list)
     eval_data: Annotated[
         str | None,
