@@ -66,13 +66,15 @@ def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
     text = f"{folder}: {done} phases are done; it {'goes on' if goes_on else 'has ended'}."
     known = dict.fromkeys(name for row in rows for name in row if name != "reward_std")
     parts = [name for name in known if re.match("reward|eval_(reward|completion_len)", name)]
-    names = parts + [name for name in SHOWN if name in known]
+    names = sorted(parts, key=lambda name: name.startswith("eval"))
+    names += [name for name in SHOWN if name in known]
     wide = max(14, *map(len, parts), 0)
     for name in names:
         values = [row[name] for row in rows if name in row]
         text += f"\n{name:{wide}} {draw_curve(values):24} {values[0]:.3f} to {values[-1]:.3f}"
-    last = [[row.get(name) for name in ("phase", *names)] for row in rows[-8:]]
-    return f"{text}\n\n{tabulate(last, ('phase', *names), floatfmt='.3f')}".rstrip(), rows
+    shown = [name for name in ("phase", "reward", "eval_reward", *SHOWN) if name in known]
+    last = [[row.get(name) for name in shown] for row in rows[-8:]]
+    return f"{text}\n\n{tabulate(last, shown, floatfmt='.3f')}".rstrip(), rows
 
 
 def watch(folder: Path, page: Path | None = None, every_s: float = 2.0) -> None:
