@@ -207,7 +207,7 @@ def wrap(tokens: list[Token], width: int, is_coloured: bool) -> list[str]:
     lines = []
     while characters:
         text = "".join(c for c, _ in characters[:width])
-        end = text.rfind(" ") + 1 if len(characters) > width else width
+        end = text.rfind(" ", 1) + 1 if len(characters) > width else width
         line, characters = characters[: end or width], characters[end or width :]
         shown = [paint(c, kl) if is_coloured else c for c, kl in line]
         lines.append("".join(shown) + " " * (width - len(line)))
@@ -215,7 +215,7 @@ def wrap(tokens: list[Token], width: int, is_coloured: bool) -> list[str]:
 
 
 def format_texts(comparison: Comparison, tokenizer: Any, width: int) -> str:
-    """Format what a model says that nobody has trained yet, for a terminal of this width."""
+    """Format the completions of a model without adapters, for a terminal of this width."""
     lines = []
     for prompt, tokens, _ in list_rows(comparison, tokenizer):
         lines += [f"> {prompt[-width + 2 :]}", *map(str.rstrip, wrap(tokens, width, False)), ""]
@@ -324,9 +324,9 @@ def main(arguments: list[str] | None = None) -> None:
     width = shutil.get_terminal_size((120, 24)).columns
     if is_base(given.run):
         print(format_texts(found, policy.tokenizer, width))
-        return
-    print(format_columns(found, policy.tokenizer, width, is_coloured))
-    print(say_kl(found) + (f"; the page: {given.html}" if given.html else ""))
+    else:
+        print(format_columns(found, policy.tokenizer, width, is_coloured))
+        print(say_kl(found) + (f"; the page: {given.html}" if given.html else ""))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
     parts = [name for name in known if re.match("reward|eval_(reward|completion_len)", name)]
     names = sorted(parts, key=lambda name: name.startswith("eval"))
     names += [name for name in SHOWN if name in known]
-    wide = max(14, *map(len, parts), 0)
+    wide = max([14, *map(len, parts)])
     for name in names:
         values = [row[name] for row in rows if name in row]
         text += f"\n{name:{wide}} {draw_curve(values):24} {values[0]:.3f} to {values[-1]:.3f}"

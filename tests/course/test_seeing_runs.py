@@ -183,13 +183,14 @@ def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
 
 def test_a_long_text_is_broken_at_blanks_without_losing_a_character():
     for text, width in ((" token", 17), ("x" * 6, 17)):
-        tokens = [(text, 0.0), ("ised", 2.0)] * 12
+        tokens = [(" ", 0.0), *[(text, 0.0), ("ised", 2.0)] * 12]
         for is_coloured in (False, True):
             found = sample.wrap(tokens, width, is_coloured)
             plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in found]
             assert {len(line) for line in plain} == {width}
             rest = "".join(line.rstrip(" ") for line in plain)
             assert rest.replace(" ", "") == f"{text}ised".strip() * 12
+            assert all(line.strip() for line in plain)
             assert text[0] == "x" or all(line.rstrip().endswith("tokenised") for line in plain[1:])
 
 

@@ -229,6 +229,8 @@ def test_an_error_in_a_readers_reward_keeps_its_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no number") as caught:
         run(tmp_path, *words, "my_rewards:parse")
     assert is_of_own_code(caught.value)
+    interrupt = KeyboardInterrupt().with_traceback(caught.value.__traceback__)
+    assert not is_of_own_code(interrupt)  # its traceback isn't shown, nor a note on it
     with pytest.raises(ValueError, match="one reward for each of 16 samples") as caught:
         run(tmp_path, *words, "my_rewards:one", "tests.course.test_train_command:short")
     trace = caught.value.__traceback__

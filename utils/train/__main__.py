@@ -130,7 +130,10 @@ def train(command: Any) -> list[dict[str, float]]:
             if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
                 how = "torchrun ... -m" if is_parallel else "python -m"
                 hint = f"to go on: {how} utils.train --resume {trainer.folder}"
-                say(hint) if is_parallel or not is_of_own_code(error) else error.add_note(hint)
+                if is_of_own_code(error) and not is_parallel:
+                    error.add_note(hint)  # below the traceback that main lets through
+                else:
+                    say(hint)
             if is_parallel:
                 os._exit(1)  # leaving the group would wait for the ranks that are gone
             raise
@@ -187,9 +190,13 @@ def stop(signum: int, frame: Any) -> None:
 
 
 def is_of_own_code(error: BaseException) -> bool:
-    """Return whether an error was raised in a reward, an environment or data of the reader's."""
+    """Return whether an error was raised in a reward, an environment or data of the reader's.
+
+    Ctrl-C is no error, wherever it arrives.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    return any(frame.filename in OWN_FILES for frame in frames)
+    is_error = isinstance(error, Exception)
+    return is_error and any(frame.filename in OWN_FILES for frame in frames)
 
 
 def main() -> None:

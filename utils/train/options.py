@@ -43,8 +43,8 @@ HELP = {
     "base_lr": "The adapters' learning rate.",
     "max_grad_norm": "Gradients are scaled down to this norm.",
     "warmup_steps": "Phases, not updates, until the learning rates reach their full size.",
-    "final_scale": "The share of their full size to which the learning rates fall, on a line.",
-    "clip_coef": "How far below 1 a ratio is clipped; with one update per rollout it's always 1.",
+    "final_scale": "The learning rates fall linearly to this share of their full size.",
+    "clip_coef": "How far below 1 ratios are clipped; with one update per rollout they're all 1.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
     "ent_coef": "The weight of the entropy bonus, in nats per token.",
     "kl_coef": "The price of the KL from the base, in nats per token.",
@@ -56,7 +56,7 @@ HELP = {
     "vf_coef": "The weight of the value loss.",
     "vf_clip_coef": "How far a value may move in one phase; None is any distance.",
     "group_size": "Completions of each prompt, which are compared with one another.",
-    "advantage_scale": "Divide by the std of the group, the batch (if rewards have a price), or 1.",
+    "advantage_scale": "Divide by the group's std, the batch's (when length has a price), or 1.",
     "kl_kind": "The estimate k3 of the KL, or the exact one over the whole vocabulary.",
     "environment": "module:function that gets a turn's text and returns what follows, or None.",
     "turn_end": "The text that ends each of the policy's turns.",
@@ -158,7 +158,8 @@ class Options:
     ] = None
 
     def __post_init__(self):
-        """Read what a shell leaves of a new line or a tab, and find files from anywhere."""
+        """Read \\n and \\t as a new line and a tab, and make the paths of files absolute, so that a
+        run is resumed from any folder."""
         self.stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop]
         for name in ("data", "eval_data"):
             given = getattr(self, name)

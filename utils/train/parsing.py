@@ -7,7 +7,6 @@ What the command line doesn't give is taken from the file after --config, else f
 import argparse
 import difflib
 import json
-import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Union
@@ -43,7 +42,6 @@ def parse(words: list[str], description: str | None = None) -> Any:
 
     Raises ValueError for a file or a run that cannot be read, and for an option there that none is.
     """
-    words = [re.sub("^--[^=]+", lambda name: name[0].replace("_", "-"), word) for word in words]
     first = {name: x for name, x in vars(FIRST.parse_known_args(words)[0]).items() if x}
     config = read_config(Path(first["config"])) if "config" in first else {}
     first = config | first
