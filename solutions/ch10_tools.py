@@ -118,9 +118,10 @@ def sample_in_turns(
 
     A row ends with an end token of its own (`get_end_ids`); with a ">" after `max_calls` answered
     calls, which goes to no tool; or after `max_new_tokens` tokens, the tool's included. The tool's
-    answer is cut there. Pad ids follow. The uniform numbers are drawn ahead, one for each row and
-    step, whether or not the step samples: `draw` turns them into tokens, so what a row draws does
-    not depend on the other rows. No gradient is recorded.
+    answer is cut there: to nothing, if its call was the last token. Pad ids follow. The uniform
+    numbers are drawn ahead, one for each row and step, whether or not the step samples: `draw`
+    turns them into tokens, so what a row draws does not depend on the other rows. No gradient is
+    recorded.
 
     Raises a ValueError that names the argument for a group_size below 1 and a negative max_calls,
     and as `encode_prompts` does for the prompts. What `tool` raises comes through.
@@ -241,9 +242,9 @@ def calc_tool_objective(
 class ToolTrainer(GrpoTrainer):
     """Train by GRPO with what this chapter writes: `sample_in_turns` and `calc_tool_objective`.
 
-    Without them, `GrpoTrainer` does the same where its arguments have an `environment`
-    (`utils/models/turns.py`): also one that raises, hangs or ends a rollout, other ends of a turn
-    than ">", and other temperatures than 1. There is no KL term and no entropy bonus here.
+    There's no KL term here, no entropy bonus and no temperature but 1. (`GrpoTrainer` itself takes
+    an `environment`, too, and does more with it: one may raise, hang or end the completion, and
+    turns may end otherwise than with ">". See `utils/models/turns.py`.)
     """
 
     def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:

@@ -380,6 +380,9 @@ def test_without_a_kl_term_the_truth_falls_and_the_reward_model_does_not_notice(
     for name in ("GRPO, beta 0.0, 60 phases", "PPO, beta 0.0"):  # not yet in all after thirty
         for run in get_by_seed(name).values():
             assert get_peak(run) - run["true"] > 1
+    held, free = (get_by_seed(f"GRPO, beta {beta}, 60 phases") for beta in (0.3, 0.0))
+    assert len(held) == 3
+    assert all(run["true"] > free[seed]["true"] + 1.5 for seed, run in held.items())
 
 
 def test_a_baseline_of_the_kept_makes_the_reward_fall():

@@ -69,7 +69,7 @@ MADE_BY = re.compile(r"^#.* python -m chapters\.experiments\.[^\n]*\n", re.MULTI
 SCRIPT = re.compile(r"(a script in )?chapters/experiments[\w/.]*")
 REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
 OPTIONAL = {True: " · optional", "lent": " · optional where the solutions are at hand"}
-LENT_IN_BUNDLES = " · needed by others"  # nothing is lent there
+LENT_IN_BUNDLES = " · needed by others, so write it"  # nothing is lent there
 FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional", "milestone"}
 OPENING = {
     "repository": "preview()  # the finished thing, in about 20 seconds",

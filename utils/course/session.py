@@ -219,7 +219,7 @@ def catch_up() -> None:
         if left:
             print("Not written yet, and there are no solutions here: " + ", ".join(left))
         elif not any(found.values()):
-            print("There are no solutions here: run the cells of the exercises above first.")
+            print("There are no solutions here: run the cells above first, given and your own.")
         return
     exercises = get_checks(chapter)
     for name in reference.keys() - exercises.keys() - caller.keys():
