@@ -26,6 +26,7 @@ GRPO = {
 }  # fmt: skip
 
 
+@pytest.mark.takes_long
 def test_the_demo_writes_a_summary_plots_and_a_table(tmp_path, monkeypatch):
     pairs, prompts = held_out_pairs()[:8], review_prompts()
     monkeypatch.setattr(demo, "held_out_pairs", lambda: pairs)

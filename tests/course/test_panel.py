@@ -12,6 +12,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 from tests.course.test_trainers import make_trainer, without_seconds
 from utils.panel import Panel
 
+pytestmark = pytest.mark.takes_long  # most of them read one notebook that is run
+
 CELLS = {
     "begin": """
 import contextlib, io, json, threading

@@ -2,6 +2,7 @@ import re
 
 import pytest
 
+from utils.models import word_problems
 from utils.models.word_problems import (
     HELD_OUT,
     SHOTS,
@@ -80,6 +81,11 @@ def test_wrong_arguments_are_named(wrong):
         make_problems(5, 0, **wrong)
 
 
-def test_too_many_problems_are_refused():
-    with pytest.raises(ValueError, match="^n should be smaller"):
-        make_problems(10**5, 0, (1,), largest=8, held_out=True)
+def test_too_many_problems_are_refused(monkeypatch):
+    def draw(template, largest, rng):  # of eight problems, as every third template is held out
+        return word_problems.Problem(f"{template % 3} {rng.randrange(4)}?", "", 1, template)
+
+    monkeypatch.setattr(word_problems, "draw_problem", draw)
+    assert len(make_problems(8, 0)) == 8
+    with pytest.raises(ValueError, match="^n should be smaller: 8 problems were found, not 9"):
+        make_problems(9, 0)
