@@ -20,6 +20,8 @@ from utils.models.decoding import Decoder, get_decoder
 from utils.models.fast_path import forget
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 
+pytestmark = pytest.mark.takes_long
+
 ROOT = Path(__file__).parents[2]
 twist = ModuleType("twist")  # a reader's own module
 twist.values = lambda values: values
@@ -113,9 +115,7 @@ FEW = ("adapters off", "alpha alone", "a tanh", "the maximum", "no half")
 LATER = (name for name in EDITS if name not in FEW)
 
 
-@pytest.mark.parametrize(
-    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.takes_long) for name in LATER)]
-)
+@pytest.mark.parametrize("name", [*FEW, *LATER])
 def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeypatch):
     old, new, is_said = EDITS[name]
     numbers, said = train(monkeypatch, tmp_path, old, new)
@@ -124,7 +124,6 @@ def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeyp
     assert unedited[1] == []
 
 
-@pytest.mark.takes_long
 @pytest.mark.parametrize("name", [name for name in EDITS if name != "a tanh"])  # lacks a cast
 def test_an_edit_is_noticed_in_bfloat16_too(name, tmp_path, monkeypatch):
     old, new, is_said = EDITS[name]
@@ -184,7 +183,6 @@ def test_parts_that_are_wrong_are_slow_and_said_once(name, monkeypatch):
     assert ["so your own code runs" in str(warning.message) for warning in said] == [True]
 
 
-@pytest.mark.takes_long
 @pytest.mark.parametrize("name", ["alpha alone", "the maximum", "no half"])
 def test_what_stays_native_trains_what_the_slow_path_trains(name, unedited, tmp_path, monkeypatch):
     old, new, _ = EDITS[name]

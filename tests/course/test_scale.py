@@ -47,7 +47,7 @@ from utils.train import load_function, load_rows
 
 ROOT = Path(__file__).parents[2]
 TRAIN, _ = review_prompts()
-takes_long = pytest.mark.takes_long
+pytestmark = pytest.mark.takes_long  # all of it: several ranks, steps of TRL's, large shapes
 
 
 # --- Memory -------------------------------------------------------------------------------------
@@ -155,7 +155,6 @@ def learn_beside_one(kind, folder):
     return off, ids, weights
 
 
-@takes_long
 @pytest.mark.parametrize("kind", CASES)
 def test_two_ranks_learn_what_one_process_learns_from_their_union(kind, of_ranks):
     (off, ids, weights), (_, _, others) = (found[kind] for found in of_ranks)
@@ -181,7 +180,6 @@ def learn_once(kind, folder, **of_memory):
     return *(torch.cat([x.flatten() for x in tensors]) for tensors in found), metrics
 
 
-@takes_long
 @pytest.mark.parametrize("kind", CASES)
 def test_a_step_is_the_same_by_microbatches_and_with_checkpointing(kind, tmp_path):
     weights, gradient, metrics = learn_once(kind, tmp_path)
@@ -338,7 +336,6 @@ def shard_and_compare(folder):
     return found
 
 
-@takes_long
 @pytest.mark.parametrize("kind", ["embedded", "qwen"])
 def test_a_sharded_model_computes_learns_and_samples_as_one(kind, of_ranks):
     for found in (found[kind] for found in of_ranks):
@@ -350,7 +347,6 @@ def test_a_sharded_model_computes_learns_and_samples_as_one(kind, of_ranks):
         assert found["weights"] < 1e-4
 
 
-@takes_long
 def test_a_rank_that_waits_in_vain_gives_up_and_says_where(capsys):
     def wait_for_nobody():
         if dist.get_rank() == 0:
@@ -388,7 +384,6 @@ def finish(process, timeout=150):
     return process.returncode, output
 
 
-@takes_long
 def test_the_plain_command_is_the_plain_trainer(tmp_path):
     status, output = finish(start(tmp_path, "--name", "run", "--total-phases", "2"))
     assert status == 0, output
@@ -422,7 +417,6 @@ def find_ranks(parent):
     ]
 
 
-@takes_long
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
     given = ["--total-phases", "6", "--checkpoint-every", "1"]
     status, output = finish(start(tmp_path, "--name", "whole", *given, n_ranks=2))
