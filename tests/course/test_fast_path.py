@@ -110,12 +110,7 @@ def test_a_trainer_does_the_same_twice(unedited, tmp_path, monkeypatch):
     assert torch.equal(train(monkeypatch, tmp_path)[0], unedited[0])
 
 
-# Of LoRA, of the head and of the objective, said and not said; `.ci/run` has the others.
-FEW = ("adapters off", "alpha alone", "a tanh", "the maximum", "no half")
-LATER = (name for name in EDITS if name not in FEW)
-
-
-@pytest.mark.parametrize("name", [*FEW, *LATER])
+@pytest.mark.parametrize("name", EDITS)
 def test_an_edit_changes_what_the_trainer_does(name, unedited, tmp_path, monkeypatch):
     old, new, is_said = EDITS[name]
     numbers, said = train(monkeypatch, tmp_path, old, new)
