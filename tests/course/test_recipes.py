@@ -1,6 +1,7 @@
 """The recorded runs of word problems and of the calculator, and what the pages say of them."""
 
 import json
+import math
 from pathlib import Path
 
 from chapters.experiments.word_problems import RECIPES
@@ -72,11 +73,27 @@ def test_without_the_bonus_a_few_shot_policy_learns():
         assert max(with_bonus) < min(without)
 
 
+def format_recipe(name: str) -> str:
+    """Return the page's row of a recipe: three seeds, before GRPO and after it, and the rewards of
+    its last sixth."""
+    runs = [run for run in WORD_PROBLEMS if run["recipe"] == name]
+    assert [run["seed"] for run in runs] == [1, 2, 3]
+
+    def show(values):
+        return ", ".join(f"{value:.2f}" for value in values)
+
+    cells = [
+        " → ".join(show(run[f"{when} GRPO"].get(how, math.nan) for run in runs) for when in WHEN)
+        for how in ("sampled", "greedy", "sampled, steps: 2")
+    ]
+    last = [run["rewards"][-len(run["rewards"]) // 6 :] for run in runs]
+    trained = show(sum(rewards) / len(rewards) for rewards in last)
+    row = f"| {' | '.join([name, *cells, trained])} |"
+    return row.replace("nan, nan, nan → nan, nan, nan", "–")  # problems of one step
+
+
 def test_the_page_has_the_recorded_recipes():
     page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
-    assert {run["recipe"] for run in WORD_PROBLEMS} <= {*RECIPES}
-    for run in WORD_PROBLEMS:
-        cells = [run[f"{when} GRPO"] for when in WHEN]
-        ends = [f"{cell['sampled']:.2f}, {cell['greedy']:.2f}" for cell in cells]
-        rewards = ", ".join(f"{reward:.2f}" for reward in run["rewards"])
-        assert f"| {run['recipe']} | {' | '.join(ends)} | {rewards} |" in page
+    assert {run["recipe"] for run in WORD_PROBLEMS} == {*RECIPES}
+    for name in RECIPES:
+        assert format_recipe(name) in page
