@@ -308,7 +308,9 @@ def main(arguments: list[str] | None = None) -> None:
         temperature = (
             args.get("temperature", 1.0) if given.temperature is None else given.temperature
         )
-        settings = {name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args}
+        settings: dict[str, Any] = {
+            name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args
+        }
         gen_len = args.get("gen_len", 40) if given.gen_len is None else given.gen_len
         stops = read_args(folder).get("stop") or [] if (folder / ARGS).is_file() else []
         if args.get("environment"):

@@ -5,7 +5,9 @@ import re
 
 import pytest
 
+from utils.authoring.notebooks import Edition, build, write
 from utils.authoring.recording import collect
+from utils.authoring.sums import read_exercises
 from utils.course import checking, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis, recorded
@@ -14,6 +16,7 @@ from utils.grading.diagnosis import diagnose, grade_answer, grade_exercise
 from utils.grading.known_answers import combine, get_mistakes
 from utils.grading.packing import pack, unpack
 from utils.grading.reference import find_called, get_chapter_source
+from utils.grading.substitution import find_reached
 
 
 @pytest.fixture
@@ -154,3 +157,65 @@ def test_beside_solutions_what_an_answer_calls_is_named_where_it_matters(capsys)
     names["calc_estimator_stats"] = lambda *args: [x + 1 for x in stats(*args)]
     run_and_print(names["calc_estimator_stats"], names)
     assert "or something that it calls: calc_kl_estimate" in capsys.readouterr().out
+
+
+def test_catching_up_names_what_its_cell_needs_and_puts_in_what_is_given(
+    monkeypatch, tmp_path, capsys
+):
+    def find_no_solutions(chapter):
+        raise ModuleNotFoundError
+
+    def read_names():
+        return capsys.readouterr().out.partition("no solutions here: ")[2].strip().split(", ")
+
+    monkeypatch.setattr(session, "get_reference", find_no_solutions)
+    monkeypatch.setattr(session, "ROOT", tmp_path)
+    notebook = build("ch2_ppo", Edition(folded_solutions=False))
+    (tmp_path / "chapters").mkdir()
+    write(notebook, tmp_path / "chapters" / "ch2_ppo.ipynb")
+    (imports,) = (c.source for c in notebook.cells if "imports" in c.metadata.get("tags", ()))
+    names = {"CHAPTER": "ch2_ppo", "catch_up": session.catch_up}
+    exec(imports, names)
+    exec("def measure(texts):\n    return reward_fn_sentiment(texts).mean()", names)
+    exec("catch_up()", names)
+    assert capsys.readouterr().out == ""
+    exec("catch_up()\nlambda: measure", names)
+    assert read_names() == ["reward_fn_sentiment"]
+    assert "TransformerWithValueHeadLora" in names
+    assert "RLHFArgs" not in names  # its default is the reward that isn't written
+    training = "catch_up()\nlambda: RLHFTrainer(RLHFArgs(reward_fn_char_count)).train()"
+    exec(training, names)
+    needed = read_names()
+    exec("catch_up()", names | {"In": [training]})  # IPython runs a cell line by line
+    assert read_names() == needed
+    exec("def reward_fn_char_count(samples):\n    return samples", names)
+    names["reward_fn_sentiment"] = names["reward_fn_char_count"]
+    exec(training, names)
+    assert needed == ["reward_fn_char_count", "reward_fn_sentiment", *read_names()]
+    assert {"RLHFArgs", "RLHFTrainer"} <= names.keys()
+    marked = {e.name for e in read_exercises("ch2_ppo") if e.is_core}
+    assert {"ReplayMemory", "make_replay_memory", "get_optimizer_and_scheduler"} <= {*needed}
+    unseen = {"TransformerWithValueHeadLora.forward_with_value_head"}  # of an object
+    assert marked - {*needed} == unseen
+
+
+def test_what_code_reaches_it_reaches_through_functions_and_methods():
+    names: dict = {}
+    exec(
+        "def a(): return b()\n"
+        "def b(): return [C().m() for _ in range(3)]\n"
+        "def lost(): return 1\n"
+        "class C:\n"
+        "    def __init__(self): d()\n"
+        "    def m(self): return self.p\n"
+        "    @property\n"
+        "    def p(self): return e()\n"
+        "    def unused(self): return lost()\n"
+        "def d(): return None\n"
+        "def e(): return None\n",
+        names,
+    )
+    exercises = ["a", "b", "C.m", "C.unused", "d", "e", "lost"]
+    found = find_reached(compile("x = a()", "", "exec"), names, exercises)
+    assert found == ["a", "b", "C.m", "d", "e"]
+    assert find_reached(compile("1 + 1", "", "exec"), names, exercises) == []

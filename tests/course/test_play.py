@@ -491,8 +491,11 @@ def test_bias_and_spread_of_estimators(page, is_older):
         assert found == pytest.approx(expected, abs=1e-12)
 
 
-def test_estimates_of_a_kl_that_is_drawn_by_hand(show):
+def test_estimates_of_a_kl_that_is_drawn_by_hand(show, browser):
     widget = show("ch4-estimators")
+    loaded = "return [...document.scripts].map((script) => script.src.split('/').pop())"
+    assert "kl.js" in browser.execute_script(loaded)
+    assert "base.js" not in browser.execute_script(loaded)
 
     def read(kind: str) -> list[float]:
         assert widget.read("count") == "1000 of 1000"

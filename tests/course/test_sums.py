@@ -1,6 +1,7 @@
 """The sums that pages quote are those of the sources."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,12 @@ def test_the_pages_quote_the_sums():
 
 SMALL = """
 ## 1 · One
+
+```{code-cell} ipython3
+:tags: [hide-input]
+
+helper()
+```
 
 ````{exercise} first
 minutes: 15
@@ -62,6 +69,29 @@ def test_a_sum_worked_by_hand(expression, expected, tmp_path, monkeypatch):
     assert calc_sum(expression) == expected
     assert fill_source(f"{{{{{expression}}}}} {{{{y}}}}") == f"{expected} {{{{y}}}}"
     sums.read_exercises.cache_clear()
+
+
+def test_the_core_path_needs_what_its_cells_and_exercises_run(tmp_path, monkeypatch):
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "small.md").write_text(SMALL, encoding="utf-8")
+    monkeypatch.setattr(sums, "CHAPTERS", tmp_path)
+    names = ["first", "second", "Third.method"]
+    monkeypatch.setattr(sums, "get_checks", lambda chapter: names)
+    called = {"first": (), "second": (), "Third.method": ()}
+    monkeypatch.setattr(sums, "find_called", lambda chapter, name: called[name])
+    space: dict = {}
+    exec("def helper(): return second()\ndef second(): return 1", space)
+    monkeypatch.setattr(sums, "get_reference", lambda chapter: SimpleNamespace(**space))
+    found = []
+    for called["first"] in ((), ("Third.method",)):
+        sums.read_exercises.cache_clear()
+        sums.find_needed.cache_clear()
+        found.append([exercise.name for exercise in sums.find_needed("small")])
+    assert found == [["second"], ["second", "Third.method"]]
+    said = "also need these exercises: `second`, `Third.method` (section 2). They take about 45 min"
+    assert said in calc_sum("needed small")
+    sums.read_exercises.cache_clear()
+    sums.find_needed.cache_clear()
 
 
 def test_reading_counts_what_is_shown(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
-from utils.authoring.sums import SECTION, fill_source, read_exercises
+from utils.authoring.sums import SECTION, fill_source, find_needed, read_exercises
 from utils.chapters import sort_chapters
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
@@ -194,7 +194,8 @@ class _Builder:
 
     def _place(self, exercise: str, options: dict[str, Any]) -> str:
         """Say where an exercise lies: on the core path or off it."""
-        if options.get("optional") == "lent" and self.edition.place == "bundle":
+        needed = [one.name for one in find_needed(self.chapter)]
+        if self.edition.place == "bundle" and exercise in needed:
             return LENT_IN_BUNDLES
         if options.get("optional"):
             return OPTIONAL[options["optional"]]

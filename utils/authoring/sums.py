@@ -12,6 +12,7 @@ A sum is written as its kind and what it is of:
     time ch4_kl -calc_exact_kl             all but one
     time calc_sft_loss LoraLayer           these
     points ch4_kl                          from tests/points.toml
+    needed ch2_ppo                         a sentence: what the core path's cells run off it
 
 In a chapter's source `{{time ch4_kl}}` becomes the sum. On a page that is read as it is, the sum
 stands between two comments, `<!--time ch4_kl-->1 h 20<!---->`, and `python -m utils.authoring`
@@ -26,7 +27,10 @@ from pathlib import Path
 
 import yaml
 
+from utils.grading.checks import get_checks, get_reference
 from utils.grading.points import list_chapters, load_points
+from utils.grading.reference import find_called
+from utils.grading.substitution import find_reached
 
 ROOT = Path(__file__).parents[2]
 CHAPTERS = ROOT / "chapters"
@@ -41,7 +45,8 @@ PART = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 UNREAD = re.compile(r"<details>\s*<summary>Solution.*?</details>|<!-- play: .*? -->", re.DOTALL)
-IN_SOURCE = re.compile(r"\{\{((?:count|time|points) [^}]+)\}\}")
+CELL = re.compile(r"^```\{code-cell\} .*\n(?::.*\n)*(?P<code>(?:(?!```).*\n)*)", re.MULTILINE)
+IN_SOURCE = re.compile(r"\{\{((?:count|time|points|needed) [^}]+)\}\}")
 ON_PAGE = re.compile(r"(<!--((?:count|time|points) [^>]+)-->)[^<]*(?=<!---->)")
 
 
@@ -70,6 +75,39 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
         is_core = not (optional or is_deeper)
         found.append(Exercise(part["name"], section, options["minutes"], optional, is_core))
     return tuple(found)
+
+
+@functools.cache
+def find_needed(chapter: str) -> tuple[Exercise, ...]:
+    """Return the exercises off the core path that its cells and its exercises run, themselves or
+    through the solutions."""
+    text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+    exercises, names = get_checks(chapter), vars(get_reference(chapter))
+    waiting = [exercise.name for exercise in read_exercises(chapter) if exercise.is_core]
+    for section in re.split(r"^(?=## \d+ · )", text, flags=re.MULTILINE):
+        heading = SECTION.match(section)
+        for cell in CELL.finditer(section) if heading and not heading[2] else ():
+            waiting += find_reached(compile(cell["code"], chapter, "exec"), names, exercises)
+    reached: set[str] = set()
+    while waiting:
+        reached.add(name := waiting.pop())
+        waiting += {*find_called(chapter, name)} - reached
+    return tuple(e for e in read_exercises(chapter) if e.name in reached and not e.is_core)
+
+
+def say_needed(chapter: str) -> str:
+    """Say which exercises off the core path it needs where there are no solutions."""
+    sections: dict[int, list[str]] = {}
+    for exercise in find_needed(chapter):
+        sections.setdefault(exercise.section, []).append(f"`{exercise.name}`")
+    if not sections:
+        return ""
+    names = "; ".join(f"{', '.join(found)} (section {n})" for n, found in sections.items())
+    time = say_time(sum(exercise.minutes for exercise in find_needed(chapter)))
+    return (
+        "There are no solutions here to fill in, so the core path's experiments also need these "
+        f"exercises: {names}. They take about {time} more."
+    )
 
 
 def count_reading(chapter: str, part: str = "") -> float:
@@ -107,6 +145,8 @@ def calc_sum(expression: str) -> str:
     Raises ValueError for a term that names no chapter and no exercise.
     """
     kind, *terms = expression.split()
+    if kind == "needed":
+        return say_needed(terms[0])
     exercises: dict[str, Exercise] = {}
     reading = 0.0
     for term in terms:

@@ -1,19 +1,56 @@
 """What `check` says in a course bundle, which has the public checks of its chapter and neither its
 solutions nor its other checks."""
 
+import ast
+import json
 import re
 import time
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from utils.grading import recorded
 from utils.grading.checks import get_checks
+from utils.grading.extraction import get_bound_names
 from utils.grading.judging import Verdict, get_quick_checks, grade
 from utils.grading.observation import Raised, StudentNames
 from utils.grading.reference import find_called, say_called
-from utils.grading.substitution import find_answer, is_stub
+from utils.grading.substitution import find_answer, find_reached, is_stub
 
 SECONDS = 1.0  # after which no more of what an exercise calls is checked
 UNKNOWN = "This matches no mistake that we know, alone or with another."
+
+
+def put_in_given(notebook: Path, names: dict[str, Any]) -> dict[str, FunctionType]:
+    """Run the cells of a chapter's notebook that define what is given, where names lack it.
+
+    Returns those that build on an exercise that is not there, by the names that they would define.
+    """
+    text = notebook.read_text(encoding="utf-8") if notebook.is_file() else '{"cells": []}'
+    waiting: dict[str, FunctionType] = {}
+    for cell in json.loads(text)["cells"]:
+        if "given" not in cell["metadata"].get("tags", []):
+            continue
+        tree = ast.parse(source := "".join(cell["source"]))
+        bound = set().union(*map(get_bound_names, tree.body))
+        if bound - names.keys():
+            code = compile(source, f"<given in {notebook.name}>", "exec")
+            try:
+                exec(code, names)
+            except NameError:
+                waiting |= dict.fromkeys(bound, FunctionType(code, names))
+    return waiting
+
+
+def find_needed(chapter: str, code: CodeType, names: dict[str, Any]) -> list[str]:
+    """Return the exercises that code needs and that are not written, in the chapter's order."""
+    exercises = get_checks(chapter)
+    waiting, reached = find_reached(code, names, exercises), set()
+    while waiting:
+        reached.add(exercise := waiting.pop())
+        waiting += {*find_called(chapter, exercise)} - reached
+    answers = {name: find_answer(names, name) for name in exercises if name in reached}
+    return [name for name, answer in answers.items() if answer is None or is_stub(answer)]
 
 
 def count_checks(chapter: str, exercise: str) -> int:

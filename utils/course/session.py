@@ -25,7 +25,7 @@ from utils.grading.checks import (
     has_reference,
 )
 from utils.grading.judging import Verdict, count_points
-from utils.grading.substitution import find_answer, find_owner, is_stub, rebind
+from utils.grading.substitution import find_owner, is_stub, rebind
 from utils.plot_descriptions import describe_figure
 from utils.tracking import make_lock, tolerate_encoding
 from utils.version import get_version
@@ -207,19 +207,21 @@ def catch_up() -> None:
 
     So that a section can be started without those before it. What you have written stays, and what
     the chapter gives you is put in where its cell did not run. Where there are no solutions, it
-    says what is not written.
+    says which exercises its cell needs that are not written.
     """
-    caller = sys._getframe(1).f_globals
+    frame = sys._getframe(1)
+    caller = frame.f_globals
     chapter = str(caller.get("CHAPTER"))
     try:
         reference = vars(get_reference(chapter))
     except ModuleNotFoundError:
-        found = {name: find_answer(caller, name) for name in get_checks(chapter)}
-        left = [name for name, answer in found.items() if is_stub(answer)]
-        if left:
-            print("Not written yet, and there are no solutions here: " + ", ".join(left))
-        elif not any(found.values()):
-            print("There are no solutions here: run the cells above first, given and your own.")
+        waiting = in_bundle.put_in_given(ROOT / "chapters" / f"{chapter}.ipynb", caller)
+        code = frame.f_code
+        if "In" in caller:  # IPython runs a cell line by line: its code is more than this one
+            code = compile(caller["In"][-1], "<cell>", "exec")
+        if needed := in_bundle.find_needed(chapter, code, caller | waiting):
+            said = "This cell needs exercises that you haven't written, or not run yet, and there"
+            print(f"{said} are no solutions here: {', '.join(needed)}")
         return
     exercises = get_checks(chapter)
     for name in reference.keys() - exercises.keys() - caller.keys():

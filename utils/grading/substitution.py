@@ -11,9 +11,9 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -252,3 +252,33 @@ def rebind(method: Any, owner: type) -> Any:
     bound.__kwdefaults__ = method.__kwdefaults__
     vars(bound).update(vars(method))
     return bound
+
+
+def find_reached(code: CodeType, names: dict[str, Any], exercises: Iterable[str]) -> list[str]:
+    """Return those exercises that code may run, itself or through the functions and the classes
+    among `names`: a method where its class is named and so is the method."""
+    used: set[str] = set()
+    seen: set[CodeType] = set()
+    found = [code]
+    while found:
+        seen.update(found)
+        for one in found:
+            used |= {*one.co_names}
+        inner = [c for one in found for c in one.co_consts if isinstance(c, CodeType)]
+        found = [c for c in (*inner, *_list_code(used, names)) if c not in seen]
+    pairs = ((exercise, exercise.partition(".")) for exercise in exercises)
+    return [e for e, (name, _, method) in pairs if name in used and (not method or method in used)]
+
+
+def _list_code(used: set[str], names: dict[str, Any]) -> Iterator[CodeType]:
+    """Return the code of the functions that are named, and of a class's methods that are, too."""
+    for value in [names[name] for name in used & names.keys()]:
+        members = [value]
+        if isinstance(value, type):
+            held = [pair for cls in value.__mro__ for pair in vars(cls).items()]
+            members = [x for key, x in held if key in used or key in ("__init__", "__post_init__")]
+        for member in members:
+            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            code = getattr(inspect.unwrap(member), "__code__", None)
+            if isinstance(code, CodeType):
+                yield code

@@ -96,10 +96,11 @@ const play = (() => {
 
   async function show(element) {
     try {
-      const vocabulary = await start();
-      for (const name of ["widgets", "kl", "policies"]) await loadScript(name);
+      for (const name of ["gpt", "widgets", "kl", "policies"]) await loadScript(name);
+      const widget = WIDGETS[element.dataset.play];
+      const vocabulary = widget.length > 1 ? await start() : null; // chapter 4's needs no model
       element.replaceChildren(...element.querySelectorAll(".play-question"));
-      await WIDGETS[element.dataset.play](element, vocabulary);
+      await widget(element, vocabulary);
     } catch (error) {
       element.append(`This could not be started: ${error.message}.`);
       throw error;
