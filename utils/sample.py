@@ -2,7 +2,7 @@
 
     python -m utils.sample runs/my-run --prompt "This movie is" "The plot"
     python -m utils.sample runs/my-run/best.safetensors --temperature 0 --html before_after.html
-    python -m utils.sample embedded --prompt "The plot was"     (a model before you train it)
+    python -m utils.sample smollm2 --chat --prompt "Say hello."    (a model before you train it)
 
 Without `--prompt` the prompts are some of those that the run was evaluated on, or else trained on.
 A token of the run's is coloured by the KL there, in nats: how far the policy's distribution over
@@ -61,6 +61,7 @@ def load_policy(
     Raises ValueError for a path that is neither, and for an adapter that doesn't fit its base.
     """
     if is_base(run):
+        require(base is None, f"base should be left out, as {run} is a model, but is {base}")
         return TransformerWithLora.from_pretrained(str(run), device=device), {}
     path = Path(run).expanduser()
     is_file = path.suffix == ".safetensors"
@@ -146,9 +147,10 @@ def compare(
     top_p: float | None = None,
     prepend_bos: bool = True,
     stops: Sequence[str] = (),
+    is_trained: bool = True,
 ) -> Comparison:
     """Sample the base and the policy, up to the first of `stops` if there are any, and measure the
-    KL, at temperature 1 where that is 0."""
+    KL, at temperature 1 where that is 0. A policy that isn't trained is sampled once."""
     device = next(policy.parameters()).device
 
     def sample() -> Samples:
@@ -162,7 +164,7 @@ def compare(
 
     with policy.reference():
         before = sample()
-    after = sample()
+    after = sample() if is_trained else before
     scores = get_scorer(policy).measure(
         after.input_ids, after.attention_mask, after.prompt_len, temperature or 1.0
     )
@@ -279,6 +281,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TEXT",
         help=r"prompts; \n in them is a line break",
     )
+    add("--chat", action="store_true", help="--prompt is what a user says in a chat (as the run's)")
     add("--n", type=int, default=8, help="how many of the run's prompts, without --prompt (8)")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")
     add("--gen-len", type=int, help="tokens of a completion at most (default: the run's)")
@@ -300,7 +303,7 @@ def main(arguments: list[str] | None = None) -> None:
             prompts = choose_prompts(folder, args, max(given.n, 1))
         else:
             texts = [text.replace("\\n", "\n") for text in given.prompt]
-            is_chat = str(args.get("prompts")).startswith("[[")
+            is_chat = given.chat or str(args.get("prompts")).startswith("[[")
             prompts = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
         temperature = (
             args.get("temperature", 1.0) if given.temperature is None else given.temperature
@@ -311,7 +314,8 @@ def main(arguments: list[str] | None = None) -> None:
         if args.get("environment"):
             said = "the run's environment isn't asked here: nobody answers a turn"
             print(f"{args['environment']}: {said}", file=sys.stderr)
-        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings, stops=stops)
+        settings |= {"stops": stops, "is_trained": not is_base(given.run)}
+        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings)
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)
         if given.jsonl:

@@ -62,8 +62,9 @@ def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
     """Return how far a run is, with its curves and its last phases, and its rows."""
     rows, args = read_rows(folder), folder / "args.json"
     noted = json.loads(args.read_text(encoding="utf-8")) if args.is_file() else {}
-    done = f"{rows[-1]['phase'] if rows else 0} of {noted.get('total_phases', '?')}"
-    text = f"{folder}: {done} phases are done; it {'goes on' if goes_on else 'has ended'}."
+    done, all_phases = rows[-1]["phase"] if rows else 0, noted.get("total_phases", "?")
+    state = "goes on" if goes_on else "has ended" if done == all_phases else "stopped there"
+    text = f"{folder}: {done} of {all_phases} phases are done; it {state}."
     known = dict.fromkeys(name for row in rows for name in row if name != "reward_std")
     parts = [name for name in known if re.match("reward|eval_(reward|completion_len)", name)]
     names = sorted(parts, key=lambda name: name.startswith("eval"))

@@ -179,6 +179,10 @@ def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
     assert "│" not in said
     with pytest.raises(SystemExit, match="prompt should be given, as embedded"):
         sample.main(["embedded", "--device", "cpu"])
+    with pytest.raises(SystemExit, match="base should be left out, as embedded is a model"):
+        sample.main(["embedded", *words, "--base", "gpt2"])
+    with pytest.raises(SystemExit, match="chat template"):
+        sample.main(["embedded", *words, "--chat"])
 
 
 def test_a_long_text_is_broken_at_blanks_without_losing_a_character():
@@ -224,7 +228,7 @@ def test_a_run_is_followed_until_it_ends(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().out
     assert len(states) == 1
     assert "1 of 7 phases are done; it goes on" in said
-    assert "2 of 7 phases are done; it has ended" in said
+    assert "2 of 7 phases are done; it stopped there" in said
     assert re.search(r"\x1b\[\d+F\x1b\[J", said)  # in place
     assert 'http-equiv="refresh"' in states[0]
     assert 'http-equiv="refresh"' not in page.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from typing import get_type_hints
 
 import pytest
@@ -412,6 +413,12 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     assert parse(["--resume", str(folder), "--config", str(path)]).eval_data is None
     with pytest.raises(ValueError, match="resume should be a run of ppo, but .*run is of grpo"):
         parse(["ppo", "--resume", str(folder)])
+    other = shutil.copy(held, tmp_path / "moved.jsonl")
+    run(tmp_path, "--resume", folder, "--eval-data", other)
+    assert "changed" not in capsys.readouterr().err
+    other.write_text(json.dumps(HELD[0]) + "\n")
+    run(tmp_path, "--resume", folder, "--eval-data", other)
+    assert "eval_data changed: don't compare" in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):

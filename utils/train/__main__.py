@@ -14,6 +14,7 @@ writes the run's folder. A run that stopped, for whatever reason, goes on with `
 finished one goes on too, with a higher `--total-phases`.
 """
 
+import json
 import os
 import signal
 import sys
@@ -31,7 +32,7 @@ from tabulate import tabulate
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch7_scale import DataParallel
 from utils.course.session import choose_threads
-from utils.run_folder import ARGS, name_value, read_args
+from utils.run_folder import ARGS, name_value, read_args, read_samples
 from utils.train.data import OWN_FILES
 from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import find_adapter, find_run, make_args
@@ -147,8 +148,12 @@ def go_on(trainer: Watched, folder: Path, rank: int) -> None:
     trainer.load_checkpoint(folder / "checkpoint.pt")
     before = read_args(folder) if (folder / ARGS).is_file() else {}
     now = trainer.options or {}
-    names = ("reward", "reward_weights", "stop", "eval_data", "eval_samples")
+    names = ("reward", "reward_weights", "stop", "eval_samples")
     changed = [name for name in names if before.get(name, now[name]) != now[name]]
+    held_out = {json.dumps(x["prompt"]) for x in read_samples(folder) if x["split"] == "eval"}
+    rows = trainer.evaluation.rows if trainer.evaluation else []
+    if held_out and held_out != {json.dumps(row["prompt"]) for row in rows}:
+        changed.append("eval_data")  # by its prompts: a file may have moved
     if rank == 0 and changed:
         say(
             f"{' and '.join(changed)} changed: don't compare the rewards before and after this, "

@@ -44,7 +44,7 @@ HELP = {
     "max_grad_norm": "Gradients are scaled down to this norm.",
     "warmup_steps": "Phases, not updates, until the learning rates reach their full size.",
     "final_scale": "The learning rates fall linearly to this share of their full size.",
-    "clip_coef": "How far below 1 ratios are clipped; with one update per rollout they're all 1.",
+    "clip_coef": "How far below 1 ratios are clipped; in a fresh rollout's first update they're 1.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
     "ent_coef": "The weight of the entropy bonus, in nats per token.",
     "kl_coef": "The price of the KL from the base, in nats per token.",
