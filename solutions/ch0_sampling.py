@@ -175,7 +175,7 @@ class Samples:
     """
 
     input_ids: Int[Tensor, "batch seq"]  # prompt, completion, pad after the first eos
-    attention_mask: Int[Tensor, "batch seq"]  # 0 on padding, of either side
+    attention_mask: Int[Tensor, "batch seq"]  # 0 on padding, on either side
     prompt_len: int
     completion_mask: Bool[Tensor, "batch completion"]
     texts: list[str]  # the completions alone, without special tokens

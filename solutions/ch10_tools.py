@@ -64,8 +64,8 @@ class Turns(Samples):
     """Hold completions that a policy and an environment wrote together.
 
     `completion_mask`, which says what is trained on, is true on the policy's tokens alone;
-    `attention_mask` is 1 on the environment's as well. `logprobs` are what the sampler said of the
-    policy's tokens, at temperature 1, as it drew them; they are NaN elsewhere. `texts` hold
+    `attention_mask` is 1 on the environment's as well. `logprobs` are the sampler's, at
+    temperature 1, of the policy's tokens as it drew them; they are NaN elsewhere. `texts` hold
     what both wrote.
     """
 
@@ -124,7 +124,7 @@ def sample_in_turns(
     recorded.
 
     Raises a ValueError that names the argument for a group_size below 1 and a negative max_calls,
-    and as `encode_prompts` does for the prompts. What `tool` raises comes through.
+    and as `encode_prompts` does for the prompts. Exceptions from `tool` propagate.
     """
     require(group_size >= 1, f"group_size should be at least 1, but is {group_size}")
     require(max_calls >= 0, f"max_calls should be at least 0, but is {max_calls}")
@@ -222,7 +222,7 @@ def calc_tool_objective(
     own_mask: Bool[Tensor, "batch completion"],
     clip_coef: float = 0.2,
 ) -> Float[Tensor, ""]:
-    """Return GRPO's objective of the tokens that the policy chose, without a KL term (maximised).
+    """Return GRPO's objective over the tokens that the policy chose, without a KL term (maximised).
 
     It averages min(ratio A, clip(ratio, 1 - clip_coef, 1 + clip_coef) A) over the own tokens of
     each completion, then over the batch, with ratio = exp(logprobs - old_logprobs). The
@@ -304,8 +304,8 @@ def measure_exactly(model: nn.Module, questions: list[str]) -> dict[str, Float[T
     - "exact_call": P("23*47>", given that the first token is "<");
     - "copied": P("A: 1081" e, given "<23*47>" and the tool's "=1081\\n").
 
-    So exact_call * copied is the chance to be right with one exact call, given "<". At temperature
-    1, on the model's device; no gradient is recorded.
+    So exact_call * copied is the chance of being right with one exact call, given "<". At
+    temperature 1, on the model's device; no gradient is recorded.
     """
     results = [run_calculator(f"<{question}>")[1:-1] for question in questions]
     direct = [["A", f": {result}"] for result in results]
@@ -331,7 +331,7 @@ def score_parts(
     """Return the log-prob of each part of each completion, given all that is before it.
 
     `parts` hold, for each prompt, the same number of texts, which together are its completion. An
-    eos is put behind the last one and belongs to it. All rows are scored in one forward pass.
+    eos is appended to the last one and belongs to it. All rows are scored in one forward pass.
     """
     tokenizer, device = model.tokenizer, next(model.parameters()).device
     prompt_ids, prompt_mask = encode_prompts(model, prompts, 1, prepend_bos=True)
@@ -359,7 +359,7 @@ def compare_within_kinds(
     Within a kind the questions are ordered by `p_right`, the base's probability of a right direct
     answer, ties as they came, and cut into n parts, as even as can be; the first
     ones are the larger (`tensor_split`). A model that knows what it does not know calls less often
-    from part to part. One that reads the kind calls in all parts alike.
+    from part to part. One that reads the kind calls equally often in all parts.
 
     Kinds are in the order in which they first occur. Raises a ValueError that names the argument
     for n below 1, and for a kind with fewer than n questions.

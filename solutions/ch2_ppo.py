@@ -345,8 +345,8 @@ class RLHFArgs:
     # The run
     seed: CountOrZero = 1  # It decides the adapters at the start, the prompts and the samples.
     name: str | None = None  # The run's folder; None names it after the trainer and the time.
-    runs_dir: str | Path = "runs"  # The folder of the run's folder.
-    checkpoint_every: CountOrZero = 10  # Phases; 0 saves only in the end and when interrupted.
+    runs_dir: str | Path = "runs"  # The folder that holds the run's folder.
+    checkpoint_every: CountOrZero = 10  # Phases; 0 saves only at the end and when interrupted.
     samples_every: CountOrZero = 1  # Phases between tables of samples; 0: no table, and no panel.
     use_wandb: bool = False  # Weights & Biases logs offline unless you are logged in.
     wandb_project_name: str = "RLHF"
@@ -378,7 +378,7 @@ class RLHFArgs:
 
     # Learning
     num_minibatches: Count = 4
-    batches_per_learning_phase: Count = 2  # Learning goes over each rollout this often (epochs).
+    batches_per_learning_phase: Count = 2  # Learning goes over a rollout this many times (epochs).
     base_lr: PositiveOrZero = 1e-3  # The adapters learn at this rate.
     max_grad_norm: Positive = 1.0
     warmup_steps: CountOrZero = 20  # Phases until the learning rates are at their full size.
@@ -661,7 +661,7 @@ class RLHFTrainer:
         return samples, scores
 
     def sample(self, prompts: list[Prompt], columns: dict[str, list]) -> Samples:
-        """Sample a completion for each prompt; the columns are chapter 10's to use."""
+        """Sample a completion for each prompt; the columns are for chapter 10 to use."""
         args = self.args
         return sample_completions(
             self.model,
@@ -869,8 +869,8 @@ class RLHFTrainer:
         self.scheduler.step()
 
     def train(self) -> list[dict[str, float]]:
-        """Run all the phases that are left and return the history: the model is then that of the
-        last phase. `self.phase` counts the phases that are done; count one before
+        """Run all the phases that are left and return the history: the model is then the one from
+        the last phase. `self.phase` counts the phases that are done; count one before
         `run.end_phase()`, which writes the count.
 
         If Ctrl-C or an error stops it, it goes back to the start of the phase, saves that, and

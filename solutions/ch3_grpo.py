@@ -219,7 +219,7 @@ class GrpoArgs(RLHFArgs):
     # Turns (chapter 10)
     environment: Callable[..., str | None] | None = None  # It answers the policy's turns.
     turn_end: str = ">"  # A turn ends with this text.
-    max_calls: CountOrZero = 2  # The environment answers at most so often in a completion.
+    max_calls: CountOrZero = 2  # The environment answers at most this often in a completion.
     environment_seconds: Positive = 10.0  # A call that takes longer has failed.
 
     def __post_init__(self):

@@ -1,8 +1,8 @@
 """Chapter 6: preferences.
 
-Builds the human half of RLHF: pairs of which one is preferred, a reward model of them, DPO, which
-needs none, and ways of picking good samples. The person is simulated by a reward that is known, so
-that every method can be checked against the truth.
+Builds the human half of RLHF: pairs in which one is preferred, a reward model fitted to them, DPO,
+which needs none, and ways of picking good samples. The person is simulated by a reward that is
+known, so that every method can be checked against the truth.
 
 Simplified: one reward model and no ensemble, trained on one kind of pair; a completion is scored as
 its text followed by an eos, even if it was cut off.
@@ -536,7 +536,7 @@ class PickedGrpoArgs(GrpoArgs):
 
     pool_size: Count = 32  # A prompt gets this many completions, and group_size of them are kept.
     pick_temperature: Positive = 0.5
-    baseline: Literal["pool", "kept"] = "pool"  # Its mean and std make the advantages.
+    baseline: Literal["pool", "kept"] = "pool"  # Advantages use its mean and std.
 
     def __post_init__(self):
         super().__post_init__()

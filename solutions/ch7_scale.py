@@ -56,10 +56,10 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Estimate the bytes at the peak of one update of a GPT-2 with adapters, by cause.
 
-    "weights": the n_params in `dtype`. "gradients" and "optimizer": of the n_trainable, the latter
-    Adam's two moments, at least in float32, as adapters are. "activations": what the blocks keep
-    for the backward pass, and the last layer norm's input. "attention": the patterns. "logits":
-    those of the model, and three times the completion's, at least in float32.
+    "weights": the n_params in `dtype`. "gradients": of the n_trainable. "optimizer": Adam's two
+    moments of them. Both are at least in float32, as adapters are. "activations": what the blocks
+    keep for the backward pass, and the last layer norm's input. "attention": the patterns.
+    "logits": those of the model, and three times the completion's, at least in float32.
     """
     size, exact = dtype.itemsize, max(dtype.itemsize, 4)
     tokens = batch * seq
@@ -431,7 +431,7 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
 
     Each block is gathered for as long as it runs, and the rest likewise. FSDP gathers around
     `forward` alone; `forward_with_value_head`, if there is one, has to gather too. Build the
-    optimizer afterwards: the parameters are others. Gradients come out averaged over the ranks.
+    optimizer afterwards: the parameters are new ones. Gradients come out averaged over the ranks.
     """
     own_weights(model)
     for block in model.base.blocks:
@@ -447,7 +447,7 @@ def shard_model(model: TransformerWithLora, mesh: DeviceMesh) -> TransformerWith
 
 @contextmanager
 def unsharded(model: TransformerWithLora) -> Iterator[TransformerWithLora]:
-    """Gather all weights inside, on every rank, and shard them again on leaving, also by an error.
+    """Gather all weights inside, on every rank, and shard them again on leaving, even by an error.
 
     For sampling: `sample_completions` then decodes with the weights themselves, so the ranks may
     have different prompts. The model must not be called inside: FSDP's hooks would gather and free
@@ -494,7 +494,7 @@ def _refuse_what_trl_lacks(args: GrpoArgs) -> None:
 def to_trl_config(args: GrpoArgs) -> dict[str, Any]:
     """Return arguments of `trl.GRPOConfig` (TRL 1.16) that take the same step as `GrpoTrainer`.
 
-    With several minibatches in a rollout TRL deals completions to them otherwise. Of `RlvrArgs`,
+    With several minibatches in a rollout TRL deals completions to them differently. Of `RlvrArgs`,
     what TRL has as well is translated: loss_mode, ratio_level, truncation "mask". The learning rate
     is constant, as ours follows a schedule by phases and TRL's by updates. TRL prepends no bos, so
     hand it prompts that have one. Prompts, rewards and an `environment` are for TRL's trainer and

@@ -71,10 +71,10 @@ def test_the_fast_sampler_is_steered_as_chapter_0s_is(policy):
 # --- What the chapter says of its runs ----------------------------------------------------------
 
 SAID = [  # of a run, where it stands, with how many digits, and the words around it
-    ("grpo", ("kl", "by_position", 0), 2, "one token has {} nats,"),
-    ("grpo", ("kl", "per_completion"), 2, " nats, out of {} for"),
+    ("grpo", ("kl", "by_position", 0), 2, "one token accounts for {} nats"),
+    ("grpo", ("kl", "per_completion"), 2, " nats out of {} for"),
     ("grpo", ("ablations", "blocks.3.mlp.out", "alone", "first"), 2, "from 0.19 to {}. Among"),
-    ("grpo", ("ablations", "layer 3", "alone", "worked"), 2, "alone, it makes {} of"),
+    ("grpo", ("ablations", "layer 3", "alone", "worked"), 2, "with it alone, {} of"),
     ("grpo", ("ablations", "mlp.out", "alone", "worked"), 2, "only `mlp.out` does: {}. On"),
     ("grpo", ("ablations", "blocks.3.mlp.out", "without", "first"), 2, "is still {}. Without"),
     ("grpo", ("ablations", "layer 3", "without", "first"), 2, "of the last block it's {}, about"),
@@ -94,7 +94,7 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("grpo", ("patches", 2, 9), 2, "after block 1, {} after"),
     ("grpo", ("patches", 3, 9), 3, "after block 2, {} after"),
     ("grpo", ("directions", 3, "doses", 5, "first"), 3, "from 0.19 to {}. Sample"),
-    ("grpo", ("directions", 3, "sampled", "worked"), 2, "there, and {} of"),
+    ("grpo", ("directions", 3, "sampled", "worked"), 2, "with it, and {} of"),
     ("grpo", ("directions", 3, "sampled", "accuracy"), 2, "worked and {} right"),
     ("grpo", ("directions", 2, "doses", 7, "first"), 2, "of 2 gives {}. At"),
     ("grpo", ("directions", 3, "doses", 0, "first"), 4, "the base had: {} at"),
@@ -117,7 +117,7 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("control", ("kl", "by_position", 0), 2, "first token has only {} nats"),
     ("control", ("none", "accuracy"), 2, "has risen from {} to"),
     ("control", ("all", "accuracy"), 2, " to {}. It"),
-    ("control", ("ablations", "layer 3", "alone", "accuracy"), 2, "is right in {} of"),
+    ("control", ("ablations", "layer 3", "alone", "accuracy"), 2, "one alone, {} of"),
     ("control", ("ranks", "1", "accuracy"), 2, "is *not* enough: only {} are"),
     ("direct", ("kl", "by_position", 0), 2, "what we predicted, {} nats."),
     ("direct", ("kl", "per_completion"), 1, "whole answer has {} nats,"),

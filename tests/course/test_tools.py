@@ -28,6 +28,7 @@ from solutions.ch10_tools import (
     run_calculator,
     sample_in_turns,
 )
+from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import ONE_STEP, load, randomize
 from utils.chapters import sort_chapters
 from utils.grading.checks import get_checks
@@ -112,7 +113,11 @@ def shout(turn: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "max_calls"),
-    [*((name, 2) for name in ("embedded", "gpt2", "llama", "qwen", "phi", "tools")), ("tools", 0)],
+    [
+        *((name, 2) for name in ("embedded", "phi", "tools")),
+        *(pytest.param(name, 2, marks=pytest.mark.takes_long) for name in ARCHITECTURES),
+        ("tools", 0),
+    ],
 )
 def test_sampling_in_turns_is_a_loop_of_plain_calls(folders, name, max_calls, monkeypatch):
     """Left-padded prompts, and a call that ends with a token that the model chooses; in float64

@@ -16,6 +16,7 @@ from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
 from utils.course.evaluation import sample_prompts
 from utils.models.forward import NativeScorer, get_scorer
+from utils.plotting import plot_history
 from utils.rewards import call_reward_fn
 from utils.tracking import save_checkpoint
 
@@ -127,7 +128,8 @@ def test_a_run_on_the_native_forward_is_the_run_on_the_bridge(kind, kinds, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(kind, tmp_path):
+def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr("utils.tracking.plot_history", plot_history)
     trainer = make_trainer(kind, tmp_path)
     weights, before = get_base_weights(trainer.model), get_adapters(trainer)
     history = trainer.train()
@@ -141,6 +143,7 @@ def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(kind, tmp
     assert {path.name for path in folder.iterdir()} == {
         "args.json", "metrics.jsonl", "metrics.png", "checkpoint.pt", "adapter.safetensors",
     }  # fmt: skip
+    assert (folder / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
