@@ -18,6 +18,8 @@ def describe_figure(figure: Figure) -> str:
     panels = [panel for panel in panels if panel]
     scales = [bar.get_ylabel() or bar.get_xlabel() for bar in bars]
     words = [f"Colours show {scale}." for scale in dict.fromkeys(filter(None, scales))]
+    if shared := " by ".join(filter(None, (figure.get_supylabel(), figure.get_supxlabel()))):
+        words.insert(0, f"{shared}.")
     if title := figure.get_suptitle():
         words.insert(0, f"{title}.")
     if len(panels) > 1:
@@ -59,7 +61,7 @@ def _list_curves(axes: Axes) -> list[str]:
 def _list_bars(axes: Axes) -> list[str]:
     said = []
     for bars in (drawn for drawn in axes.containers if isinstance(drawn, BarContainer)):
-        heights = [bar.get_height() for bar in bars]
+        heights = _get_numbers(bars.datavalues)  # of bars that lie, too
         name = _get_name(bars) or "bars"
         if len(heights) <= MOST:
             said.append(f"{name} {', '.join(f'{height:.3g}' for height in heights)}")

@@ -132,10 +132,12 @@ def label_ends(axes: Axes, gap: float = 12.0) -> None:
 def put_legend_above(figure: Figure, columns: int = 2) -> None:
     """Put the legend of a figure's first panel above all of them, where it hides nothing.
 
-    The figure has to have layout="constrained", which makes room for it.
+    A label that several lines have is in it once. The figure has to have layout="constrained",
+    which makes room for it.
     """
-    drawn = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*drawn, loc="outside upper center", ncols=columns, frameon=False)
+    lines, labels = figure.axes[0].get_legend_handles_labels()
+    drawn = dict(zip(labels, lines, strict=True))
+    figure.legend(drawn.values(), drawn, loc="outside upper center", ncols=columns, frameon=False)
 
 
 def format_spread(values: list[float], digits: int = 3) -> str:

@@ -76,9 +76,19 @@ def test_marks_outlines_and_text_are_told():
     )
 
 
-def test_many_bars_and_curves_are_told_together():
+def test_labels_that_panels_share_are_told_once():
+    figure = Figure()
+    for axes in figure.subplots(1, 2):
+        axes.plot([0, 1, 2])
+    figure.supxlabel("update")
+    figure.supylabel("reward")
+    assert describe_figure(figure).startswith("Plot. 2 panels. reward by update. (1) a curve")
+
+
+@pytest.mark.parametrize("draw", ["bar", "barh"])
+def test_many_bars_and_curves_are_told_together(draw):
     figure, axes = draw_panel()
-    axes.bar(range(9), [1, 2, 3, 9, 5, 4, 3, 2, 1])
+    getattr(axes, draw)(range(9), [1, 2, 3, 9, 5, 4, 3, 2, 1])
     for place in range(10):
         axes.plot([0, 1, place])
     described = describe_figure(figure)

@@ -50,7 +50,7 @@ def test_a_legend_above_covers_no_panel():
     figure = Figure(layout="constrained")
     for axes in figure.subplots(1, 2):
         axes.plot([0, 1], label="one")
-        axes.plot([1, 0], label="two")
+        axes.plot([[1, 2], [0, 3]], label="two")
     put_legend_above(figure)
     figure.draw_without_rendering()
     (legend,) = figure.legends
