@@ -852,7 +852,7 @@ class RLHFTrainer:
 
         The whole gradient is clipped to a norm of `max_grad_norm`. `self.generator`, whose state a
         checkpoint holds, shuffles the rows. Records "objective" and "grad_norm" of each minibatch,
-        and once "lr", the adapters' learning rate (the optimizer's first) in this phase.
+        and once "lr", the adapters' learning rate in this phase.
         """
         for minibatch in memory.get_minibatches(self.generator):
             self.optimizer.zero_grad()
