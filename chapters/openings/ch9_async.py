@@ -2,6 +2,7 @@
 
 import tempfile
 
+import torch
 from tqdm import tqdm
 
 from solutions.ch0_sampling import sample_completions
@@ -50,7 +51,8 @@ def main() -> None:
     for name, changes in RUNS.items():
         with tempfile.TemporaryDirectory() as folder:
             model = train(shorten(20), folder, **changes).model
-        texts = sample_completions(model, [addition_prompt(a, b) for a, b in pairs], 40).texts
+        prompts, generator = [addition_prompt(*pair) for pair in pairs], torch.Generator()
+        texts = sample_completions(model, prompts, 40, generator=generator.manual_seed(0)).texts
         right = reward_fn_addition(texts, [str(a + b) for a, b in pairs]).mean()
         print(f"{name}: {right:.0%} of {len(pairs)} sums are right, for example")
         for (a, b), text in list(zip(pairs, texts, strict=True))[:3]:
