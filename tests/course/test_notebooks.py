@@ -15,7 +15,7 @@ import torch
 from utils.authoring import diagrams, notebooks, stubs
 from utils.authoring.__main__ import build_student, format_core_path
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build
-from utils.authoring.sums import read_exercises
+from utils.authoring.sums import Exercise, read_exercises
 from utils.course import checking, session, stale_cells
 from utils.grading.checks import get_checks, get_reference
 from utils.grading.substitution import find_answer
@@ -376,10 +376,12 @@ def test_the_core_path_is_that_of_the_headings_and_shown_in_progress(names, caps
 
 def test_the_first_of_several_deeper_sections_says_where_the_path_goes_on():
     heads = ["1 · A", "2 · B · deeper", "3 · C · deeper", "4 · D", "5 · E · deeper"]
-    text = notebooks.lead_past("".join(f"## {head}\n\ntext\n\n" for head in heads))
+    needed = [Exercise(f"in_{n}", n, 5, False, False) for n in (3, 5)]
+    text = notebooks.lead_past("".join(f"## {head}\n\ntext\n\n" for head in heads), needed)
     second, fifth = text.index("## 2"), text.index("## 5")
     assert text.count("core path") == 2
-    assert text.index("*The core path goes on with section 4.*") > second
+    here = "<bundle> Its experiments need `in_3` from here.</bundle>"
+    assert text.index(f"*The core path goes on with section 4.{here}*") > second
     assert text.index("ends here.*") > fifth
     assert text.index("goes on") < text.index("## 3")
 

@@ -39,6 +39,7 @@ import os
 import re
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
-from utils.authoring.sums import SECTION, fill_source, find_needed, read_exercises
+from utils.authoring.sums import SECTION, Exercise, fill_source, find_needed, read_exercises
 from utils.chapters import sort_chapters
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
@@ -228,7 +229,7 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     """
     builder = _Builder(chapter, edition)
     source = fill_source((CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8"))
-    source = lead_past(source)
+    source = lead_past(source, find_needed(chapter))
     source = BY_PLACE.sub(lambda match: match[2] if match[1] == edition.place else "", source)
     if edition.place == "bundle":  # which has what the scripts found, not the scripts
         source = SCRIPT.sub("a recorded run", MADE_BY.sub("", source))
@@ -252,8 +253,9 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     return notebook
 
 
-def lead_past(source: str) -> str:
-    """Say below the first heading of sections that are off the core path where it goes on."""
+def lead_past(source: str, needed: Sequence[Exercise] = ()) -> str:
+    """Say below the first heading of sections that are off the core path where it goes on, and in a
+    bundle which exercises it needs of them."""
     sections = [(int(m[1]), bool(m[2]), m) for m in SECTION.finditer(source)]
     parts: list[str] = []
     end, was_deeper = 0, False
@@ -263,6 +265,10 @@ def lead_past(source: str) -> str:
             said = "The core path leaves out this chapter."
             if later:
                 said = f"The core path goes on with section {later[0]}."
+                here = [f"`{e.name}`" for e in needed if number <= e.section < later[0]]
+                if here:
+                    names = ", ".join(here)
+                    said += f"<bundle> Its experiments need {names} from here.</bundle>"
             elif parts or number > 1:
                 said = "The core path through this chapter ends here."
             parts += [source[end : match.end()], f"\n\n*{said}*"]

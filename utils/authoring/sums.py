@@ -109,8 +109,8 @@ def say_needed(chapter: str) -> str:
     names = "; ".join(f"{', '.join(found)} (section {n})" for n, found in sections.items())
     time = say_time(sum(exercise.minutes for exercise in find_needed(chapter)))
     return (
-        "There are no solutions here to fill in, so the core path's experiments also need these "
-        f"exercises: {names}. They take about {time} more."
+        "There are no solutions here to fill in, so the core path's experiments need some of those "
+        f"as well: {names}. That's about {time}."
     )
 
 
