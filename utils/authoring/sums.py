@@ -57,7 +57,7 @@ class Exercise:
     minutes: int
     is_optional: bool
     is_core: bool  # on the core path
-    is_inherited: bool  # only run: there is nothing to write
+    is_inherited: bool = False  # only run: there is nothing to write
 
 
 @functools.cache

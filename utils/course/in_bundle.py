@@ -1,5 +1,5 @@
-"""What `check` says in a course bundle, which has the public checks of its chapter and neither its
-solutions nor its other checks."""
+"""What `check` and `catch_up` say in a course bundle, which has the public checks of its chapter
+and neither its solutions nor its other checks."""
 
 import ast
 import contextlib
