@@ -281,7 +281,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         metavar="TEXT",
         help=r"prompts; \n in them is a line break",
     )
-    add("--chat", action="store_true", help="--prompt is what a user says in a chat (as the run's)")
+    add("--chat", action="store_true", help="--prompt is what a user says (default: as in the run)")
     add("--n", type=int, default=8, help="how many of the run's prompts, without --prompt (8)")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")
     add("--gen-len", type=int, help="tokens of a completion at most (default: the run's)")

@@ -25,7 +25,7 @@ from utils.models.turns import Stops
 from utils.models.word_problems import Problem, make_problems, reward_fn_worked
 
 RESULT = Path(__file__).parents[1] / "results" / "word_problems.json"
-GEN_LEN, N_HELD = 24, 32
+GEN_LEN = 24
 EASY = {"n_steps": (1,), "largest": 10}
 MIXED = {"n_steps": (1, 2), "largest": 20}
 NO_BONUS = {"ent_coef": 0.0}
@@ -35,9 +35,10 @@ LONG = NO_BONUS | {"batch_size": 64}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Stages of GRPO, each with its problems and its number of phases; the last one's are measured.
+    """Hold GRPO's stages, each with its problems and its number of phases.
 
-    Before them come solved problems in the prompt, or SFT on so many worked answers.
+    Before them come `n_shots` solved problems in the prompt, or SFT on `n_examples` worked answers,
+    among which are GRPO's problems. The last stage's kind of problem is what is measured.
     """
 
     stages: tuple[tuple[dict[str, Any], int], ...]
@@ -54,7 +55,7 @@ RECIPES = {
     "SFT first, easy": Recipe(((EASY, 6),), 0, 256),
     "SFT first, easy, no bonus": Recipe(((EASY, 6),), 0, 256, NO_BONUS),
     "SFT first, easy, small steps, no bonus": Recipe(((EASY, 6),), 0, 256, SMALL_STEPS),
-    # Ten times as many completions, which a GPU samples in a minute.
+    # Ten times as many completions as in the longer ones: a minute on a GPU.
     "few-shot, easy, long": Recipe(((EASY, 60),), 1, given=LONG, n_held=128),
     "few-shot, mixed, long": Recipe(((MIXED, 60),), 2, given=LONG, n_held=128),
     "few-shot, easy then mixed": Recipe(((EASY, 30), (MIXED, 30)), 2, given=LONG, n_held=128),

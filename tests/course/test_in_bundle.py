@@ -1,6 +1,8 @@
 """What `check` says in a course bundle: how many checks pass, which mistakes, what is called."""
 
 import dataclasses
+import functools
+import json
 import re
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from utils.authoring.notebooks import Edition, build, write
 from utils.authoring.recording import collect
 from utils.authoring.sums import read_exercises
-from utils.course import checking, session
+from utils.course import checking, in_bundle, session
 from utils.course.checking import run_and_print
 from utils.grading import diagnosis, recorded
 from utils.grading.checks import get_checks, get_reference
@@ -186,7 +188,10 @@ def test_catching_up_names_what_its_cell_needs_and_puts_in_what_is_given(
     training = "catch_up()\nlambda: RLHFTrainer(RLHFArgs(reward_fn_char_count)).train()"
     exec(training, names)
     needed = read_names()
-    exec("catch_up()", names | {"In": [training]})  # IPython runs a cell line by line
+    for cell in (training, f"await None\n{training}"):
+        exec("catch_up()", names | {"In": [cell]})  # IPython runs a cell line by line
+        assert read_names() == needed
+    exec(training, names | {"In": ["get_ipython().run_cell_magic('time', '', '')"]})
     assert read_names() == needed
     exec("def reward_fn_char_count(samples):\n    return samples", names)
     names["reward_fn_sentiment"] = names["reward_fn_char_count"]
@@ -199,8 +204,47 @@ def test_catching_up_names_what_its_cell_needs_and_puts_in_what_is_given(
     assert marked - {*needed} == unseen
 
 
-def test_what_code_reaches_it_reaches_through_functions_and_methods():
+def test_a_method_that_is_only_inherited_is_not_written(monkeypatch):
+    checks = {"T.step": ["quick"], "T.train": []}  # nothing to write for the latter
+    monkeypatch.setattr(in_bundle, "get_checks", lambda chapter: checks)
+    monkeypatch.setattr(in_bundle, "get_quick_checks", lambda chapter, name: checks[name])
+    monkeypatch.setattr(in_bundle, "find_called", lambda chapter, name: ())
     names: dict = {}
+    exec("class Earlier:\n    def step(self): return 1\n    def train(self): return 1", names)
+    exec("class T(Earlier): pass", names)
+    code = compile("T().step(); T().train()", "", "exec")
+    assert in_bundle.find_needed("small", code, names) == ["T.step"]
+    exec("class T(T):\n    def step(self): raise NotImplementedError", names)
+    assert in_bundle.find_needed("small", code, names) == ["T.step"]
+    exec("class T(T):\n    def step(self): return 2", names)
+    assert in_bundle.find_needed("small", code, names) == []
+
+
+def test_what_is_given_is_put_in_from_a_notebook_that_was_edited(tmp_path):
+    path, names = tmp_path / "edited.ipynb", {"kept": "mine"}
+    assert in_bundle.put_in_given(path, names) == {}
+    path.write_text("{half", encoding="utf-8")
+    assert in_bundle.put_in_given(path, names) == {}
+    cells = [
+        "kept = 1\ndef first(): return 1\nclass Waits(Missing): pass",
+        "%%time\ndef magic(): return 1",
+        "def half(:",
+        "broken = 1 / 0",
+        "last = first()",
+    ]
+    tagged = [{"metadata": {"tags": ["given"]}, "source": source} for source in cells]
+    own = [{"metadata": {}, "source": "own = 1"}]
+    path.write_text(json.dumps({"cells": tagged + own}), encoding="utf-8")
+    assert in_bundle.put_in_given(path, names).keys() == {"Waits", "broken"}
+    assert (names["kept"], names["last"]) == ("mine", 1)
+    assert not {"Waits", "broken", "magic", "half", "own"} & names.keys()
+    before = names["first"]
+    assert in_bundle.put_in_given(path, names | {"Missing": object}).keys() == {"broken"}
+    assert names["first"] is before
+
+
+def test_what_code_reaches_it_reaches_through_functions_and_methods():
+    names: dict = {"functools": functools}
     exec(
         "def a(): return b()\n"
         "def b(): return [C().m() for _ in range(3)]\n"
@@ -211,11 +255,15 @@ def test_what_code_reaches_it_reaches_through_functions_and_methods():
         "    @property\n"
         "    def p(self): return e()\n"
         "    def unused(self): return lost()\n"
-        "def d(): return None\n"
-        "def e(): return None\n",
+        "def d(): return C.cached\n"
+        "def e(): return later()\n"
+        "def f(): return None\n"
+        "def g(): return None\n"
+        "C.cached = functools.cached_property(lambda self: f())\n"
+        "later = functools.partial(lambda: g())\n",
         names,
     )
-    exercises = ["a", "b", "C.m", "C.unused", "d", "e", "lost"]
+    exercises = ["a", "b", "C.m", "C.unused", "d", "e", "f", "g", "lost"]
     found = find_reached(compile("x = a()", "", "exec"), names, exercises)
-    assert found == ["a", "b", "C.m", "d", "e"]
+    assert found == ["a", "b", "C.m", "d", "e", "f", "g"]
     assert find_reached(compile("1 + 1", "", "exec"), names, exercises) == []

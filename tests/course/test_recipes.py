@@ -4,13 +4,14 @@ import json
 import math
 from pathlib import Path
 
-from chapters.experiments.word_problems import RECIPES
+from chapters.experiments.word_problems import MIXED, RECIPES
 from utils.course.real_model import (
     CALCULATOR_SHOTS,
     calculate_line,
     reward_fn_last_line,
     split_products,
 )
+from utils.models.word_problems import make_problems
 
 ROOT = Path(__file__).parents[2]
 WHEN = ("before", "after")
@@ -97,3 +98,24 @@ def test_the_page_has_the_recorded_recipes():
     assert {run["recipe"] for run in WORD_PROBLEMS} == {*RECIPES}
     for name in RECIPES:
         assert format_recipe(name) in page
+
+
+def test_the_page_says_what_the_long_runs_did():
+    page = (ROOT / "solutions/README.md").read_text(encoding="utf-8").replace("\n", " ")
+    runs = [run for run in WORD_PROBLEMS if run["recipe"] == "few-shot, easy then mixed"]
+    parts = [[run["rewards"][start:][:10] for run in runs] for start in (20, 30, 50)]
+    easy, switched, end = ([f"{sum(part) / 10:.2f}" for part in three] for three in parts)
+    said = [f"{', '.join(three[:2])} and {three[2]}" for three in (easy, switched, end)]
+    assert f"falls from {said[0]} to {said[1]} (means of ten phases), and ends at {said[2]}" in page
+    first, held = [], []
+    for name in ("SFT on 2,048, mixed, long", "SFT first, mixed, long"):
+        runs = [run for run in WORD_PROBLEMS if run["recipe"] == name]
+        first.append(sum(sum(run["rewards"][:10]) for run in runs) / 30)
+        held.append(sum(run["before GRPO"]["sampled"] for run in runs) / 3)
+    assert "first ten phases is {:.2f} instead of {:.2f}".format(*first) in page
+    assert "{:.2f} are right before GRPO instead of {:.2f}".format(*held) in page
+
+
+def test_grpos_problems_are_among_those_of_sft():
+    grpo, sft = (make_problems(n, 1, **MIXED) for n in (400, 512))
+    assert {*grpo} < {*sft}

@@ -90,6 +90,11 @@ def test_the_core_path_needs_what_its_cells_and_exercises_run(tmp_path, monkeypa
     assert found == [["second"], ["second", "Third.method"]]
     said = "some of those as well: `second`, `Third.method` (section 2). That's about 45 min."
     assert said in calc_sum("needed small")
+    inherited = SMALL.replace("optional: lent", "inherited: true")
+    (tmp_path / "source" / "small.md").write_text(inherited, encoding="utf-8")
+    sums.read_exercises.cache_clear()
+    sums.find_needed.cache_clear()
+    assert [exercise.name for exercise in sums.find_needed("small")] == ["second"]
     sums.read_exercises.cache_clear()
     sums.find_needed.cache_clear()
 

@@ -417,8 +417,10 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     run(tmp_path, "--resume", folder, "--eval-data", other)
     assert "changed" not in capsys.readouterr().err
     other.write_text(json.dumps(HELD[0]) + "\n")
-    run(tmp_path, "--resume", folder, "--eval-data", other)
+    run(tmp_path, "--resume", folder, "--eval-data", other, "--total-phases", "3")
     assert "eval_data changed: don't compare" in capsys.readouterr().err
+    run(tmp_path, "--resume", folder)
+    assert "changed" not in capsys.readouterr().err
 
 
 def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):

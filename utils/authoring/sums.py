@@ -57,6 +57,7 @@ class Exercise:
     minutes: int
     is_optional: bool
     is_core: bool  # on the core path
+    is_inherited: bool = False  # only run: there is nothing to write
 
 
 @functools.cache
@@ -73,14 +74,16 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
             raise ValueError(f"{chapter}.md: the block of {part['name']} should have minutes")
         optional = bool(options.get("optional"))
         is_core = not (optional or is_deeper)
-        found.append(Exercise(part["name"], section, options["minutes"], optional, is_core))
+        inherited = bool(options.get("inherited"))
+        minutes = options["minutes"]
+        found.append(Exercise(part["name"], section, minutes, optional, is_core, inherited))
     return tuple(found)
 
 
 @functools.cache
 def find_needed(chapter: str) -> tuple[Exercise, ...]:
-    """Return the exercises off the core path that its cells and its exercises run, themselves or
-    through the solutions."""
+    """Return the exercises off the core path that have to be written for it: its cells and its
+    exercises run them, themselves or through the solutions."""
     text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
     exercises, names = get_checks(chapter), vars(get_reference(chapter))
     waiting = [exercise.name for exercise in read_exercises(chapter) if exercise.is_core]
@@ -92,7 +95,8 @@ def find_needed(chapter: str) -> tuple[Exercise, ...]:
     while waiting:
         reached.add(name := waiting.pop())
         waiting += {*find_called(chapter, name)} - reached
-    return tuple(e for e in read_exercises(chapter) if e.name in reached and not e.is_core)
+    found = [e for e in read_exercises(chapter) if e.name in reached]
+    return tuple(e for e in found if not (e.is_core or e.is_inherited))
 
 
 def say_needed(chapter: str) -> str:

@@ -1,7 +1,8 @@
-"""What `check` says in a course bundle, which has the public checks of its chapter and neither its
-solutions nor its other checks."""
+"""What `check` and `catch_up` say in a course bundle, which has the public checks of its chapter
+and neither its solutions nor its other checks."""
 
 import ast
+import contextlib
 import json
 import re
 import time
@@ -22,35 +23,56 @@ UNKNOWN = "This matches no mistake that we know, alone or with another."
 
 
 def put_in_given(notebook: Path, names: dict[str, Any]) -> dict[str, FunctionType]:
-    """Run the cells of a chapter's notebook that define what is given, where names lack it.
+    """Run what a chapter's notebook gives, definition by definition, where names lack it.
 
-    Returns those that build on an exercise that is not there, by the names that they would define.
+    Returns the definitions that fail, by the names that they would bind: they build on exercises
+    that are not there, or were edited, as the notebook is the student's own.
     """
-    text = notebook.read_text(encoding="utf-8") if notebook.is_file() else '{"cells": []}'
     waiting: dict[str, FunctionType] = {}
-    for cell in json.loads(text)["cells"]:
-        if "given" not in cell["metadata"].get("tags", []):
-            continue
-        tree = ast.parse(source := "".join(cell["source"]))
-        bound = set().union(*map(get_bound_names, tree.body))
-        if bound - names.keys():
-            code = compile(source, f"<given in {notebook.name}>", "exec")
+    for statement in _read_given(notebook):
+        if missing := get_bound_names(statement) - names.keys():
+            code = compile(ast.Module([statement], []), f"<given in {notebook.name}>", "exec")
             try:
                 exec(code, names)
-            except NameError:
-                waiting |= dict.fromkeys(bound, FunctionType(code, names))
+            except Exception:  # the student sees it on running that cell
+                waiting |= dict.fromkeys(missing, FunctionType(code, names))
     return waiting
 
 
+def _read_given(notebook: Path) -> list[ast.stmt]:
+    try:
+        cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    except (OSError, ValueError, LookupError):  # half written, or no notebook
+        return []
+    statements: list[ast.stmt] = []
+    for cell in cells:
+        if "given" in cell["metadata"].get("tags", []):
+            with contextlib.suppress(SyntaxError, ValueError):
+                statements += ast.parse("".join(cell["source"])).body
+    return statements
+
+
 def find_needed(chapter: str, code: CodeType, names: dict[str, Any]) -> list[str]:
-    """Return the exercises that code needs and that are not written, in the chapter's order."""
-    exercises = get_checks(chapter)
+    """Return the exercises that code needs and that are not written, in the chapter's order.
+
+    A method that its class only inherits is not written, unless there is nothing to write.
+    """
+    exercises = [name for name in get_checks(chapter) if get_quick_checks(chapter, name)]
     waiting, reached = find_reached(code, names, exercises), set()
     while waiting:
         reached.add(exercise := waiting.pop())
         waiting += {*find_called(chapter, exercise)} - reached
-    answers = {name: find_answer(names, name) for name in exercises if name in reached}
+    answers = {name: _find_own(names, name) for name in exercises if name in reached}
     return [name for name, answer in answers.items() if answer is None or is_stub(answer)]
+
+
+def _find_own(names: dict[str, Any], exercise: str) -> Any:
+    """Find an answer; of a method, one in a class of that name, which may have been re-opened."""
+    name, _, method = exercise.partition(".")
+    if not method:
+        return names.get(name)
+    classes = [c for c in getattr(names.get(name), "__mro__", ()) if c.__name__ == name]
+    return next((vars(c)[method] for c in classes if method in vars(c)), None)
 
 
 def count_checks(chapter: str, exercise: str) -> int:

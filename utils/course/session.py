@@ -1,5 +1,6 @@
 """What a chapter's notebook calls: `start`, `preview`, `check`, `progress`, `catch_up` and more."""
 
+import ast
 import json
 import os
 import runpy
@@ -216,12 +217,16 @@ def catch_up() -> None:
         reference = vars(get_reference(chapter))
     except ModuleNotFoundError:
         waiting = in_bundle.put_in_given(ROOT / "chapters" / f"{chapter}.ipynb", caller)
-        code = frame.f_code
+        codes = [frame.f_code]
         if "In" in caller:  # IPython runs a cell line by line: its code is more than this one
-            code = compile(caller["In"][-1], "<cell>", "exec")
-        if needed := in_bundle.find_needed(chapter, code, caller | waiting):
-            said = "This cell needs exercises that you haven't written, or not run yet, and there"
-            print(f"{said} are no solutions here: {', '.join(needed)}")
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            codes.append(compile(caller["In"][-1], "<cell>", "exec", flags))
+        names = caller | waiting
+        found = [name for code in codes for name in in_bundle.find_needed(chapter, code, names)]
+        if found:
+            needed = ", ".join(dict.fromkeys(found))
+            said = "This cell needs exercises that you haven't written or run yet"
+            print(f"{said}, and there are no solutions here: {needed}")
         return
     exercises = get_checks(chapter)
     for name in reference.keys() - exercises.keys() - caller.keys():

@@ -278,7 +278,8 @@ def _list_code(used: set[str], names: dict[str, Any]) -> Iterator[CodeType]:
             held = [pair for cls in value.__mro__ for pair in vars(cls).items()]
             members = [x for key, x in held if key in used or key in ("__init__", "__post_init__")]
         for member in members:
-            member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+            for key in ("fget", "func", "__func__"):  # of a property, cached or not, and a partial
+                member = getattr(member, key, None) or member
             code = getattr(inspect.unwrap(member), "__code__", None)
             if isinstance(code, CodeType):
                 yield code

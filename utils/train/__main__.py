@@ -150,7 +150,8 @@ def go_on(trainer: Watched, folder: Path, rank: int) -> None:
     now = trainer.options or {}
     names = ("reward", "reward_weights", "stop", "eval_samples")
     changed = [name for name in names if before.get(name, now[name]) != now[name]]
-    held_out = {json.dumps(x["prompt"]) for x in read_samples(folder) if x["split"] == "eval"}
+    held = [x for x in read_samples(folder) if x["split"] == "eval"]
+    held_out = {json.dumps(x["prompt"]) for x in held if x["phase"] == held[-1]["phase"]}
     rows = trainer.evaluation.rows if trainer.evaluation else []
     if held_out and held_out != {json.dumps(row["prompt"]) for row in rows}:
         changed.append("eval_data")  # by its prompts: a file may have moved
