@@ -49,3 +49,22 @@ def test_three_seeds_of_each_run_are_recorded_and_learn():
         assert gain > 0.4
         assert run["task"] != "sums" or run["heldout_after"] > 2 * run["heldout_before"]
         assert len(run["rewards"]) == len(run["phase_seconds"])
+
+
+def test_the_page_on_gpus_has_what_was_measured_there():
+    found = json.loads((ROOT / "chapters/results/gpu_runs.json").read_text(encoding="utf-8"))
+    page = (ROOT / "solutions/gpu.md").read_text(encoding="utf-8").replace("\n", " ")
+    sums, mood = found["real"]
+    held = [
+        [f"{run[f'heldout_{when}']:.2f}" for when in ("before", "after")] for run in (sums, mood)
+    ]
+    assert (
+        f"in {sums['seconds']:.0f} seconds, from {held[0][0]} to {held[0][1]} on held-out" in page
+    )
+    greedy = f"{sums['greedy_before']:.2f} to {sums['greedy_after']:.2f}"
+    assert f"greedy from {greedy}" in page
+    assert f"takes {mood['seconds']:.0f} seconds instead of" in page
+    assert f"from {held[1][0]} to {held[1][1]}. A few" in page
+    peak = f"{found['memory']['peak_gib']} GB at the peak"
+    assert peak in page
+    assert peak in (ROOT / "chapters/source/ch7_scale.md").read_text(encoding="utf-8")
