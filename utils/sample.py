@@ -299,6 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         policy, args = load_policy(given.run, given.base, given.device)
         folder = given.run.parent if given.run.is_file() else given.run
+        require(given.prompt or not given.chat, "chat should be given with prompt")
         if given.prompt is None:
             prompts = choose_prompts(folder, args, max(given.n, 1))
         else:

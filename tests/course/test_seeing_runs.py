@@ -183,6 +183,8 @@ def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
         sample.main(["embedded", *words, "--base", "gpt2"])
     with pytest.raises(SystemExit, match="chat template"):
         sample.main(["embedded", *words, "--chat"])
+    with pytest.raises(SystemExit, match="chat should be given with prompt"):
+        sample.main(["embedded", "--device", "cpu", "--chat"])
 
 
 def test_a_long_text_is_broken_at_blanks_without_losing_a_character():
