@@ -115,7 +115,8 @@ def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
     if not found:
         text = str(args.get("prompts"))
         found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)
-    require(found[0] is not None, f"prompt should be given, as {folder} doesn't say which it had")
+    said = f"prompt should be given, as {folder} doesn't say which it had: --prompt TEXT"
+    require(found[0] is not None, said)
     distinct = list({json.dumps(x): x for x in found}.values())
     return distinct[:: max(len(distinct) // n, 1)][:n]
 

@@ -18,7 +18,7 @@ from tests.course.test_scale import finish, start
 from utils import sample
 from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
 from utils.models.export import read_run
-from utils.models.loading import load_base_model
+from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.models.turns import Stops
 from utils.run_folder import append_samples, keep_samples, read_args
 from utils.signals import find_equal_rewards, find_mostly_cut_off
@@ -421,6 +421,33 @@ def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
     assert "eval_data changed: don't compare" in capsys.readouterr().err
     run(tmp_path, "--resume", folder)
     assert "changed" not in capsys.readouterr().err
+
+
+def test_a_run_whose_files_have_moved_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(EMBEDDED_MODEL, "base")
+    for name, rows in (("rows.jsonl", HELD), ("others.jsonl", HELD[:1])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--base-model", "base", "--data", "rows.jsonl", "--eval-data", "rows.jsonl"]
+    options = ["--runs-dir", str(tmp_path), "--name", "run", "--group-size", "4"]
+    options += ["--reward", "tests.course.test_train_command:short", "--total-phases", "1"]
+    _, folder = run(tmp_path, "grpo", *SMALL, *files, *options)
+    away = tmp_path / "away"
+    away.mkdir()
+    monkeypatch.chdir(away)
+    for name in ("base", "rows.jsonl", "others.jsonl"):
+        shutil.move(tmp_path / name, name)
+    again = ["--resume", folder, "--total-phases", "2"]
+    with pytest.raises(ValueError, match="^data should be a file.* if it has moved, --data"):
+        run(tmp_path, *again)
+    again += ["--base-model", "base", "--data", "rows.jsonl"]
+    with pytest.raises(ValueError, match="^eval_data should be a file.* has moved, --eval-data"):
+        run(tmp_path, *again)
+    again += ["--eval-data", "rows.jsonl"]
+    with pytest.raises(ValueError, match="^data should hold the rows that the run had"):
+        run(tmp_path, *again, "--data", "others.jsonl")
+    assert [row["phase"] for row in run(tmp_path, *again)[0]] == [0, 1, 2]
+    assert read_args(folder)["base_model"] == str(away / "base")
 
 
 def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):

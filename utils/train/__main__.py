@@ -179,7 +179,10 @@ def print_results(trainer: Any) -> None:
         print("Means over the evaluation's prompts:")
         print(tabulate(table, ("", *phases[:2], f"{phases[2]}, best.safetensors"), floatfmt=".3f"))
         if best is not last:
-            print(f"The best of {len(rows)} is partly luck: measure it again on other prompts.")
+            print(
+                f"The best of {len(rows)} is partly luck: measure it again on other prompts "
+                "(examples/README.md says how)."
+            )
 
 
 def say(line: str) -> None:

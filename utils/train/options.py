@@ -158,18 +158,31 @@ class Options:
     ] = None
 
     def __post_init__(self):
-        """Read \\n and \\t as a new line and a tab, and make the paths of files absolute, so that a
-        run is resumed from any folder."""
+        """Read \\n and \\t as a new line and a tab, and make the paths of files and of a local base
+        absolute, so that a run is resumed from any folder."""
         self.stop = [text.replace("\\n", "\n").replace("\\t", "\t") for text in self.stop]
         for name in ("data", "eval_data"):
             given = getattr(self, name)
             if given is not None and ":" not in given:
                 setattr(self, name, str(Path(given).expanduser().absolute()))
+        base = getattr(self, "base_model", None)
+        if base is not None and (folder := Path(base).expanduser()).is_dir():
+            self.base_model = str(folder.absolute())
+
+    def read_rows(self, name: str) -> list[dict[str, Any]]:
+        """Return the rows of `data` or of `eval_data`; its errors name the option."""
+        path = getattr(self, name)
+        try:
+            return load_rows(path)
+        except ValueError as error:
+            said = re.sub(r"^data\b", name, str(error))
+            if self.resume is not None and ":" not in path and not Path(path).is_file():
+                said += f". It's where the run had it: if it has moved, --{name.replace('_', '-')}"
+            raise ValueError(said) from error
 
     def read_evaluation_rows(self, columns: dict[str, list]) -> list[dict[str, Any]]:
         """Return the held-out rows; raises ValueError if they lack a column of the data."""
-        assert self.eval_data is not None
-        rows = load_rows(self.eval_data)
+        rows = self.read_rows("eval_data")
         missing = sorted(columns.keys() - rows[0].keys())
         require(not missing, f"eval_data should have the columns of data, but lacks {missing}")
         return rows
@@ -231,7 +244,7 @@ def make_args(command: Any) -> RLHFArgs:
             getattr(command, "prefix", None) == defaults.get("prefix"),
             "prefix should not be given beside data, which has the prompts",
         )
-        rows = load_rows(command.data)
+        rows = command.read_rows("data")
         values["prompts"] = [row["prompt"] for row in rows]
         values["columns"] = {k: [row[k] for row in rows] for k in rows[0] if k != "prompt"}
     weights = command.reward_weights

@@ -43,6 +43,11 @@ class Evaluation:
         check_fields(self)
 
 
+def is_folder(base_model: Any) -> bool:
+    """Return whether a base is a local folder, which may have moved since a run began."""
+    return Path(str(base_model)).is_dir()
+
+
 def count_overlap(rows: list[dict[str, Any]], prompts: Sequence[Prompt]) -> int:
     """Return how many rows have a prompt that is among `prompts`, but for space at its ends."""
 
@@ -113,8 +118,11 @@ class Watched(RLHFTrainer):
         was, now = state["args"].get("total_phases", 0), self.args.total_phases
         require(now >= was, f"total_phases should be {was} or more, as the run's, but is {now}")
         try:
-            check_same_args(self.args, state["args"] | {"total_phases": max(was, now)})
+            base = {"base_model": self.args.base_model} if is_folder(self.args.base_model) else {}
+            check_same_args(self.args, state["args"] | {"total_phases": max(was, now)} | base)
         except ValueError as error:
+            if str(error).startswith(("prompts should", "columns should")):
+                raise ValueError("data should hold the rows that the run had") from error
             hint = "a run goes on with its own options, but for more phases and other rewards"
             other = "to change others, begin a new one from its adapters: --adapter"
             raise ValueError(f"{error}: {hint}; {other} {Path(path).parent}") from None
