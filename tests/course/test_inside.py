@@ -108,7 +108,7 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("grpo", ("directions", 2, "readout", 1), 2, "dose of 1 and {} at"),
     ("ppo", ("kl", "per_completion"), 2, "The KL, {} nats"),
     ("ppo", ("kl", "tokens_of_nine_tenths"), 2, "of it is on {} of"),
-    ("ppo", ("kl", "by_position", 2), 2, "About half of it, {}, is"),
+    ("ppo", ("kl", "by_position", 2), 2, "About half of it, {} nats, is"),
     ("ppo", ("ablations", "layer 3", "alone", "sentiment"), 2, "of the way, {}, and"),
     ("ppo", ("ablations", "layer 2", "alone", "sentiment"), 2, "on the seed, {}. So"),
     ("ppo", ("directions", 1, "doses", 1, "sentiment"), 2, "reviews cheerful: {}, while"),
