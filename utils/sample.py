@@ -132,6 +132,13 @@ class Comparison:
     kl: Tensor
 
     @property
+    def columns(self) -> dict[str, list[str]]:
+        """Return the texts by what they are: those of a model that isn't trained stand once."""
+        if self.after is self.before:
+            return {"completion": self.before.texts}
+        return {"before": self.before.texts, "after": self.after.texts}
+
+    @property
     def mean_kl(self) -> float:
         """Return the KL from the base in nats per token, over all tokens of the policy's."""
         return self.kl[self.after.completion_mask].mean().item()
@@ -244,7 +251,9 @@ def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: 
     """Write a page with the texts as a table, and a picture of the tokens by their KL."""
     rows = list_rows(comparison, tokenizer)
     texts = [(p, *("".join(text for text, _ in tokens) for tokens in both)) for p, *both in rows]
-    head = ("prompt", "before: the base", "after: the run")
+    titles = {"before": "before: the base", "after": "after: the run"}
+    head = ("prompt", *(titles.get(name, name) for name in comparison.columns))
+    texts = [row[: len(head)] for row in texts]
     table = tabulate(texts, head, tablefmt="html", disable_numparse=True)
     pictured = {
         f"{i}. {prompt[-60:]}": ([text for text, _ in after], [kl for _, kl in after])
@@ -256,9 +265,8 @@ def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: 
 
 def write_rows(path: Path, comparison: Comparison) -> None:
     """Write prompts and texts, a line of JSON each."""
-    texts = comparison.before.texts, comparison.after.texts
-    rows = zip(comparison.prompts, *texts, strict=True)
-    names = ("prompt", "before", "after")
+    columns = {"prompt": comparison.prompts} | comparison.columns
+    names, rows = columns.keys(), zip(*columns.values(), strict=True)
     lines = (json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
     path.write_text("".join(lines), encoding="utf-8")
 
@@ -334,7 +342,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(format_texts(found, policy.tokenizer, width))
     else:
         print(format_columns(found, policy.tokenizer, width, is_coloured))
-        print(say_kl(found) + (f"; the page: {given.html}" if given.html else ""))
+        print(say_kl(found))
+    if given.html:
+        print(f"The page: {given.html}")
 
 
 if __name__ == "__main__":

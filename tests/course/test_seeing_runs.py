@@ -174,7 +174,12 @@ def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
     model = load_base_model("embedded", "cpu")
     texts = sample_completions(model, PROMPTS, 6, temperature=0.0).texts
     rows = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
-    assert [row["before"] for row in rows] == texts
+    assert [row["completion"] for row in rows] == texts
+    assert {*rows[0]} == {"prompt", "completion"}
+    page = tmp_path / "page.html"
+    sample.main(["embedded", *words, "--html", str(page)])
+    assert f"The page: {page}" in capsys.readouterr().out
+    assert "before" not in page.read_text(encoding="utf-8")
     assert all(text.split("\n")[0].rstrip() in said for text in texts)
     assert "│" not in said
     with pytest.raises(SystemExit, match="prompt should be given, as embedded"):
