@@ -20,7 +20,7 @@ from utils.course.checking import run_and_print
 from utils.grading import diagnosis, judging, known_answers
 from utils.grading.catalogue import find_definitions
 from utils.grading.checks import Check, Rng, get_chapters, get_checks, get_reference
-from utils.grading.comparison import compute_gap, find_mismatch
+from utils.grading.comparison import calc_gap, find_mismatch
 from utils.grading.observation import NotDefined, Raised, StudentNames, observe, to_plain
 from utils.grading.pytest_plugin import load_submission
 from utils.grading.reference import get_chapter_source
@@ -97,7 +97,7 @@ def test_integers_of_every_width_are_alike():
 
 def test_the_gap_between_float32_and_float64_widens_the_tolerance():
     a, b = torch.tensor([1.0]), torch.tensor([1.01])
-    gap = compute_gap(torch.tensor([1.0]), torch.tensor([1.002], dtype=torch.double))
+    gap = calc_gap(torch.tensor([1.0]), torch.tensor([1.002], dtype=torch.double))
     assert find_mismatch(a, b) is not None
     assert find_mismatch(a, b, gap) is None
     assert find_mismatch(a, torch.tensor([1.03]), gap) is not None

@@ -678,7 +678,7 @@ def test_the_courses_solutions_are_known_by_what_they_define(chapter):
     for file, data in files.items():
         assert given.find_copy(digest(file, data)) == chapter, file
     stubs = (CHAPTERS / f"{chapter}.ipynb").read_bytes()
-    assert given.measure_copied(digest("stubs.ipynb", stubs), chapter) == 0
+    assert given.calc_copied_share(digest("stubs.ipynb", stubs), chapter) == 0
 
 
 def digest(file: str, data: bytes) -> dict[str, list[str]]:

@@ -43,7 +43,7 @@ def assemble(program: Program) -> bytes:
         else:
             lines.append(line)
 
-    def measure_jump(place: int, label: str | None) -> int:
+    def calc_jump(place: int, label: str | None) -> int:
         if label is None:
             return 0
         offset = places.get(label, -1) - (place + 1)
@@ -52,9 +52,7 @@ def assemble(program: Program) -> bytes:
         return offset
 
     return b"".join(
-        struct.pack(
-            "<HBBI", line.code, *(measure_jump(place, label) for label in labels), line.value
-        )
+        struct.pack("<HBBI", line.code, *(calc_jump(place, label) for label in labels), line.value)
         for place, line in enumerate(lines)
         for labels in [(line.then, line.otherwise)]
     )

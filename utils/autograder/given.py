@@ -140,7 +140,7 @@ def find_copy(definitions: dict[str, list[str]], first_line: str = "") -> str | 
     for number, chapter in enumerate(get_chapters()):
         is_marked = first_line.startswith(f"Chapter {number}: ")
         least = MARKED_SHARE if is_marked else COPIED_SHARE
-        if measure_copied(definitions, chapter) >= least:
+        if calc_copied_share(definitions, chapter) >= least:
             return chapter
     return None
 
@@ -155,12 +155,12 @@ def find_parts(files: dict[str, dict[str, list[str]]]) -> dict[str, str]:
     chapter = find_copy(together)
     if chapter is None:
         return {}
-    shares = {name: measure_copied(definitions, chapter) for name, definitions in files.items()}
+    shares = {name: calc_copied_share(definitions, chapter) for name, definitions in files.items()}
     return {name: chapter for name, share in shares.items() if share >= PART_SHARE}
 
 
-def measure_copied(definitions: dict[str, list[str]], chapter: str) -> float:
-    """Measure the share of a chapter's long definitions that are as in the solutions."""
+def calc_copied_share(definitions: dict[str, list[str]], chapter: str) -> float:
+    """Return the share of a chapter's long definitions that are as in the solutions."""
     solved = _digest_solutions(chapter)
     return sum(digest in definitions.get(n, ()) for n, digest in solved.items()) / len(solved)
 

@@ -81,13 +81,13 @@ def is_finite_as(yours: Any, expected: Any) -> bool:
     return True
 
 
-def compute_gap(a: Any, b: Any) -> Any:
+def calc_gap(a: Any, b: Any) -> Any:
     """Return |a - b| for every number of two observations of one structure; None where they
     differ."""
     if isinstance(a, dict) and isinstance(b, dict):
-        return {key: compute_gap(a[key], b[key]) for key in a if key in b}
+        return {key: calc_gap(a[key], b[key]) for key in a if key in b}
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [compute_gap(x, y) for x, y in zip(a, b, strict=True)]
+        return [calc_gap(x, y) for x, y in zip(a, b, strict=True)]
     if isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape:
         return (a.double() - b.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
     if isinstance(a, float) and isinstance(b, float):

@@ -13,7 +13,7 @@ import torch
 
 from utils.grading import recorded
 from utils.grading.checks import Check, get_checks, get_reference
-from utils.grading.comparison import Mismatch, compute_gap, find_mismatch, is_finite_as
+from utils.grading.comparison import Mismatch, calc_gap, find_mismatch, is_finite_as
 from utils.grading.observation import Raised, StudentNames, is_sound, run_check
 from utils.grading.points import earn, weigh
 from utils.grading.reference import replace_definition
@@ -131,7 +131,7 @@ def measure_reference_gap(check: Check, index: int, secret: str = "") -> Any:
     if (known := recorded.load(check.chapter)) is not None:
         return known.gap[check.path][index]
     exact = observe_reference(check, index, secret, torch.float64)
-    return compute_gap(observe_reference(check, index, secret), exact)
+    return calc_gap(observe_reference(check, index, secret), exact)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -97,7 +97,7 @@ def group_sites(model: Any) -> dict[str, list[str]]:
     return groups
 
 
-def _compute_margins(module: str, site: str, width: int) -> tuple[int, int]:
+def _calc_margins(module: str, site: str, width: int) -> tuple[int, int]:
     """Return how many columns of a module's output stand before and after those of a site."""
     if not module.endswith(".c_attn"):
         return 0, 0
@@ -112,7 +112,7 @@ def _gather(
     layers = [(site, model.adapters[site]) for site in sites]
     lora_A = torch.cat([layer.lora_A.detach() for _, layer in layers], dim=1)
     lora_B = [
-        F.pad(layer.lora_B.detach(), _compute_margins(module, site, layer.lora_B.shape[1]))
+        F.pad(layer.lora_B.detach(), _calc_margins(module, site, layer.lora_B.shape[1]))
         for site, layer in layers
     ]
     return lora_A.cpu(), torch.cat(lora_B).cpu()
@@ -143,11 +143,9 @@ def save_peft_adapter(model: Any, folder: str | Path, prepend_bos: bool = True) 
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": _name_base(model.base.cfg.model_name),
         "r": rank,
-        "lora_alpha": _compute_alpha(scaling, rank),
+        "lora_alpha": _calc_alpha(scaling, rank),
         "rank_pattern": other_ranks,
-        "alpha_pattern": {
-            name: _compute_alpha(scaling, found) for name, found in other_ranks.items()
-        },
+        "alpha_pattern": {name: _calc_alpha(scaling, found) for name, found in other_ranks.items()},
         "target_modules": sorted(ranks),
         "fan_in_fan_out": _is_gpt2(model),  # its Conv1D keeps W [d_in d_out]
         "lora_dropout": 0.0,
@@ -190,7 +188,7 @@ def _save_tokenizer(source: str, folder: Path, prepend_bos: bool) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _compute_alpha(scaling: float, rank: int) -> int | float:
+def _calc_alpha(scaling: float, rank: int) -> int | float:
     """Return the alpha of a rank, without the rounding error of dividing and multiplying."""
     alpha = float(f"{scaling * rank:.12g}")
     return int(alpha) if alpha.is_integer() else alpha
@@ -227,7 +225,7 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
         _check_scaling(config, module, found[0][1], float(model.adapters[sites[0]].scaling))
         parts = zip(sites, lora_A.chunk(len(sites), 1), lora_B.chunk(len(sites)), strict=True)
         for site, part_A, part_B in parts:
-            before, after = _compute_margins(module, site, model.adapters[site].lora_B.shape[1])
+            before, after = _calc_margins(module, site, model.adapters[site].lora_B.shape[1])
             block = F.pad(part_B, (-before, -after))  # negative margins are cut off
             require(
                 torch.equal(F.pad(block, (before, after)), part_B),

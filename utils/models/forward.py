@@ -127,7 +127,7 @@ class ScoreHead(torch.autograd.Function):
         grad = torch.empty_like(h) if has_grad else None
         entropy_grad = torch.empty_like(h) if has_grad and has_entropy_grad else None
         for rows in split_rows(h, len(unembedding)):
-            logp = compute_chunk_logprobs(h[rows], unembedding, temperature)
+            logp = calc_chunk_logprobs(h[rows], unembedding, temperature)
             target = targets[rows, None]
             logprobs[rows] = logp.gather(-1, target).squeeze(-1)
             p = logp.exp()
@@ -160,8 +160,8 @@ class KlHead(torch.autograd.Function):
         kls = h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
         grad = torch.empty_like(h) if ctx.needs_input_grad[0] else None
         for rows in split_rows(h, len(unembedding)):
-            logp = compute_chunk_logprobs(h[rows], unembedding, temperature)
-            logratio = logp - compute_chunk_logprobs(ref_h[rows], unembedding, temperature)
+            logp = calc_chunk_logprobs(h[rows], unembedding, temperature)
+            logratio = logp - calc_chunk_logprobs(ref_h[rows], unembedding, temperature)
             p = logp.exp_()
             kls[rows] = torch.linalg.vecdot(p, logratio)
             if grad is not None:
@@ -187,7 +187,7 @@ def split_rows(h: Float[Tensor, "row d_model"], vocab: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(h), size)]
 
 
-def compute_chunk_logprobs(
+def calc_chunk_logprobs(
     h: Float[Tensor, "row d_model"], unembedding: Float[Tensor, "vocab d_model"], temperature: float
 ) -> Float[Tensor, "row vocab"]:
     """Return the log-softmax of h W / temperature, at least in float32."""
@@ -275,11 +275,11 @@ def try_scorer(
                 scores = read_logits(model, logits, ids, attention_mask, prompt_len, 0.7)
             found["log-probs without values"] = scores.logprobs[mask]
         for name, part in list(found.items()) if is_trained and parameters else ():
-            found[f"gradient of {name}"] = _compute_gradient(part, parameters)
+            found[f"gradient of {name}"] = _calc_gradient(part, parameters)
     return {name: part.detach() for name, part in found.items()}
 
 
-def _compute_gradient(part: Tensor, parameters: list[Tensor]) -> Tensor:
+def _calc_gradient(part: Tensor, parameters: list[Tensor]) -> Tensor:
     """Return the gradient of a sum with other weights than 1, of all parameters together."""
     total = (part * torch.linspace(1, 2, part.numel()).to(part.device).view_as(part)).sum()
     if not total.requires_grad:
