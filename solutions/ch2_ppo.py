@@ -41,14 +41,8 @@ from utils.models.corpus import NEGATIVE_WORDS, POSITIVE_WORDS
 from utils.models.forward import Formulas, Scores, get_scorer, read_logits
 from utils.prompts import Prompt, show_prompt
 from utils.rewards import call_reward_fn
-from utils.tracking import (
-    Run,
-    check_same_args,
-    describe_args,
-    format_samples,
-    load_checkpoint,
-    restore_generator,
-)
+from utils.run_folder import load_checkpoint, restore_generator
+from utils.tracking import Run, check_same_args, describe_args, format_samples
 from utils.validation import (
     Count,
     CountOrZero,

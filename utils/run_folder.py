@@ -1,11 +1,21 @@
-"""What a run leaves in its folder beside checkpoints and adapters: its arguments and samples."""
+"""A run's folder, and what it keeps: arguments, samples and checkpoints."""
 
+import hashlib
+import itertools
 import json
 import numbers
+import os
+import shutil
+import tempfile
+import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from utils.validation import require
 from utils.version import get_version
@@ -78,3 +88,87 @@ def keep_samples(folder: Path, phase: int) -> None:
     if (folder / SAMPLES).exists():
         (folder / SAMPLES).unlink()
         append_samples(folder, kept)
+
+
+def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
+    """Return the folder of a new run: `runs_dir/name`, or one named after `kind` and the time.
+
+    Raises ValueError if a run with a checkpoint is there already: it would be overwritten.
+    """
+    if name is not None:
+        folder = runs_dir / name
+        checkpoint = folder / "checkpoint.pt"
+        if checkpoint.exists():
+            raise ValueError(
+                f"name should be new, but {folder} holds a run. Go on with it by "
+                f"trainer.load_checkpoint({str(checkpoint)!r}), at the command line by --resume "
+                f"{folder}, or remove it"
+            )
+        return make_folder(folder)
+    stamp = time.strftime(f"{kind}-%Y%m%d-%H%M%S")
+    names = itertools.chain([stamp], (f"{stamp}-{k}" for k in itertools.count(2)))
+    folder = next(runs_dir / name for name in names if not (runs_dir / name).exists())
+    return make_folder(folder)
+
+
+def make_folder(folder: Path) -> Path:
+    """Make a run's folder, and return it; raises ValueError where nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ValueError(
+            f"runs_dir should be a folder that can be written, but {folder} cannot be: {error}"
+        ) from error
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    """Write `state` so that a crash on the way leaves the previous checkpoint whole.
+
+    Raises ValueError where it cannot be written, as on a full disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        torch.save(state, partial)
+        os.replace(partial, path)
+    except (OSError, RuntimeError) as error:  # PyTorch's own on a full disk says "unexpected pos"
+        partial.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free // 2**20
+        raise ValueError(
+            f"runs_dir should have room for a checkpoint, but {path} could not be written, with "
+            f"{free} MB free on its disk: {error}"
+        ) from error
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read what `save_checkpoint` wrote; tensors and plain values only, no pickled code.
+
+    Raises ValueError if the file is missing or is not a trainer's checkpoint.
+    """
+    if not path.is_file():
+        raise ValueError(f"path should be a checkpoint, but {path} is not there")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged file makes of the unpickler
+        raise ValueError(f"path should be a checkpoint, but {path} is not: {error}") from error
+    keys = {"args", "phase", "trainable", "optimizer", "scheduler", "generator", "history"}
+    if not isinstance(state, dict) or not keys <= state.keys():
+        raise ValueError(f"path should be a trainer's checkpoint, but {path} is another file")
+    return state
+
+
+def restore_generator(generator: torch.Generator, state: Tensor) -> None:
+    """Give a generator a kept state. If that is of another kind of device, warn, and seed the
+    generator with a number that follows from it."""
+    if len(state) == len(generator.get_state()):
+        generator.set_state(state)
+        return
+    warnings.warn(
+        f"The checkpoint's random numbers are another device's. From here on the run draws others, "
+        f"on {generator.device.type}.",
+        stacklevel=3,
+    )
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    generator.manual_seed(int.from_bytes(digest[:6]))

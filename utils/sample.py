@@ -34,8 +34,8 @@ from utils.models.loading import IN_THIS_REPO, load_base_model
 from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
-from utils.run_folder import ARGS, read_args, read_samples
-from utils.tracking import load_checkpoint, tolerate_encoding
+from utils.run_folder import ARGS, load_checkpoint, read_args, read_samples
+from utils.tracking import tolerate_encoding
 from utils.validation import require
 
 SHADES = {0.05: 230, 0.2: 222, 1.0: 215, 3.0: 203}  # a KL of at least so many nats: ANSI's colour

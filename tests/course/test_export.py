@@ -22,7 +22,7 @@ from utils.grading.checks import Rng
 from utils.models import export
 from utils.models.export import load_peft_adapter, main, save_merged, save_peft_adapter
 from utils.models.loading import EMBEDDED_MODEL
-from utils.tracking import save_checkpoint
+from utils.run_folder import save_checkpoint
 
 SUBSETS = [
     ("gpt2", SITES["gpt2"]),

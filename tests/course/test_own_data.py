@@ -24,7 +24,8 @@ from utils.models.export import save_merged
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.prompts import write_prompt
 from utils.rewards import call_reward_fn, reward_fn_sum
-from utils.tracking import check_same_args, describe_args, save_checkpoint
+from utils.run_folder import save_checkpoint
+from utils.tracking import check_same_args, describe_args
 from utils.train import load_rows
 from utils.train.data import load_function
 

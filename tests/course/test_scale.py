@@ -39,10 +39,10 @@ from tests.course.helpers import ONE_STEP
 from tests.support import models, trl
 from utils.models.corpus import addition_rows, review_prompts
 from utils.models.loading import EMBEDDED_MODEL
+from utils.run_folder import load_checkpoint
 from utils.scale.memory import boot_gpt2, make_update, measure_allocated
 from utils.scale.ranks import run_ranks
 from utils.scale.trl import cut, make_qwen, take_trl_step
-from utils.tracking import load_checkpoint
 from utils.train import load_function, load_rows
 
 ROOT = Path(__file__).parents[2]

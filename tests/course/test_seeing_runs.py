@@ -14,7 +14,8 @@ from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch7_scale import RefreshArgs, RefreshTrainer
 from utils import sample, watch
 from utils.models.loading import load_base_model
-from utils.tracking import claim, load_checkpoint
+from utils.run_folder import load_checkpoint
+from utils.tracking import claim
 from utils.train.options import find_adapter
 
 pytestmark = pytest.mark.takes_long

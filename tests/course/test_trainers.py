@@ -18,7 +18,7 @@ from utils.course.evaluation import sample_prompts
 from utils.models.forward import NativeScorer, get_scorer
 from utils.plotting import plot_history
 from utils.rewards import call_reward_fn
-from utils.tracking import save_checkpoint
+from utils.run_folder import save_checkpoint
 
 SMALL = {
     "total_phases": 4,

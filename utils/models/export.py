@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from utils.models.blocks import GATED, Parts
 from utils.models.fetch import MODELS, get_models_folder, write_folder
 from utils.models.loading import load_base_model
-from utils.tracking import load_checkpoint
+from utils.run_folder import load_checkpoint
 from utils.validation import require
 
 ROOT = Path(__file__).parents[2]

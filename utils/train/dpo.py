@@ -12,8 +12,7 @@ import torch
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
 from utils.preferences import Preferences, load_preferences
-from utils.run_folder import name_value, write_options
-from utils.tracking import create_run_folder, save_checkpoint
+from utils.run_folder import create_run_folder, name_value, save_checkpoint, write_options
 from utils.train.options import HELP, Adapter, Config, Dtype, find_adapter, say
 from utils.validation import Count, CountOrZero, Positive, check_fields, require
 

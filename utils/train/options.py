@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch3_grpo import GrpoArgs
-from utils.tracking import load_checkpoint
+from utils.run_folder import load_checkpoint
 from utils.train.data import WeightedRewards, load_function, load_rows
 from utils.validation import require
 

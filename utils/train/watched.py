@@ -20,9 +20,9 @@ from utils.models.decoding import get_end_ids
 from utils.models.turns import Stops
 from utils.prompts import Prompt
 from utils.rewards import call_reward_fn
-from utils.run_folder import append_samples
+from utils.run_folder import append_samples, load_checkpoint
 from utils.signals import find_cut_off, find_mostly_cut_off
-from utils.tracking import EarlyStop, check_same_args, load_checkpoint
+from utils.tracking import EarlyStop, check_same_args
 from utils.train.data import WeightedRewards
 from utils.validation import Count, check_fields, require
 
