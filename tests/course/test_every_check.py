@@ -28,6 +28,8 @@ from utils.mutation import mutants
 CHAPTERS = get_chapters()
 EXERCISES = [(chapter, exercise) for chapter in CHAPTERS for exercise in get_checks(chapter)]
 OTHER_SECRET = "another secret"
+# Of each chapter's mistakes, how many fall to a quick public check: a bundle catches no others.
+CAUGHT_IN_PUBLIC = dict(zip(CHAPTERS, (38, 31, 112, 60, 6, 44, 66, 66, 51, 54, 57), strict=True))
 
 
 def list_quick_checks(chapter):
@@ -52,6 +54,19 @@ def test_every_exercise_has_mistakes_with_sentences(chapter, exercise):
     assert sentences
     assert all(s.endswith(".") for s in sentences)
     assert len(set(sentences)) == len(sentences)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_course_bundle_still_catches_as_many_mistakes(chapter):
+    public = {
+        (exercise, check.name)
+        for exercise in get_checks(chapter)
+        for check in get_quick_checks(chapter, exercise)
+        if check.public
+    }
+    mistakes = known_answers.get_mistakes(chapter)
+    caught = [m for m in mistakes if (m.exercise, m.mistakes[0].rejected_by) in public]
+    assert len(caught) >= CAUGHT_IN_PUBLIC[chapter]
 
 
 # --- The reference ------------------------------------------------------------------------------
