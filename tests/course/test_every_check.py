@@ -3,7 +3,9 @@
 One process runs the tests of a chapter, which share the observations of its reference.
 """
 
+import ast
 import contextlib
+import copy
 import inspect
 import random
 
@@ -111,7 +113,7 @@ def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
 def test_a_sample_of_the_mutants_is_killed(chapter):
     """`python -m utils.mutation` runs all."""
     accepted = mutants.get_accepted(chapter)
-    found = [m for m in mutants.generate(chapter, nulls=False) if m.name not in accepted]
+    found = [m for m in mutants.generate(chapter) if m.name not in accepted]
     sample = random.Random(0).sample(found, min(25, len(found)))
     assert [m.name for m in sample if mutants.kill(m) is None] == []
 
@@ -197,6 +199,18 @@ def test_constants_earn_nothing(chapter, change):
     assert not earning
 
 
+# --- Null answers --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def do_nothing(first, *args, **kwargs):
+    yield first
+
+
+def be_a_stub(*args, **kwargs):
+    raise NotImplementedError
+
+
 def refuse(f):
     """An error that names every argument."""
 
@@ -206,56 +220,100 @@ def refuse(f):
     return refuse_all
 
 
-def be_a_stub(*args, **kwargs):
-    raise NotImplementedError
+def make_noise(x):
+    if x.is_floating_point():
+        return torch.rand_like(x)
+    return x[torch.randperm(len(x))] if x.ndim else x
 
 
-@contextlib.contextmanager
-def do_nothing(first, *args, **kwargs):
-    yield first
-
-
-# Besides those that mutants are made of.
 NULLS = {
     "is a stub": lambda f: be_a_stub,
     "refuses everything": refuse,
     "is a context that does nothing": lambda f: lambda *args, **kwargs: do_nothing(*args),
     "returns True": lambda f: lambda *args, **kwargs: True,
-    "returns ones": mutants.change_results(torch.ones_like),
-} | mutants.NULLS
+    "returns 0": lambda f: lambda *args, **kwargs: 0,
+    "returns None": lambda f: lambda *args, **kwargs: None,
+    "returns its first argument": lambda f: lambda *args, **kwargs: args[0],
+}
+CHANGES = {
+    "returns zeros": torch.zeros_like,
+    "returns ones": torch.ones_like,
+    "returns noise of the right shape": make_noise,
+    "returns it detached": torch.Tensor.detach,
+}
+# Whether the moments of a gradient carry gradient themselves is open.
+MAY_BE_DETACHED = {"calc_expected_policy_gradient"}
 
 
-def list_nulls(chapter, exercise):
-    """Answers without a thought in them, by name."""
+def map_tensors(f, value):
+    """Change every tensor and number that a function returned."""
+    if isinstance(value, torch.Tensor):
+        return f(value)
+    if isinstance(value, float):
+        return f(torch.tensor(value)).item()
+    if isinstance(value, tuple | list):
+        return type(value)(map_tensors(f, item) for item in value)
+    fields = getattr(value, "__dict__", {})
+    if any(isinstance(field, torch.Tensor) for field in fields.values()):  # samples, or a memory
+        changed = copy.copy(value)
+        vars(changed).update({name: map_tensors(f, field) for name, field in fields.items()})
+        return changed
+    return value
+
+
+def grade_null(chapter, exercise, wrap):
+    """Grade what `wrap` makes of the solution by the checks that do not train."""
     name, _, method = exercise.partition(".")
     right = getattr(get_reference(chapter), name)
-    chosen = [null for null in NULLS if null not in mutants.NULLS and null != "returns ones"]
-    if isinstance(right, type) and not method:
-        chosen += ["returns 0", "returns None"]
-    else:
-        chosen += mutants.choose_nulls(chapter, exercise)
-        chosen += ["returns ones"] * ("returns zeros" in chosen)
-    found = {null: mutants.build_null(chapter, exercise, NULLS[null]) for null in chosen}
-    found.pop("returns it detached", None)  # which may be right, but for its gradient
-    if method and method in vars(right) and hasattr(super(right, right), method):
-        inherited = getattr(super(right, right), method)
-        found["inherits"] = reference.replace_definition(chapter, exercise, inherited)
-    return found
+    right = vars(right)[method] if method else right
+    is_of_class = isinstance(right, classmethod)
+    wrapped = classmethod(wrap(right.__func__)) if is_of_class else wrap(right)
+    student = reference.replace_definition(chapter, exercise, wrapped)
+    return [
+        Verdict(c, (), Mismatch("not run")) if c.slow else grade(c, student)
+        for c in get_checks(chapter)[exercise]
+    ]
+
+
+def grade_changed(chapter, exercise, change):
+    """Grade the solution with a change of what it returns; also give back what it returned."""
+    returned = []
+
+    def keep(x):
+        returned.append(x)
+        return change(x)
+
+    def wrap(f):
+        return lambda *args, **kwargs: map_tensors(keep, f(*args, **kwargs))
+
+    return grade_null(chapter, exercise, wrap), returned
 
 
 @pytest.mark.takes_long
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_an_answer_without_a_thought_earns_nothing(chapter):
     earning = {}
-    for exercise, checks in get_checks(chapter).items():
-        if exercise not in reference.get_definitions(chapter):
+    for exercise in get_checks(chapter):
+        if exercise not in (definitions := reference.get_definitions(chapter)):
             continue  # inherited, and there is nothing to write
-        for null, student in list_nulls(chapter, exercise).items():
-            verdicts = [
-                Verdict(c, (), Mismatch("not run")) if c.slow else grade(c, student) for c in checks
-            ]
+        found = {name: grade_null(chapter, exercise, null) for name, null in NULLS.items()}
+        cls, _, method = exercise.partition(".")
+        cls = getattr(get_reference(chapter), cls)
+        if method and hasattr(super(cls, cls), method):
+            inherited = getattr(super(cls, cls), method)
+            found["inherits"] = grade_null(
+                chapter, exercise, lambda f, inherited=inherited: inherited
+            )
+        is_function = isinstance(definitions[exercise], ast.FunctionDef)
+        for name, change in CHANGES.items() if is_function else ():
+            verdicts, returned = grade_changed(chapter, exercise, change)
+            if name != "returns it detached":
+                found |= {name: verdicts} if returned else {}
+            elif any(x.requires_grad for x in returned) and exercise not in MAY_BE_DETACHED:
+                assert not all(verdict.passed for verdict in verdicts), exercise
+        for name, verdicts in found.items():
             if count_points(verdicts):
-                earning[exercise, null] = [v.check.name for v in verdicts if v.passed]
+                earning[exercise, name] = [v.check.name for v in verdicts if v.passed]
     assert not earning
 
 
