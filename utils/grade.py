@@ -258,13 +258,9 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
     if wrong := [name for name in args.again or () if name not in known]:
         close = difflib.get_close_matches(wrong[0], known, n=3, cutoff=0.4) or known
         return f"--again should name exercises, but {wrong[0]} is none: perhaps {', '.join(close)}"
-    if not args.points.is_file():
-        return f"--points should be a TOML file, but {args.points} is none"
     unknown = [chapter for chapter in args.chapters if chapter not in list_chapters()]
     if unknown:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
-    if args.out.exists() and not args.out.is_dir():
-        return f"--out should be a folder, but {args.out} is a file"
     out = args.out.resolve()
     if out in [path.resolve() for path in args.paths]:
         return f"{args.out} is --out, with the reports: it should not be among the submissions"
@@ -325,11 +321,8 @@ def _load_secret(out: Path) -> str:
     """Load the secret kept beside the reports: a batch that goes on has the same seeds."""
     path = out / ".secret"
     if not path.exists() or not path.read_text():
-        partial = out / ".secret.partial"
-        partial.unlink(missing_ok=True)
-        partial.touch(mode=0o600)
-        partial.write_text(secrets.token_hex(16))
-        os.replace(partial, path)
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(16))
     return path.read_text()
 
 

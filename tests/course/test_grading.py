@@ -1,6 +1,5 @@
 """The engine of the checks: what it compares and says, and that it finds what it should."""
 
-import dataclasses
 import inspect
 import json
 import math
@@ -8,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from tests.support import models
 from utils.course import checking, session
 from utils.course.checking import run_and_print
-from utils.grading import diagnosis, judging, known_answers
+from utils.grading import diagnosis, judging
 from utils.grading.catalogue import find_definitions
 from utils.grading.checks import Check, Rng, get_chapters, get_checks, get_reference
 from utils.grading.comparison import calc_gap, find_mismatch
@@ -84,15 +84,15 @@ def test_a_mismatch_is_named_with_all_that_it_is_a_part_of():
 
 
 @pytest.mark.parametrize(
-    "value",
-    [torch.tensor([1.0, torch.nan, torch.inf]), [torch.ones(2), {"a": 2.0, "b": None}], 3, "x"],
+    ("yours", "expected"),
+    [
+        *((x, x) for x in (torch.tensor([1.0, torch.nan, torch.inf]), [torch.ones(2), {"a": 2.0}])),
+        *((x, x) for x in (3, "x", None, math.nan, math.inf)),
+        (torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.int64)),
+    ],
 )
-def test_an_observation_equals_itself(value):
-    assert find_mismatch(value, value) is None
-
-
-def test_integers_of_every_width_are_alike():
-    assert find_mismatch(torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.int64)) is None
+def test_what_is_equal_is_no_mismatch(yours, expected):
+    assert find_mismatch(yours, expected) is None
 
 
 def test_the_gap_between_float32_and_float64_widens_the_tolerance():
@@ -209,16 +209,6 @@ def test_odd_answers_do_not_harm_the_engine():
     assert observe(closed, StudentNames({}), 0, torch.float32)[0].shape == (2,)
 
 
-# --- Known mistakes -----------------------------------------------------------------------------
-
-
-def test_a_pattern_must_occur_exactly_once():
-    for pattern in ("no such text", "logits"):
-        edit = known_answers.Edit("get_logprobs", pattern, "x")
-        with pytest.raises(ValueError, match="should stand once"):
-            edit.apply("ch0_sampling")
-
-
 # --- What a student sees ------------------------------------------------------------------------
 
 
@@ -264,6 +254,15 @@ def test_a_predicate_judges_with_and_without_float64():
         assert judging.judge(check, torch.tensor(700.0), 0).message == "too large"
 
 
+def build_with(chapter, *changes):
+    """A chapter's names with changes of its source, each what is right and what stands instead."""
+    source = get_chapter_source(chapter).source
+    for right, mistaken in changes:
+        assert source.count(right) == 1
+        source = source.replace(right, mistaken)
+    return vars(build_module(chapter, source))
+
+
 @pytest.mark.parametrize(
     ("chapter", "exercise", "other", "right", "mistaken"),
     [
@@ -280,12 +279,9 @@ def test_a_predicate_judges_with_and_without_float64():
 def test_the_notebook_names_the_exercise_that_fails_another(
     chapter, exercise, other, right, mistaken, capsys
 ):
-    source = get_chapter_source(chapter).source
-    assert source.count(right) == 1
-    names = vars(build_module(chapter, source.replace(right, mistaken)))
-    answer = find_answer(names, exercise)
+    names = build_with(chapter, (right, mistaken))
     before = dict(names), dict(vars(names[other.partition(".")[0]]))
-    run_and_print(answer, names)
+    run_and_print(find_answer(names, exercise), names)
     said = capsys.readouterr().out
     assert f"the solutions of the other exercises, because your {other} fails here." in said
     assert "✗" not in said
@@ -293,14 +289,11 @@ def test_the_notebook_names_the_exercise_that_fails_another(
 
 
 def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
-    source = get_chapter_source("ch2_ppo").source
-    for right, mistaken in (
+    names = build_with(
+        "ch2_ppo",
         ("            self.optimizer.zero_grad()\n", ""),
         ("errors = (values - returns).square()", "errors = 2 * (values - returns).square()"),
-    ):
-        assert source.count(right) == 1
-        source = source.replace(right, mistaken)
-    names = vars(build_module("ch2_ppo", source))
+    )
     run_and_print(names["RLHFTrainer"].learning_phase, names)
     said = capsys.readouterr().out
     assert "With your own it fails too, in another way." in said
@@ -308,11 +301,7 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
 
 
 def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch):
-    source = get_chapter_source("ch2_ppo").source
-    right = "self.learning_phase(memory)\n"
-    assert source.count(right) == 1
-    mistaken = "self.learning(memory)\n"
-    names = vars(build_module("ch2_ppo", source.replace(right, mistaken)))
+    names = build_with("ch2_ppo", ("self.learning_phase(memory)\n", "self.learning(memory)\n"))
     monkeypatch.setattr(diagnosis, "_same_as_mistake", None)
     checks = get_checks("ch2_ppo")["RLHFTrainer.train"]
     slow = {"RLHFTrainer.train": tuple(check for check in checks if check.slow)}
@@ -352,7 +341,7 @@ def list_stand_ins(chapter):
     """The source, and what is left out of it: each exercise alone, or everything."""
     source = get_chapter_source(chapter)
     tops = {name.partition(".")[0] for name in source.exercises}
-    return source, [(name,) for name in source.exercises] + [(*tops, *source.exercises)]
+    return source, [*((name,) for name in source.exercises), (*tops, *source.exercises)]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -377,9 +366,8 @@ for made, left_out in json.load(sys.stdin):
 @pytest.mark.takes_long
 def test_every_stand_in_parses_under_every_hash_seed():
     stand_ins = json.dumps(
-        [(dataclasses.asdict(source), names)
-         for source, names in map(list_stand_ins, CHAPTERS)]
-    )  # fmt: skip
+        [(asdict(source), names) for source, names in map(list_stand_ins, CHAPTERS)]
+    )
     for seed in range(32):
         subprocess.run(
             [sys.executable, "-c", COMPILE], input=stand_ins, text=True, check=True, cwd=ROOT,
@@ -519,15 +507,6 @@ def calc_reinforce_objective(logprobs, advantages, mask):
     earned = {name: (int(got), int(total)) for name, got, total in points}
     assert earned["masked_mean"][0] == 0
     assert earned["calc_reinforce_objective"][0] == earned["calc_reinforce_objective"][1] > 0
-
-
-@pytest.mark.takes_long
-def test_one_exercise_is_chosen_by_name():
-    chosen = ("-k", "calc_reinforce_objective", "--collect-only", "-q")
-    listed = run_pytest(CHECKED[0], *chosen).stdout
-    assert "::calc_reinforce_objective::mistake:" in listed
-    assert "::calc_reinforce_objective::alternative:" in listed
-    assert "::left_pad::" not in listed
 
 
 def test_start_boots_the_models_of_the_checks(monkeypatch):

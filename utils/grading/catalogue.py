@@ -161,8 +161,6 @@ def apply(source: str, *mistakes: Mistake) -> str:
 def _append(mistake: Mistake) -> str:
     """Return a whole definition, and the line that puts it in the exercise's place."""
     names = [name for name in find_definitions(mistake.code) if "." not in name]
-    if not names:
-        raise ValueError(f"{mistake.place}: it should define a function")
     is_renamed = mistake.exercise != names[-1]
     return f"\n\n{mistake.code}" + f"\n\n{mistake.exercise} = {names[-1]}\n" * is_renamed
 

@@ -44,25 +44,19 @@ def find_mismatch(
             return Mismatch(f"{where} lacks {missing[0]}")
         if unexpected := sorted(yours.keys() - expected.keys()):
             return Mismatch(f"{where} has more parts than are expected", f"such as {unexpected[0]}")
-        pairs = [
-            (_name_part(key, where), yours[key], expected[key], _get_part(gap, key))
-            for key in expected
-        ]
+        parts = {key: _name_part(key, where) for key in expected}
     elif isinstance(expected, list):
         if len(yours) != len(expected):
             return Mismatch(f"{where} has {len(yours)} entries, where {len(expected)} are expected")
-        pairs = [
-            (f"{where}[{i}]", yours[i], expected[i], _get_part(gap, i))
-            for i in range(len(expected))
-        ]
+        parts = {i: f"{where}[{i}]" for i in range(len(expected))}
     elif isinstance(expected, Tensor):
         return _compare_tensors(yours, expected, gap, rtol, atol, where, structure_only)
     else:
-        if structure_only:
-            return None
-        return _compare_scalars(yours, expected, gap, rtol, atol, where)
-    for name, y, e, g in pairs:
-        mismatch = find_mismatch(y, e, g, rtol, atol, name, structure_only)
+        return None if structure_only else _compare_scalars(yours, expected, gap, rtol, atol, where)
+    for key, name in parts.items():
+        mismatch = find_mismatch(
+            yours[key], expected[key], _get_part(gap, key), rtol, atol, name, structure_only
+        )
         if mismatch is not None:
             return mismatch
     return None
@@ -159,10 +153,8 @@ def _compare_tensors(
     allowed = atol + rtol * e.abs() if expected.is_floating_point() else torch.zeros_like(e)
     if isinstance(gap, Tensor) and gap.shape == e.shape:
         allowed = allowed + 10 * gap
-    same = (y == e) | (y.isnan() & e.isnan())
-    differs = ~(same | ((y - e).abs() <= allowed))
-    # inf <= inf: what is not finite has to be the same.
-    differs |= ~(y.isfinite() & e.isfinite()) & ~same
+    is_close = e.isfinite() & ((y - e).abs() <= allowed)  # what is not finite has to be the same
+    differs = ~((y == e) | (y.isnan() & e.isnan()) | is_close)
     if not differs.any():
         return None
     position = differs.nonzero()[0].tolist()
@@ -205,15 +197,14 @@ def _format_numbers(numbers: Any) -> str:
 def _compare_scalars(
     yours: Any, expected: Any, gap: Any, rtol: float, atol: float, where: str
 ) -> Mismatch | None:
-    values = f"yours     {yours!r}\nexpected  {expected!r}"
+    is_same = yours == expected
     if isinstance(expected, float):
         allowed = atol + rtol * abs(expected) + 10 * (gap if isinstance(gap, float) else 0.0)
-        if yours == expected or (math.isfinite(expected) and abs(yours - expected) <= allowed):
-            return None
-        if math.isnan(yours) and math.isnan(expected):
-            return None
-    elif yours == expected:
+        is_same |= math.isfinite(expected) and abs(yours - expected) <= allowed
+        is_same |= math.isnan(yours) and math.isnan(expected)
+    if is_same:
         return None
-    elif isinstance(expected, str) and expected.startswith("a ValueError"):
+    if isinstance(expected, str) and expected.startswith("a ValueError"):
         return Mismatch(f"{where}: {yours}, where {expected} is expected")
+    values = f"yours     {yours!r}\nexpected  {expected!r}"
     return Mismatch(f"{where} is wrong", values)

@@ -6,12 +6,11 @@ Where none does, two at once are tried, and then the one that explains most.
 import dataclasses
 import functools
 import itertools
+import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from tqdm import tqdm
 
 from utils.grading import recorded
 from utils.grading.checks import Check, get_checks
@@ -60,41 +59,42 @@ def diagnose(
         return None
     first = failed[0].check
     known = recorded.load(first.chapter)
-    if known is None:
-        if all(v.check.slow and isinstance(v.observations[-1], Raised) for v in failed):
-            return None
-        mine: list[Any] = list(get_mistakes(first.chapter))
-    else:
-        mine = [mistake for mistake in known.mistakes if mistake.n == 1]
-    mine = [mistake for mistake in mine if mistake.exercise == first.exercise]
+    if known is None and all(
+        v.check.slow and isinstance(v.observations[-1], Raised) for v in failed
+    ):
+        return None
+    all_known: Iterable[Any] = get_mistakes(first.chapter) if known is None else known.mistakes
+    mine = [mistake for mistake in all_known if mistake.exercise == first.exercise]
+    single = [mistake for mistake in mine if mistake.n == 1]
     compare = _same_as_mistake if known is None else _same_as_recorded
-    deadline = None if seconds is None else time.monotonic() + seconds
-    # Each mistake is run, which takes seconds at the first time.
-    is_seen = "ipykernel" in sys.modules
-    bar = tqdm(mine, "looking for the mistake", leave=False, delay=1, disable=not is_seen)
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+
+    def is_same(mistake: Any, verdict: Verdict) -> bool:
+        return compare(verdict, mistake, secret)
+
     fitting, alike = [], []
-    for mistake in bar:
-        if deadline is not None and time.monotonic() > deadline:
+    for mistake in single:
+        if time.monotonic() > deadline:
             break
-        n_same = _count_while(compare, verdicts, mistake, secret)
-        fitting += [mistake] * (n_same == len(verdicts))
-        alike += [mistake] * (n_same > 0)
+        like_it = [*itertools.takewhile(functools.partial(is_same, mistake), verdicts)]
+        fitting += [mistake] * (len(like_it) == len(verdicts))
+        alike += [mistake] * bool(like_it)
     if known is not None and len(fitting) == 2:  # on public checks more mistakes are alike
         return EITHER.format(*(mistake.sentence for mistake in fitting))
     if not fitting and known is not None:
-        pairs = [m for m in known.mistakes if m.exercise == first.exercise and m.n == 2]
-        fitting = [m for m in pairs if _count_while(compare, verdicts, m, secret) == len(verdicts)]
-        fitting += _find_recorded_pairs(verdicts, mine)
-    elif not fitting and deadline is not None:
-        fitting = _find_pairs(verdicts, mine, secret, deadline)
+        pairs = [mistake for mistake in mine if mistake.n == 2]
+        fitting = [m for m in pairs if all(is_same(m, verdict) for verdict in verdicts)]
+        fitting += _find_recorded_pairs(verdicts, single)
+    elif not fitting and seconds is not None:
+        fitting = _find_pairs(verdicts, single, secret, deadline)
     if fitting or exact:
         return fitting[0].sentence if len(fitting) == 1 else None
     core = [verdict for verdict in failed if verdict.check.is_core] or failed
     most, sentence = (0, 0), None
-    for mistake in alike if deadline is None else mine:
-        if deadline is not None and time.monotonic() > deadline:
+    for mistake in alike if seconds is None else single:
+        if time.monotonic() > deadline:
             break
-        same = [verdict for verdict in failed if compare(verdict, mistake, secret)]
+        same = [verdict for verdict in failed if is_same(mistake, verdict)]
         explained = (sum(verdict in core for verdict in same), len(same))
         if 2 * explained[0] >= len(core) and explained > most:
             most, sentence = explained, f"{AT_LEAST}{mistake.sentence}"
@@ -105,14 +105,6 @@ def _is_a_typo(verdict: Verdict) -> bool:
     """Return whether a name is missing, which says enough."""
     last, typos = verdict.observations[-1], ("NameError", "UnboundLocalError", "NotDefined")
     return isinstance(last, Raised) and last.kind in typos
-
-
-def _count_while(compare: Any, verdicts: list[Verdict], mistake: Any, secret: str) -> int:
-    """Count the verdicts up to the first on which a mistake does something else."""
-    for n, verdict in enumerate(verdicts):
-        if not compare(verdict, mistake, secret):
-            return n
-    return len(verdicts)
 
 
 def _find_pairs(
@@ -161,17 +153,27 @@ def _fits_uncached(verdicts: list[Verdict], pair: KnownAnswer, secret: str) -> b
         module = build_module(pair.chapter, pair.make_source())
     except Exception:  # they change the same lines, or make no program together
         return False
+    student = StudentNames(vars(module))
+
+    def run(check: Check, index: int) -> Any:
+        return run_check(check, student, index, secret)[0]
+
     try:
-        student = StudentNames(vars(module))
-        return all(
-            same_observation(
-                v.check, observed, run_check(v.check, student, i, secret)[0], i, secret
-            )
-            for v in verdicts
-            for i, observed in enumerate(v.observations)
-        )
+        return all(_is_same(verdict, run, secret) for verdict in verdicts)
     finally:
         del sys.modules[module.__name__]
+
+
+def _is_same(verdict: Verdict, run: Callable[[Check, int], Any], secret: str) -> bool:
+    """Return whether with each seed another answer does what the student's did."""
+    return all(
+        same_observation(verdict.check, observed, run(verdict.check, i), i, secret)
+        for i, observed in enumerate(verdict.observations)
+    )
+
+
+def _same_as_mistake(verdict: Verdict, mistake: KnownAnswer, secret: str) -> bool:
+    return _is_same(verdict, lambda check, i: observe_answer(mistake, check, i, secret), secret)
 
 
 def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
@@ -189,15 +191,6 @@ def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bo
     )
 
 
-def _same_as_mistake(verdict: Verdict, mistake: KnownAnswer, secret: str) -> bool:
-    return all(
-        same_observation(
-            verdict.check, observed, observe_answer(mistake, verdict.check, i, secret), i, secret
-        )
-        for i, observed in enumerate(verdict.observations)
-    )
-
-
 @functools.lru_cache(maxsize=16384)
 def observe_answer(answer: KnownAnswer, check: Check, index: int, secret: str = "") -> Any:
     """Run a check's probe on a known answer, and return what it observed."""
@@ -207,14 +200,13 @@ def observe_answer(answer: KnownAnswer, check: Check, index: int, secret: str = 
 def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
     """Return whether two answers did the same. A predicate may accept both though their draws
     differ."""
-    if check.holds is not None:
-        verdicts = [judge(check, observed, index, secret) for observed in (a, b)]
-        said = [None if verdict is None else verdict.message for verdict in verdicts]
-        if said[0] != said[1]:  # the values of a mismatch may hold a traceback
-            return False
-        if said[0] is None:
-            return True
-    gap = measure_reference_gap(check, index, secret) if check.holds is None else None
+    gap = None
+    if check.holds is None:
+        gap = measure_reference_gap(check, index, secret)
+    else:
+        one, other = (judge(check, observed, index, secret) for observed in (a, b))
+        if one is None or other is None or one.message != other.message:
+            return one is other  # the values of a mismatch may hold a traceback
     rtol, atol = check.rtol, check.atol
     if gap is None:  # what rounding does to it is not known
         rtol, atol = max(rtol, SAME_RTOL), max(atol, SAME_ATOL)

@@ -151,8 +151,7 @@ def compile_each(statements: Iterable[Any], flags: int) -> Iterator[tuple[Any, s
 
 def split_import(statement: Any) -> list[Any]:
     """Return a `from ... import` name by name: one that fails costs no other."""
-    is_one = not isinstance(statement, ast.ImportFrom) or len(statement.names) == 1
-    if is_one:
+    if not isinstance(statement, ast.ImportFrom):
         return [statement]
     parts = [copy.copy(statement) for _ in statement.names]
     for part, alias in zip(parts, statement.names, strict=True):
@@ -233,9 +232,9 @@ def get_names_in_strings(statements: list[Any]) -> set[str]:
     found: set[str] = set()
     docstrings = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
     for node in nodes:
+        if id(node) in docstrings:
+            continue
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if id(node) in docstrings:
-                continue
             if node.value.isidentifier():
                 found.add(node.value)
             for one, other in re.findall(r"\b(?:def|class)\s+(\w+)|^(\w+)\s*=", node.value, re.M):
@@ -315,8 +314,7 @@ def get_bound_names(statement: ast.stmt) -> set[str]:
 def _get_imported_names(statement: ast.stmt) -> set[str]:
     """Return what is imported under `if` or `try`."""
     imports = [node for node in _walk_scope(statement) if isinstance(node, _IMPORTS)]
-    aliases = [alias for node in imports for alias in node.names]
-    return {*map(get_import_name, aliases)}
+    return {get_import_name(alias) for node in imports for alias in node.names}
 
 
 def get_used_names(statement: ast.stmt) -> set[str]:
@@ -384,9 +382,7 @@ def _get_root(node: ast.AST) -> str:
 
 
 def _is_namespace(node: ast.AST | None) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return False
-    return node.func.id in _NAMESPACES
+    return isinstance(node, ast.Call) and getattr(node.func, "id", "") in _NAMESPACES
 
 
 def _get_strings(node: ast.AST) -> set[str]:
@@ -426,12 +422,10 @@ def _find_effects(statements: list[Any]) -> dict[str, _Effects]:
         elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Lambda):
             names = [t.id for t in statement.targets if isinstance(t, ast.Name)]
             found |= {name: _read_effects(statement.value) for name in names}
-    for _ in found:  # at most so often, as each round may add to another
-        before = sum(len(effects.names) for effects in found.values())
+    before = -1
+    while before < (before := sum(len(effects.names) for effects in found.values())):
         for effects in found.values():
             effects.names |= _get_altered(effects.nodes, found)
-        if sum(len(effects.names) for effects in found.values()) == before:
-            break
     return found
 
 
@@ -459,20 +453,24 @@ def _get_altered(nodes: Iterable[ast.AST], functions: dict[str, _Effects]) -> se
     """Return the names that calls and decorators among these nodes alter."""
     altered: set[str] = set()
     for node in nodes:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        if isinstance(node, ast.Call):
+            altered |= _get_altered_by(node, functions)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
             if isinstance(function, ast.Attribute):
                 root, is_registry = _get_root(function), _METHODS.fullmatch(function.attr)
                 if is_registry or functions.get(root) is not _EXERCISE:
                     altered.add(root)
-        elif isinstance(node, ast.Call):
-            altered |= _get_altered_by(node, functions)
-        for decorator in getattr(node, "decorator_list", ()):
-            altered |= _get_altered_by_decorator(decorator, functions)
-        if isinstance(node, ast.ClassDef):  # its bases may register it
+        elif isinstance(node, ast.ClassDef):  # its bases may register it
             bases = [*node.bases, *(keyword.value for keyword in node.keywords)]
             names = {_get_root(base) for base in bases} & functions.keys()
             altered = altered.union(*(functions[name].globals for name in names))
+        for decorator in getattr(node, "decorator_list", ()):
+            function = getattr(decorator, "func", decorator)
+            if isinstance(function, ast.Name) and function.id in functions:
+                altered |= functions[function.id].globals  # a call is looked at like any other
+            else:  # the registry of `@REGISTRY.register`, and T of `@add_to(T)`
+                altered |= {*map(_get_root, (function, *getattr(decorator, "args", ())))}
     return altered
 
 
@@ -494,13 +492,3 @@ def _get_altered_by(call: ast.Call, functions: dict[str, _Effects]) -> set[str]:
     if isinstance(function, ast.Attribute) and _METHODS.fullmatch(name):
         altered.add(_get_root(function))
     return altered
-
-
-def _get_altered_by_decorator(decorator: ast.expr, functions: dict[str, _Effects]) -> set[str]:
-    """Return the registry of `@REGISTRY.register`, and T of `@add_to(T)`."""
-    call = decorator if isinstance(decorator, ast.Call) else None
-    function = call.func if call else decorator
-    name = _get_root(function)
-    if name in functions and isinstance(function, ast.Name):
-        return functions[name].globals  # the call itself is looked at like any other
-    return {name, *(_get_root(argument) for argument in (call.args if call else ()))}

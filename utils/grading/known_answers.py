@@ -61,6 +61,11 @@ class KnownAnswer:
     edit: Edit | None = None
     definition: Any = None
 
+    @property
+    def n(self) -> int:
+        """Return how many mistakes are made at once."""
+        return len(self.mistakes)
+
     @functools.cache  # noqa: B019  answers live as long as the process
     def build(self) -> StudentNames:
         """Run the chapter with this answer in it. Raises ValueError if its mistakes overlap."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import huggingface_hub.constants
 import numpy as np
@@ -91,7 +92,8 @@ def observe(
             raise
         except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
-            trace, origin = _format_frames(frames, probe), _find_origin(frames)
+            is_answer = any(not (_is_of_the_check(f) or _is_of_a_library(f)) for f in frames)
+            trace, origin = _format_frames(frames, probe), "answer" if is_answer else "check"
             observed = Raised(type(error).__name__, _say(error), trace, _name_place(error), origin)
     return observed, printed.getvalue()
 
@@ -138,50 +140,50 @@ def _say(error: BaseException) -> str:
         return ""
 
 
+def _get_device() -> torch.device | None:
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device  # as to set the processor costs time
+
+
+# What checks rely on: how each is looked up and set, and what to.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
+    (_get_device, torch.set_default_device, None),
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, "default"),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly, False),
+    (torch.get_num_threads, torch.set_num_threads, 1),
+)
+
+
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """Set what checks rely on, and leave it as it was: default device and dtype, anomaly mode,
-    deterministic algorithms, precision of products, grad mode, NumPy's errors and warnings."""
-    device, dtype = torch.get_default_device(), torch.get_default_dtype()
-    anomaly, checks_nan = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
-    torch.autograd.set_detect_anomaly(False)
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
+    """Set what checks rely on, and leave it as it was: the above, grad mode, NumPy's errors and
+    warnings."""
+    saved = [(set_to, look_up()) for look_up, set_to, _ in _SETTINGS]
+    for _, set_to, usual in _SETTINGS:
+        set_to(usual)
+    quiet = warnings.catch_warnings(action="ignore")
     try:
-        with torch.enable_grad(), np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.enable_grad(), np.errstate(all="ignore"), quiet:
             yield
     finally:
-        torch.set_default_device(None if device.type == "cpu" else device)
-        torch.set_default_dtype(dtype)
-        torch.autograd.set_detect_anomaly(anomaly, checks_nan)
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        torch.set_float32_matmul_precision(precision)
+        for set_to, value in saved:
+            set_to(value)
 
 
 @contextlib.contextmanager
 def _known_state(seed: int, dtype: torch.dtype) -> Iterator[None]:
-    threads = torch.get_num_threads()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    hub, folder = huggingface_hub.constants, os.getcwd()
-    offline, hub.HF_HUB_OFFLINE = hub.HF_HUB_OFFLINE, True
-    torch.set_num_threads(1)
+    offline = mock.patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     try:
-        with torch.random.fork_rng(devices=[]), usual_settings():
+        with offline, contextlib.chdir("."), torch.random.fork_rng(devices=[]), usual_settings():
             torch.set_default_dtype(dtype)
             torch.manual_seed(seed)
             yield
     finally:
-        hub.HF_HUB_OFFLINE = offline
-        os.chdir(folder)
-        torch.set_num_threads(threads)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
 
@@ -220,12 +222,6 @@ def _is_of_the_check(frame: traceback.FrameSummary) -> bool:
 
 def _is_of_a_library(frame: traceback.FrameSummary) -> bool:
     return "-packages" in frame.filename or frame.filename.startswith(STANDARD_LIBRARY)
-
-
-def _find_origin(frames: traceback.StackSummary) -> str:
-    """Return "answer" if a line of an answer is among the frames, else "check"."""
-    is_answer = any(not (_is_of_the_check(f) or _is_of_a_library(f)) for f in frames)
-    return "answer" if is_answer else "check"
 
 
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:

@@ -75,30 +75,29 @@ class Points:
 
     def _score_exercise(self, exercise: dict[str, Any]) -> dict[str, Any]:
         row = self.table.get(exercise["chapter"], {}).get(exercise["name"], {})
+        found = exercise["checks"]
+        is_error = [bool(check.get("error")) for check in found]
         checks = [
-            SimpleNamespace(points=c["weight"], tier=c["tier"], earns_alone=c["earns_alone"])
-            for c in exercise["checks"]
+            SimpleNamespace(
+                points=check["weight"],
+                tier=check["tier"],
+                earns_alone=check["earns_alone"] and not failed,
+            )
+            for check, failed in zip(found, is_error, strict=True)
         ]
         worth = row.get("points", sum(check.points for check in checks))
-        most = weigh(checks, worth, self.core_share)
-        graded = [n for n, check in enumerate(exercise["checks"]) if not check.get("error")]
-        passed = [exercise["checks"][n]["passed"] for n in graded]
-        points = earn([checks[n] for n in graded], passed, [most[n] for n in graded])
-        by_check = dict(zip(graded, points, strict=True))
-        earned = [by_check.get(n, 0.0) for n in range(len(checks))]
-        if len(graded) < len(checks):
-            most = [limit if n in graded else 0.0 for n, limit in enumerate(most)]
-            worth = round(sum(most), 4)
-        scored = [
-            check | {"points": round(points, 4), "max_points": round(limit, 4)}
-            for check, points, limit in zip(exercise["checks"], earned, most, strict=True)
-        ]
+        weights = weigh(checks, worth, self.core_share)
+        most = [0.0 if e else weight for e, weight in zip(is_error, weights, strict=True)]
+        earned = earn(checks, [check["passed"] for check in found], most)
         return exercise | {
             "score": round(sum(earned), 4),
-            "max_score": worth,
-            "not_graded": len(checks) - len(graded),
+            "max_score": round(sum(most), 4) if any(is_error) else worth,
+            "not_graded": sum(is_error),
             "visibility": row.get("visibility", "visible"),
-            "checks": scored,
+            "checks": [
+                check | {"points": round(points, 4), "max_points": round(limit, 4)}
+                for check, points, limit in zip(found, earned, most, strict=True)
+            ],
         }
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
@@ -94,7 +95,8 @@ def _find_used(module: str, name: str) -> list[tuple[str, str]]:
         for used in get_used_names(statement) if not _is_import(statement) else ():
             found.append((module, used))
             if (home := _find_module(module, used)) is not None:
-                found += [(home, attribute) for attribute in _get_attributes(used, statement)]
+                attributes = re.findall(rf"\b{used}\.(\w+)", ast.unparse(statement))
+                found += [(home, attribute) for attribute in attributes]
     return found
 
 
@@ -108,17 +110,6 @@ def _find_module(module: str, name: str) -> str | None:
         if isinstance(s, ast.ImportFrom) and s.module in PACKAGES and name in _get_names(s):
             return f"{s.module}.{_get_original(s, name)}"
     return None
-
-
-def _get_attributes(name: str, statement: ast.stmt) -> set[str]:
-    """Return what a statement takes of a module by the name of `name`."""
-    return {
-        node.attr
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == name
-    }
 
 
 def _cut(module: str, names: set[str]) -> str:
@@ -143,7 +134,8 @@ def _get_statements(module: str) -> tuple[ast.stmt, ...]:
     statements = ast.parse(inspect.getsource(importlib.import_module(module))).body
     for statement in statements:
         if isinstance(statement, ast.FunctionDef):
-            statement.decorator_list = [d for d in statement.decorator_list if not _is_check(d)]
+            kept = [d for d in statement.decorator_list if not ast.unparse(d).startswith("check(")]
+            statement.decorator_list = kept
     return tuple(statements)
 
 
@@ -160,11 +152,3 @@ def _is_import(statement: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:
 
 def _get_original(statement: ast.ImportFrom, name: str) -> str:
     return next(alias.name for alias in statement.names if get_import_name(alias) == name)
-
-
-def _is_check(decorator: ast.expr) -> bool:
-    return (
-        isinstance(decorator, ast.Call)
-        and isinstance(decorator.func, ast.Name)
-        and decorator.func.id == "check"
-    )

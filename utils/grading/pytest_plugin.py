@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -130,7 +130,7 @@ class Exercise(pytest.Collector):
         """Pass if the check accepts the reference."""
         verdict = grade(check, self.student)
         if not verdict.passed:
-            raise Failed(f"{check.title}:\n{verdict.describe()}".rstrip())
+            fail(f"{check.title}:\n{verdict.describe()}".rstrip())
 
     def try_submission(self, check: Check, item: pytest.Item) -> None:
         """Pass if the check accepts the student's work; what it earns is noted for the summary."""
@@ -141,7 +141,7 @@ class Exercise(pytest.Collector):
         item.user_properties.append(("points", row))
         if not verdict.passed:
             lines = [f"{check.title}:", verdict.describe(), self.sentence or ""]
-            raise Failed("\n".join(lines).rstrip())
+            fail("\n".join(lines).rstrip())
 
     def try_mistake(self, mistake: KnownAnswer, _: pytest.Item) -> None:
         """Pass if the check that the mistake's entry names rejects it.
@@ -152,13 +152,13 @@ class Exercise(pytest.Collector):
         name = mistake.mistakes[0].rejected_by
         check = next((check for check in self.checks if check.name == name), None)
         if check is None:
-            raise Failed(f"{self.name} has no check {name}")
+            fail(f"{self.name} has no check {name}")
         if grade_answer(check, mistake).passed:
-            raise Failed(f"{name} accepts this: {mistake.sentence}")
+            fail(f"{name} accepts this: {mistake.sentence}")
         if self.size == "all":
             sentence = diagnose_answer(mistake)
             if sentence not in (None, mistake.sentence):
-                raise Failed(f"{mistake.sentence}\nis taken for another mistake: {sentence}")
+                fail(f"{mistake.sentence}\nis taken for another mistake: {sentence}")
 
     def try_alternative(self, alternative: KnownAnswer, _: pytest.Item) -> None:
         """Pass if every check accepts the alternative."""
@@ -166,7 +166,7 @@ class Exercise(pytest.Collector):
             mismatch = grade_answer(check, alternative).mismatch
             if mismatch is not None:
                 detail = f"{mismatch.message}\n{mismatch.values}"
-                raise Failed(f"{check.path} rejects this right answer: {detail}")
+                fail(f"{check.path} rejects this right answer: {detail}")
 
     @functools.cached_property
     def verdicts(self) -> dict[Check, Verdict]:
@@ -192,21 +192,21 @@ class Exercise(pytest.Collector):
         return diagnose([self.verdicts[check] for check in quick], seconds=SEARCH_SECONDS)
 
 
+def fail(message: str) -> NoReturn:
+    pytest.fail(message, pytrace=False)
+
+
 def try_diagnosis(chapter: str) -> None:
     """Pass if enough mistakes of a chapter get their own sentence; a tie of two gives none."""
     mistakes = get_mistakes(chapter)
     without = [m for m in mistakes if diagnose_answer(m) is None]
     if len(without) > (1 - MIN_DIAGNOSED_SHARE) * len(mistakes):
         names = ", ".join(f"{m.exercise} {m.name}" for m in without)
-        raise Failed(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
-
-
-class Failed(Exception):
-    """A check, a mistake or an alternative that did not go as it should."""
+        fail(f"{len(without)} of {len(mistakes)} mistakes get no sentence: {names}")
 
 
 class Item(pytest.Item):
-    """One test; it fails if `test`, which is given this item, raises `Failed`."""
+    """One test; it fails if `test`, which is given this item, says so."""
 
     parent: Any  # an Exercise, or for the diagnosis of a chapter a CheckFile
 
@@ -216,11 +216,6 @@ class Item(pytest.Item):
 
     def runtest(self) -> None:
         self.test(self)
-
-    def repr_failure(self, excinfo, style=None):
-        if isinstance(excinfo.value, Failed):
-            return str(excinfo.value)
-        return super().repr_failure(excinfo, style)
 
     def reportinfo(self):
         return self.path, None, f"{self.parent.name}::{self.name}"
