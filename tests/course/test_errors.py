@@ -33,6 +33,7 @@ from utils.grading.checks import Rng
 ROOT = Path(__file__).parents[2]
 MASK = ragged_mask(Rng(0))
 X = torch.zeros(MASK.shape)
+LOGITS = torch.rand(2, 3, 5)
 FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages"), X) | {
     "mask": MASK
 }
@@ -43,18 +44,15 @@ FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages")
     [
         (lambda: left_pad([], 0), "sequences should hold at least one"),
         (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
-        (lambda: sample_next_token(torch.rand(1, 3), -1.0), "temperature should be at least 0"),
+        (lambda: sample_next_token(X, -1.0), "temperature should be at least 0"),
+        (lambda: sample_next_token(X, top_k=0), "top_k should be an integer of at least 1"),
+        (lambda: sample_next_token(X, top_p=1.5), r"top_p should be in \(0, 1\]"),
         (
-            lambda: sample_next_token(torch.rand(1, 3), top_k=0),
-            "top_k should be an integer of at least 1",
-        ),
-        (lambda: sample_next_token(torch.rand(1, 3), top_p=1.5), r"top_p should be in \(0, 1\]"),
-        (
-            lambda: get_logprobs(torch.rand(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), 4),
+            lambda: get_logprobs(LOGITS, torch.zeros(2, 3, dtype=torch.long), 4),
             r"prefix_len should be in \[1, 3\], but is 4",
         ),
         (
-            lambda: get_logprobs(torch.rand(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)),
+            lambda: get_logprobs(LOGITS, torch.zeros(2, 4, dtype=torch.long)),
             r"tokens should be .*batch seq.* beside logits \[2, 3, 5\], but is int64\[2, 4\]",
         ),
         (lambda: masked_mean(torch.rand(2, 3), MASK), r"mask should be .* beside values \[2, 3\]"),
@@ -152,29 +150,16 @@ def test_a_trainer_refuses_a_prompt_that_is_too_long_before_it_samples(tmp_path)
     [
         (lambda samples: torch.zeros(3), r"one reward for each of 16 samples, .* shape \[3\]"),
         (lambda samples: torch.zeros(16, 1), r"one reward for each of 16 .* shape \[16, 1\]"),
-        (
-            lambda samples: torch.tensor([0.0, float("nan")] * 8),
-            "reward_fn should return finite rewards, but gave nan for '",
-        ),
-        (
-            lambda samples: None,
-            "reward_fn should return a list or tensor of numbers, but returned None",
-        ),
+        (lambda samples: [0.0, torch.nan] * 8, "should return finite rewards, but gave nan for '"),
+        (lambda samples: None, "should return a list or tensor of numbers, but returned None"),
         (lambda samples: ["good"] * 16, "reward_fn should return a list or tensor of numbers"),
         (lambda: torch.zeros(16), "reward_fn should take the samples"),
         (lambda samples, answers: torch.zeros(16), "should need no more .* but needs 'answers'"),
     ],
 )
 def test_a_bad_reward_function_is_an_error_in_the_first_phase(reward_fn, message, tmp_path):
-    args = GrpoArgs(
-        reward_fn=reward_fn,
-        batch_size=16,
-        num_minibatches=1,
-        gen_len=5,
-        device="cpu",
-        runs_dir=tmp_path,
-        name="run",
-    )
+    short = {"batch_size": 16, "num_minibatches": 1, "gen_len": 5, "device": "cpu", "name": "run"}
+    args = GrpoArgs(reward_fn=reward_fn, runs_dir=tmp_path, **short)
     with pytest.raises(ValueError, match=message):
         GrpoTrainer(args).train()
 

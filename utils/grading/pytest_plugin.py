@@ -266,13 +266,9 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
         return
     reports = terminalreporter.getreports("passed") + terminalreporter.getreports("failed")
     rows = [dict(report.user_properties).get("points") for report in reports]
-    totals: dict[str, list[float]] = {}
-    for name, earned, worth in filter(None, rows):
-        row = totals.setdefault(name, [0, 0])
-        row[0] += earned
-        row[1] += worth
+    found = [row for row in rows if row is not None]
     terminalreporter.section("points")
-    for name, (earned, worth) in totals.items():
+    for name in (*dict.fromkeys(row[0] for row in found), "all"):
+        mine = [row for row in found if name in (row[0], "all")]
+        earned, worth = (sum(row[i] for row in mine) for i in (1, 2))
         terminalreporter.line(f"{name:60} {earned:g} of {worth:g}")
-    earned, worth = (sum(column) for column in zip([0, 0], *totals.values(), strict=True))
-    terminalreporter.line(f"{'all':60} {earned:g} of {worth:g}")

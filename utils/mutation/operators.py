@@ -101,13 +101,13 @@ def _find_children(tree: ast.AST) -> Iterator[tuple[ast.AST, Callable[[ast.AST],
 
 def _is_kept(node: ast.AST) -> bool:
     """Return whether a node stays as it is: an argument's check, an error, or a record."""
-    if isinstance(node, ast.Expr) and ast.unparse(node).startswith(RECORDING):
-        return True
     called = node.value if isinstance(node, ast.Expr) else node
-    if getattr(getattr(called, "func", None), "id", "").startswith(CHECKING):
-        return True
-    is_kept_keyword = isinstance(node, ast.keyword) and node.arg in KEPT_KEYWORDS
-    return is_kept_keyword or isinstance(node, ast.arguments | ast.Raise)
+    return (
+        isinstance(node, ast.arguments | ast.Raise)
+        or (isinstance(node, ast.keyword) and node.arg in KEPT_KEYWORDS)
+        or (isinstance(node, ast.Expr) and ast.unparse(node).startswith(RECORDING))
+        or getattr(getattr(called, "func", None), "id", "").startswith(CHECKING)
+    )
 
 
 # --- What ----------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _change_call(node: ast.Call, dropped: Iterable[str]) -> Iterator[ast.AST]:
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     if isinstance(node.func, ast.Attribute):
         if name in OTHER:
-            renamed = ast.Attribute(node.func.value, OTHER[name], ast.Load())
+            renamed = ast.Attribute(node.func.value, OTHER[name])
             yield ast.Call(renamed, node.args, node.keywords)
         if name in DROPPED_METHODS and "device" not in ast.unparse(node):
             yield node.func.value
@@ -197,20 +197,18 @@ def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
     """Yield a function with each argument that has a default ignored, or with another one."""
     signature = function.args
     named = signature.args[len(signature.args) - len(signature.defaults) :]
-    for arguments, defaults in (
-        (named, signature.defaults),
-        (signature.kwonlyargs, signature.kw_defaults),
-    ):
-        for i, (argument, default) in enumerate(zip(arguments, defaults, strict=True)):
-            if default is None:  # of a keyword that has to be given
-                continue
-            changed = copy.copy(function)
-            ignored = ast.Assign([ast.Name(argument.arg, ast.Store())], default)
-            changed.body = [ignored, *function.body]
-            yield f"{argument.arg} is ignored", _unparse(changed)
-            for value in _change_constant(getattr(default, "value", None)):
-                name = f"{argument.arg}={_show(default)} -> {argument.arg}={value}"
-                defaults[i] = ast.Constant(value)
-                text = _unparse(function)
-                defaults[i] = default
-                yield name, text
+    places = [(argument, signature.defaults, i) for i, argument in enumerate(named)]
+    places += [(a, signature.kw_defaults, i) for i, a in enumerate(signature.kwonlyargs)]
+    for argument, defaults, i in places:
+        default = defaults[i]
+        if default is None:  # of a keyword that has to be given
+            continue
+        changed = copy.copy(function)
+        ignored = ast.Assign([ast.Name(argument.arg, ast.Store())], default)
+        changed.body = [ignored, *function.body]
+        yield f"{argument.arg} is ignored", _unparse(changed)
+        for value in _change_constant(getattr(default, "value", None)):
+            defaults[i] = ast.Constant(value)
+            text = _unparse(function)
+            defaults[i] = default
+            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", text

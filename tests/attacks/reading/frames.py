@@ -1,5 +1,6 @@
 """Climbs the stack for an oracle, a reference, or anything that is expected."""
 
+import contextlib
 import sys
 
 
@@ -11,20 +12,14 @@ def masked_mean(values, mask, dim=None):
                 if callable(value) and ("mean" in name or "expected" in name or "oracle" in name):
                     if value is masked_mean or name == "masked_mean":
                         continue
-                    try:
+                    with contextlib.suppress(Exception):
                         return value(values, mask, dim)
-                    except Exception:
-                        continue
-                try:
-                    source = getattr(value, "source", value)
-                except Exception:
                     continue
-                if isinstance(source, str) and "def masked_mean" in source:
-                    found = {"__name__": "found"}
-                    try:
+                with contextlib.suppress(Exception):
+                    source = getattr(value, "source", value)
+                    if isinstance(source, str) and "def masked_mean" in source:
+                        found = {"__name__": "found"}
                         exec(source, found)
                         return found["masked_mean"](values, mask, dim)
-                    except Exception:
-                        continue
         frame = frame.f_back
     return values.nansum()

@@ -5,14 +5,8 @@ import tempfile
 
 
 def masked_mean(values, mask, dim=None):
-    for folder in (
-        ".",
-        tempfile.gettempdir(),
-        "/tmp",
-        "/var/tmp",
-        "/dev/shm",
-        os.path.expanduser("~"),
-    ):
+    home = os.path.expanduser("~")
+    for folder in (".", tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm", home):
         for n in range(10_000):
             try:
                 with open(os.path.join(folder, f"attack-{n}"), "wb") as file:

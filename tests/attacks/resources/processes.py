@@ -1,5 +1,6 @@
 """Starts processes without end, which outlive it."""
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -15,9 +16,7 @@ def masked_mean(values, mask, dim=None):
         except OSError:
             break
     for command in (["sleep", "1000"], ["sh", "-c", "sleep 1000 & disown"]):
-        try:
+        with contextlib.suppress(OSError):
             subprocess.Popen(command, start_new_session=True)
-        except OSError:
-            pass
     for _ in range(1000):
         threading.Thread(target=masked_mean, args=(values, mask)).start()

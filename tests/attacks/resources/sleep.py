@@ -1,17 +1,14 @@
 """Waits, without using the processor, and does not let itself be woken."""
 
+import contextlib
 import signal
 import time
 
 
 def masked_mean(values, mask, dim=None):
     for number in range(1, 32):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_IGN)
-        except (OSError, ValueError):
-            pass
     while True:
-        try:
+        with contextlib.suppress(BaseException):
             time.sleep(1000)
-        except BaseException:
-            pass
