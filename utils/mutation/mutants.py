@@ -1,6 +1,6 @@
 """Automatic mutants of the reference: what the checks let through that nobody thought of.
 
-    python -m utils.mutation [CHAPTER ...]      writes runs/kill_matrix.md
+    python -m utils.mutation [CHAPTER ...]      writes runs/mutants.md
 
 Each definition of a chapter's exercises, and each helper that they call, is changed in one place at
 a time: operators, signs, numbers, slices, dropped detach, swapped arguments. The checks of the
@@ -17,14 +17,12 @@ import re
 import sys
 import textwrap
 import tomllib
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
 import torch
-from tabulate import tabulate
 from tqdm import tqdm
 
 from utils.grading import reference
@@ -35,7 +33,7 @@ from utils.grading.substitution import build_module
 from utils.mutation.operators import get_names, mutate
 
 ACCEPTED = Path(__file__).parents[2] / "tests" / "accepted_mutants.toml"
-OUT = Path("runs/kill_matrix.md")
+OUT = Path("runs/mutants.md")
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}  # methods that run without being named
 
 
@@ -155,17 +153,17 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 # --- Running them -------------------------------------------------------------------------------
 
 
-def kill(mutant: Mutant) -> str | None:
-    """Return the path of the check that rejects a mutant, or None if all accept it."""
+def is_killed(mutant: Mutant) -> bool:
+    """Return whether a check rejects a mutant, or it does not import; one that loops is stopped."""
     try:
         student = StudentNames(vars(build_module(mutant.chapter, mutant.source)))
     except Exception:
-        return "it does not import"
-    for exercise in reach(mutant.chapter)[mutant.within]:
-        for check in get_quick_checks(mutant.chapter, exercise):
-            if not grade(check, student).passed:  # as it is of one that loops
-                return check.path
-    return None
+        return True
+    return any(
+        not grade(check, student).passed
+        for exercise in reach(mutant.chapter)[mutant.within]
+        for check in get_quick_checks(mutant.chapter, exercise)
+    )
 
 
 @functools.cache
@@ -174,60 +172,14 @@ def get_accepted(chapter: str) -> dict[str, str]:
     return tomllib.loads(ACCEPTED.read_text(encoding="utf-8")).get(chapter, {})
 
 
-def run(mutants: list[Mutant]) -> list[tuple[Mutant, str | None]]:
-    # Forked children of a process that has used two threads hang.
-    torch.set_num_threads(1)
+def find_alive(mutants: list[Mutant]) -> list[Mutant]:
+    """Find the mutants that no check rejects, in as many processes as there are processors."""
+    torch.set_num_threads(1)  # forked children of a process that has used two hang
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        killers = pool.map(kill, mutants, chunksize=4)
-        return list(zip(mutants, tqdm(killers, total=len(mutants), unit="mutant"), strict=True))
-
-
-FATES = ("killed", "survived", "open", "equivalent")
-
-
-def judge_fate(mutant: Mutant, killer: str | None) -> str:
-    """Return which of FATES a mutant meets."""
-    reason = get_accepted(mutant.chapter).get(mutant.name)
-    if killer or reason is None:
-        return "killed" if killer else "survived"
-    return "open" if reason.startswith("open:") else "equivalent"
-
-
-def format_report(results: list[tuple[Mutant, str | None]]) -> str:
-    """Return the kill matrix by definition, then every mutant that was not killed."""
-    judged = [(mutant, judge_fate(mutant, killer)) for mutant, killer in results]
-    by_definition: dict[str, Counter[str]] = {}
-    for mutant, fate in judged:
-        by_definition.setdefault(f"{mutant.chapter} {mutant.within}", Counter())[fate] += 1
-    n = by_definition["all"] = Counter(fate for _, fate in judged)
-    rows = [(name, *(row[fate] for fate in FATES)) for name, row in by_definition.items()]
-    n_broken = n["killed"] + n["survived"]
-    share = 100 * n["killed"] / max(n_broken, 1)
-    parts = [
-        "# Mutants",
-        f"{n['killed']} of {n_broken} that break the contract are killed ({share:.1f}%).",
-        tabulate(rows, ("definition", *FATES), tablefmt="github"),
-    ]
-    for fate in FATES[1:]:
-        listed = [
-            f"- {m.chapter} `{m.name}` {get_accepted(m.chapter).get(m.name, '')}"
-            for m, its_fate in judged
-            if its_fate == fate
-        ]
-        parts += [f"## {fate.capitalize()}", "\n".join(listed) or "None."]
-    return "\n\n".join(parts) + "\n"
-
-
-def find_stale(results: list[tuple[Mutant, str | None]]) -> list[str]:
-    """Return the names in the file that are killed, or no mutant's, of the chapters that ran."""
-    alive = {(m.chapter, m.name) for m, killer in results if not killer}
-    return [
-        f"{ACCEPTED}: {chapter} {name!r} is killed, or is no mutant any more"
-        for chapter in dict.fromkeys(m.chapter for m, _ in results)
-        for name in get_accepted(chapter)
-        if (chapter, name) not in alive
-    ]
+        killed = pool.map(is_killed, mutants, chunksize=4)
+        pairs = zip(mutants, tqdm(killed, total=len(mutants), unit="mutant"), strict=True)
+        return [mutant for mutant, is_dead in pairs if not is_dead]
 
 
 def main() -> None:
@@ -239,11 +191,25 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.chapters) - set(get_chapters()):
         parser.error(f"CHAPTER should be among {get_chapters()}, but {sorted(unknown)} are not")
-    mutants = [m for chapter in args.chapters or get_chapters() for m in generate(chapter)]
-    results = run([m for m in mutants if args.only in m.within])
-    report = format_report(results)
+    chapters = args.chapters or get_chapters()
+    mutants = [m for chapter in chapters for m in generate(chapter) if args.only in m.within]
+    alive = {(mutant.chapter, mutant.name) for mutant in find_alive(mutants)}
+    accepted = {(chapter, name) for chapter in chapters for name in get_accepted(chapter)}
+    survived = [f"{chapter} `{name}` survived" for chapter, name in sorted(alive - accepted)]
+    stale = [
+        f"{ACCEPTED.name}: {chapter} `{name}` is killed, or is no mutant any more"
+        for chapter, name in sorted(accepted - alive)
+    ]
+    wrong = survived + (stale if not args.only else [])
+    n_killed = len(mutants) - len(alive)
+    report = "\n".join(
+        [
+            f"{n_killed} of {n_killed + len(survived)} mutants that break the contract are killed.",
+            f"Of {len(alive) - len(survived)} more `{ACCEPTED.name}` says why none has to be.",
+            *(f"- {line}" for line in wrong),
+        ]
+    )
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(report)
-    stale = [] if args.only else find_stale(results)
-    print(report, *stale, sep="\n")
-    sys.exit(any(judge_fate(*result) == "survived" for result in results) or bool(stale))
+    OUT.write_text(f"{report}\n")
+    print(report)
+    sys.exit(bool(wrong))

@@ -197,6 +197,7 @@ def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
     """Yield a function with each argument that has a default ignored, or with another one."""
     signature = function.args
     named = signature.args[len(signature.args) - len(signature.defaults) :]
+    places: list[tuple[ast.arg, Any, int]]
     places = [(argument, signature.defaults, i) for i, argument in enumerate(named)]
     places += [(a, signature.kw_defaults, i) for i, a in enumerate(signature.kwonlyargs)]
     for argument, defaults, i in places:
