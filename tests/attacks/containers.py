@@ -7,6 +7,7 @@ import stat
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WRONG = "def masked_mean(values, mask, dim=None):\n    return values\n"
 RIGHT_SOON = (
@@ -63,12 +64,16 @@ def named_as_the_page_of_the_class(path: Path) -> Path:
     return path
 
 
-def zip_slip(path: Path) -> Path:
-    path = path.with_suffix(".zip")
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in ("../../escaped.py", "/tmp/escaped.py", "a/../../escaped.py", "..\\escaped.py"):
-            archive.writestr(name, WRONG)
+def write_zip(path: Path, files: dict[str, Any], compression: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
     return path
+
+
+def zip_slip(path: Path) -> Path:
+    names = ("../../escaped.py", "/tmp/escaped.py", "a/../../escaped.py", "..\\escaped.py")
+    return write_zip(path.with_suffix(".zip"), dict.fromkeys(names, WRONG))
 
 
 def zip_with_links(path: Path) -> Path:
@@ -81,13 +86,9 @@ def zip_with_links(path: Path) -> Path:
 
 
 def zip_bomb(path: Path) -> Path:
-    path = path.with_suffix(".zip")
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("bomb.py", "#" * 2**28)
-        for n in range(5000):
-            archive.writestr(f"{n}.txt", "")
-        archive.writestr("mine.py", WRONG)
-    return path
+    empty = {f"{n}.txt": "" for n in range(5000)}
+    files = {"bomb.py": "#" * 2**28} | empty | {"mine.py": WRONG}
+    return write_zip(path.with_suffix(".zip"), files)
 
 
 def no_zip(path: Path) -> Path:

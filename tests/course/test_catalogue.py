@@ -130,7 +130,9 @@ def test_staleness_is_checked_without_torch():
 @pytest.mark.parametrize("chapter", get_chapters())
 def test_the_catalogue_fits_the_solutions(chapter):
     assert find_stale(chapter) == []
-    found = {mistake.exercise for mistake in read_chapter(chapter)}
+    sentences = [(mistake.exercise, mistake.sentence) for mistake in read_chapter(chapter)]
+    assert len({*sentences}) == len(sentences)
+    found = {exercise for exercise, _ in sentences}
     assert found <= set(get_checks(chapter))
     # What is inherited has slow checks alone, and mistakes in the chapter that it comes from.
     assert found >= {name for name in get_checks(chapter) if get_quick_checks(chapter, name)}

@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.attacks.containers import make_containers, make_notebook
+from tests.attacks.containers import make_containers, make_notebook, write_zip
 from utils.authoring.__main__ import sum_points
 from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
@@ -409,30 +409,21 @@ def test_small_files_beside_the_work_are_read_and_change_its_digest(tmp_path):
 def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
     path = tmp_path / "work.zip"
     for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # 4 KB can unpack to many GB
-        with zipfile.ZipFile(path, "w", compression) as archive:
-            archive.writestr("mine.py", MEAN)
-        assert not read_submission("x", path).files
-    with zipfile.ZipFile(path, "w") as archive:
-        for number in range(1000):
-            archive.writestr(f"{number}.py", MEAN)
+        assert not read_submission("x", write_zip(path, {"mine.py": MEAN}, compression)).files
+    write_zip(path, {f"{number}.py": MEAN for number in range(1000)}, zipfile.ZIP_STORED)
     path.write_bytes(path.read_bytes().replace(b"total", b"tatol"))  # no checksum is right
     assert len(read_submission("x", path).problems) == MAX_FILES + 1
 
 
 def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeypatch):
     path = tmp_path / "work.zip"
-    with zipfile.ZipFile(path, "w") as archive:
-        for number in range(5000):
-            archive.writestr(f".venv/{number}.py", "")
-        archive.writestr("mine.py", MEAN)
-    assert [name for name, _ in read_submission("x", path).files] == ["mine.py"]
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:  # which cannot be read
-        for number in range(10):
-            archive.writestr(f"{number}{'a' * 60_000}.py", MEAN)
-    assert len("".join(read_submission("x", path).problems)) < 1000
-    with zipfile.ZipFile(path, "w") as archive:
-        for number in range(5001):
-            archive.writestr(f"{number}", "")
+    hidden = {f".venv/{number}.py": "" for number in range(5000)}
+    read = read_submission("x", write_zip(path, hidden | {"mine.py": MEAN}))
+    assert [name for name, _ in read.files] == ["mine.py"]
+    long = {f"{number}{'a' * 60_000}.py": MEAN for number in range(10)}
+    read = read_submission("x", write_zip(path, long, zipfile.ZIP_BZIP2))  # which cannot be read
+    assert len("".join(read.problems)) < 1000
+    write_zip(path, {f"{number}": "" for number in range(5001)})
     monkeypatch.setattr(reading, "MAX_ZIP_ENTRIES", 5000)
     monkeypatch.setattr(zipfile, "ZipFile", None)  # an object of each entry is made at once
     assert "at most 5000 entries" in read_submission("x", path).problems[0]
@@ -440,15 +431,10 @@ def test_a_zip_has_a_bounded_number_of_entries_and_short_names(tmp_path, monkeyp
 
 def test_what_a_submission_puts_into_reports_is_bounded(tmp_path, monkeypatch):
     """Names of files, problems, statements that are left out."""
-    inner = tmp_path / "inner.zip"
-    with zipfile.ZipFile(inner, "w", zipfile.ZIP_DEFLATED) as archive:
-        for number in range(60):
-            archive.writestr(f"{number}{'a' * 60_000}.zip", "")
-    with zipfile.ZipFile(tmp_path / "work.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.write(inner, "inner.zip")
-        for number in range(130):
-            archive.writestr(f"{number}{'b' * 900}.py", f"{MEAN}\n" + "go()\n" * 30 + ")\n" * 9)
-    read = read_submission("x", tmp_path / "work.zip")
+    inner = write_zip(tmp_path / "inner.zip", {f"{n}{'a' * 60_000}.zip": "" for n in range(60)})
+    files = {f"{n}{'b' * 900}.py": f"{MEAN}\n" + "go()\n" * 30 + ")\n" * 9 for n in range(130)}
+    path = write_zip(tmp_path / "work.zip", {"inner.zip": inner.read_bytes()} | files)
+    read = read_submission("x", path)
     assert len("".join(read.problems)) < 100_000
     report = grade_without_processes(monkeypatch, torch.zeros(3), submitted=read)
     assert len(json.dumps(report)) < 100_000
@@ -464,29 +450,6 @@ def make_grader(submitted: SubmittedFiles, **options) -> grader_module.Grader:
     """Without processes: what it asks for has to be answered here."""
     options = Options("secret", FILE, 30, **options)
     return grader_module.Grader(None, options, load_points(FILE), submitted)
-
-
-def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
-    """Of all checks of an exercise together that filled the memory."""
-    data = pack({"observations": [torch.zeros(2**22)], "printed": "", "log": "", "is_stub": False})
-    replies = iter([{"defined": {"ch0_sampling": ["masked_mean"]}}])
-    inspected = {"stubs": 0, "problems": [], "left_out": [], "code": torch.zeros(0)}
-    inspected |= {"imports": [], "digests": {}, "first_line": ""}
-    inspected |= {"unfinished": [], "places": [], "written": []}
-    monkeypatch.setattr(
-        grader_module.Grader,
-        "ask",
-        lambda *_: grader_module.Reply(grader_module.Outcome.DONE, data),
-    )
-    monkeypatch.setattr(
-        grader_module, "unpack", lambda data: inspected | next(replies, unpack(data))
-    )
-    kept = []
-    monkeypatch.setattr(grader_module, "diagnose", lambda verdicts, _: kept.extend(verdicts))
-    report = make_grader(SubmittedFiles("x", (("work.py", b""),))).grade(only=["masked_mean"])
-    assert kept
-    assert not any(verdict.observations for verdict in kept)
-    assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
 
 
 # --- Errors of the grader -------------------------------------------------------------------------
@@ -575,6 +538,16 @@ def test_what_a_student_gives_is_no_error_of_the_grader(monkeypatch):
         assert report["score"] == 0 < report["max_score"]
 
 
+def test_what_is_larger_than_any_answer_is_not_kept(monkeypatch):
+    """Of all checks of an exercise together that filled the memory."""
+    kept = []
+    monkeypatch.setattr(grader_module, "diagnose", lambda verdicts, _: kept.extend(verdicts))
+    report = grade_without_processes(monkeypatch, torch.zeros(2**22))
+    assert kept
+    assert not any(verdict.observations for verdict in kept)
+    assert all(check["message"] for check in get_exercise(report, "masked_mean")["checks"])
+
+
 def test_work_of_another_chapter_is_said(monkeypatch):
     for chapters, said in (
         (("ch4_kl",), ["it defines exercises of ch0_sampling, but what was set is ch4_kl"]),
@@ -624,7 +597,7 @@ def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
             ["README.md", "--out", "OUT", "-j", "0"],
             "-j, --seconds and --submission-seconds should be",
         ),
-        (["README.md", "--out", "OUT", "--points", "none.toml"], "should be in none.toml, which"),
+        (["README.md", "--out", "OUT", "--points", "none.toml"], "none.toml should be a TOML file"),
         (["README.md", "--out", "Makefile"], "--out should be a folder to write into"),
         (["README.md", "--out", "README.md/graded"], "--out should be a folder to write into"),
         (["README.md", "--out", "."], "--out should be another folder"),

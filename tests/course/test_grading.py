@@ -302,7 +302,7 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
 
 def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch):
     names = build_with("ch2_ppo", ("self.learning_phase(memory)\n", "self.learning(memory)\n"))
-    monkeypatch.setattr(diagnosis, "_same_as_mistake", None)
+    monkeypatch.setattr(diagnosis, "observe_answer", None)
     checks = get_checks("ch2_ppo")["RLHFTrainer.train"]
     slow = {"RLHFTrainer.train": tuple(check for check in checks if check.slow)}
     monkeypatch.setattr(diagnosis, "get_checks", lambda chapter: slow)

@@ -30,14 +30,9 @@ MAX_SAID = 3  # errors of a cell that are named
 PYTHON_MAGICS = {"time", "capture", "prun", "debug", "wandb", "memit", "mprun", "pyinstrument"}
 MAX_ERRORS = 200  # after which the rest of a text is not read
 MAX_MAGICS = 100  # of a cell that IPython transforms, which takes their square
-UNPARSABLE = (
-    SyntaxError,
-    ValueError,
-    RuntimeError,
-    MemoryError,
-)  # RecursionError is a RuntimeError
-# What newer versions of Python read: a pattern of the line that is refused, and the version.
-NEWER = ((re.compile(r"\s*(async\s+)?(def|class)\s+\w+\s*\[|\s*type\s+\w+.*="), (3, 12)),)
+UNPARSABLE = (SyntaxError, ValueError, RuntimeError, MemoryError)  # RecursionError among them
+# What Python 3.12 reads, and one before it refuses:
+_OF_3_12 = re.compile(r"\s*(async\s+)?(def|class)\s+\w+\s*\[|\s*type\s+\w+.*=")
 # What goes on with the statement above, though it stands in column 0.
 _MAIN_GUARD = re.compile(r"__name__ == '__main__'|'__main__' == __name__")
 _CONTINUES = re.compile(r"(else|elif|except|finally)\b|[)\]}]")
@@ -152,12 +147,10 @@ def _parse_source(source: str, place: str, parsed: Parsed) -> None:
     ][:MAX_SAID]
     text = _RUN_MAGIC.sub(_import_instead, text)
     untimed = _TIME_MAGIC.sub(r"\1", text)
-    readings: list[Callable[[], str]] = [lambda: text, lambda: _transform(untimed)]
-    if len(re.findall(r"^\s*[%!]", text, re.M)) > MAX_MAGICS:
-        readings[1] = lambda: _make_plain(untimed)
-    for read in readings:
+    is_long = len(re.findall(r"^\s*[%!]", text, re.M)) > MAX_MAGICS
+    for given, read in ((text, str), (untimed, _make_plain if is_long else _transform)):
         try:
-            statements = _read_statements(read(), place)
+            statements = _read_statements(read(given), place)
         except UNPARSABLE:
             continue
         break
@@ -173,19 +166,19 @@ def _open_magic(statement: Any, place: str, parsed: Parsed) -> list[Any]:
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return [statement]
     given = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    if ast.unparse(call.func.value) != "get_ipython()" or len(given) < len(call.args) or not given:
+    if ast.unparse(call.func.value) != "get_ipython()" or len(given) < len(call.args):
         return [statement]
-    name, kind = given[0], call.func.attr
-    if kind == "run_cell_magic" and len(given) == 3:
-        text = f"%%{name} {given[1]}\n{given[2]}"
-        is_read = name in PYTHON_MAGICS or name in ("writefile", "file")
-    elif kind == "run_line_magic" and len(given) == 2:
-        text = f"%{name} {given[1]}"
-        # What is not read at once never is, as `%time` alone.
-        is_read = _RUN_MAGIC.sub(_import_instead, _TIME_MAGIC.sub(r"\1", text)) != text
-    else:
-        return [statement]
-    if not is_read:
+    text = ""
+    match (call.func.attr, *given):
+        case ("run_cell_magic", name, line, body):
+            if name in PYTHON_MAGICS or name in ("writefile", "file"):
+                text = f"%%{name} {line}\n{body}"
+        case ("run_line_magic", name, line):
+            text = f"%{name} {line}"
+            # What is not read at once never is, as `%time` alone.
+            if _RUN_MAGIC.sub(_import_instead, _TIME_MAGIC.sub(r"\1", text)) == text:
+                text = ""
+    if not text:
         return [statement]
     inner = Parsed(written=parsed.written)
     _parse_source(text, place, inner)
@@ -255,12 +248,11 @@ def _open_main_guard(statement: Any, place: str) -> list[Any]:
 def _say_version(lines: list[str], error: str) -> str:
     """Say which Python reads a line that this one refuses, if a newer one does."""
     here = ".".join(map(str, sys.version_info[:2]))
-    for pattern, version in NEWER:
-        if version > sys.version_info[:2] and any(map(pattern.match, lines)):
-            return f": this needs Python {version[0]}.{version[1]}, and the grader has {here}"
-    if error.startswith("f-string") and sys.version_info < (3, 12):
-        return f": Python 3.12 may read it, and the grader has {here}"
-    return ""
+    if sys.version_info >= (3, 12):
+        return ""
+    if any(map(_OF_3_12.match, lines)):
+        return f": this needs Python 3.12, and the grader has {here}"
+    return f": Python 3.12 may read it, and the grader has {here}" * error.startswith("f-string")
 
 
 def _is_decorator(line: str) -> bool:

@@ -66,11 +66,12 @@ def diagnose(
     all_known: Iterable[Any] = get_mistakes(first.chapter) if known is None else known.mistakes
     mine = [mistake for mistake in all_known if mistake.exercise == first.exercise]
     single = [mistake for mistake in mine if mistake.n == 1]
-    compare = _same_as_mistake if known is None else _same_as_recorded
     deadline = math.inf if seconds is None else time.monotonic() + seconds
 
     def is_same(mistake: Any, verdict: Verdict) -> bool:
-        return compare(verdict, mistake, secret)
+        if known is not None:
+            return _is_as_recorded(mistake, verdict)
+        return _is_same(verdict, lambda check, i: observe_answer(mistake, check, i, secret), secret)
 
     fitting, alike = [], []
     for mistake in single:
@@ -137,7 +138,7 @@ def _find_recorded_pairs(
 ) -> list[recorded.RecordedMistake]:
     """Return the pairs of mistakes that fit by what each does alone: on every check that fails one
     of the two does what the student's code does, and neither fails another."""
-    same = [[_same_as_recorded(verdict, m, "") for verdict in verdicts] for m in mistakes]
+    same = [[_is_as_recorded(m, verdict) for verdict in verdicts] for m in mistakes]
     found = []
     for i, j in itertools.combinations(range(len(mistakes)), 2):
         both = zip(verdicts, same[i], same[j], strict=True)
@@ -172,13 +173,8 @@ def _is_same(verdict: Verdict, run: Callable[[Check, int], Any], secret: str) ->
     )
 
 
-def _same_as_mistake(verdict: Verdict, mistake: KnownAnswer, secret: str) -> bool:
-    return _is_same(verdict, lambda check, i: observe_answer(mistake, check, i, secret), secret)
-
-
-def _same_as_recorded(verdict: Verdict, mistake: recorded.RecordedMistake, secret: str) -> bool:
-    observed = mistake.observed.get(verdict.check.path, recorded.SAME)
-    return is_same_as_recorded(verdict, observed, secret)
+def _is_as_recorded(mistake: recorded.RecordedMistake, verdict: Verdict) -> bool:
+    return is_same_as_recorded(verdict, mistake.observed.get(verdict.check.path, recorded.SAME))
 
 
 def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bool:

@@ -190,9 +190,14 @@ def run_statement(code: CodeType, namespace: dict[str, Any]) -> None:
 def count_stubs(statements: Iterable[ast.stmt]) -> int:
     """Count the functions and methods that end by raising NotImplementedError."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
-    last = [node.body[-1] for node in nodes if isinstance(node, ast.FunctionDef)]
-    raised = [ast.unparse(s.exc) for s in last if isinstance(s, ast.Raise) and s.exc is not None]
-    return sum(text.startswith("NotImplementedError") for text in raised)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return sum(_get_last_error(f).startswith("NotImplementedError") for f in functions)
+
+
+def _get_last_error(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Return what a function raises in its last line, as it is written; "" if it does not."""
+    last = function.body[-1]
+    return ast.unparse(last.exc) if isinstance(last, ast.Raise) and last.exc is not None else ""
 
 
 def is_stub_definition(statement: ast.stmt) -> bool:
@@ -203,10 +208,8 @@ def is_stub_definition(statement: ast.stmt) -> bool:
         return bool(methods) and all(map(is_stub_definition, methods))
     if not isinstance(statement, _FUNCTIONS):
         return False
-    last, returns = statement.body[-1], (ast.Return, ast.Yield, ast.YieldFrom)
-    if not isinstance(last, ast.Raise) or last.exc is None:
-        return False
-    is_bare = ast.unparse(last.exc).removesuffix("()") == "NotImplementedError"
+    is_bare = _get_last_error(statement).removesuffix("()") == "NotImplementedError"
+    returns = ast.Return | ast.Yield | ast.YieldFrom
     return is_bare and not any(isinstance(node, returns) for node in ast.walk(statement))
 
 

@@ -105,10 +105,8 @@ def load_points(path: Path = FILE) -> Points:
     """Load the points. Raises ValueError, with the place, for what is no exercise, or no number."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"the points should be in {path}, which cannot be read") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} should be TOML: {error}") from error
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path} should be a TOML file: {error}") from error
     core_share = table.pop("core_share", CORE_SHARE)
     if type(core_share) not in (int, float) or not 0 < core_share <= 1:
         raise ValueError(f"{path}: core_share should be above 0 and at most 1: {core_share!r}")

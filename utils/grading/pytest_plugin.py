@@ -117,12 +117,10 @@ class Exercise(pytest.Collector):
             yield item
         if self.submission is not None or self.size == "quick":
             return
-        kinds: list[tuple[str, Any, tuple[KnownAnswer, ...]]] = [
-            ("mistake", self.try_mistake, get_mistakes(self.chapter)),
-            ("alternative", self.try_alternative, get_alternatives(self.chapter)),
-        ]
-        for kind, test, answers in kinds:
-            for answer in [answer for answer in answers if answer.exercise == self.name]:
+        for answer in (*get_mistakes(self.chapter), *get_alternatives(self.chapter)):
+            if answer.exercise == self.name:
+                kind = "mistake" if answer.mistakes else "alternative"
+                test = self.try_mistake if answer.mistakes else self.try_alternative
                 name = f"{kind}:{answer.name}"
                 yield Item.from_parent(self, name=name, test=functools.partial(test, answer))
 

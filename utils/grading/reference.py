@@ -151,14 +151,13 @@ def _find_used(chapter: str, name: str) -> set[str]:
     used = get_used_names(node) & vars(get_reference(chapter)).keys() if home == chapter else set()
     used |= {f"{top}.__init__" for top in used}
     exercises = get_checks(chapter)
-    for part in ast.walk(node):  # an object is called as a function is
-        if isinstance(part, ast.arg) and part.annotation is not None:
-            used |= {f"{ast.unparse(part.annotation)}.forward"} & exercises.keys()
-    methods = {e.partition(".")[2]: e for e in get_checks(chapter) if "." in e}
+    methods = {e.partition(".")[2]: e for e in exercises if "." in e}
     for part in ast.walk(node):
-        if not isinstance(part, ast.Attribute):
+        if isinstance(part, ast.arg) and part.annotation is not None:  # it is called as a function
+            used |= {f"{ast.unparse(part.annotation)}.forward"} & exercises.keys()
+        elif not isinstance(part, ast.Attribute):
             continue
-        if ast.unparse(part.value) in ("self", "cls", "super()"):
+        elif ast.unparse(part.value) in ("self", "cls", "super()"):
             used.add(f"{name.partition('.')[0]}.{part.attr}")
         elif part.attr in methods and not hasattr(nn.Module, part.attr):
             used.add(methods[part.attr])
