@@ -62,11 +62,8 @@ class Verdict:
             source = self.check.source.splitlines()
             if len(source) <= MAX_SOURCE_LINES:
                 lines += ["of:", *(f"    {line}" for line in source)]
-            if self.printed.strip():
-                lines += [
-                    "printed:",
-                    *(line[:200] for line in self.printed.rstrip().splitlines()[-10:]),
-                ]
+            if printed := self.printed.rstrip().splitlines()[-10:]:
+                lines += ["printed:", *(line[:200] for line in printed)]
         return "\n".join(lines)
 
 

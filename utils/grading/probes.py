@@ -5,7 +5,6 @@ down to the probe and to what it refers to, through as many modules of `tests` a
 """
 
 import ast
-import copy
 import dataclasses
 import functools
 import importlib
@@ -14,13 +13,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from graphlib import TopologicalSorter
-from typing import TypeGuard
 
 from utils.grading.checks import Check
 from utils.grading.extraction import get_bound_names, get_import_name, get_used_names
 
 # Their modules are cut down; all others are imported as they are.
 PACKAGES = ("tests.checks", "tests.support", "tests.oracles")
+_IMPORTS = ast.Import | ast.ImportFrom
 
 
 @functools.cache
@@ -86,30 +85,26 @@ def _collect(start: list[tuple[str, str]]) -> dict[str, str]:
 
 def _find_used(module: str, name: str) -> list[tuple[str, str]]:
     """Return what a name of a module refers to, as modules and names of them."""
-    found = []
+    home, original = _get_origins(module).get(name, ("", ""))
+    is_cut_down = home not in PACKAGES and home.rpartition(".")[0] in PACKAGES
+    found = [(home, original)] if is_cut_down else []
     for statement in _get_statements(module):
-        if name not in _get_names(statement):
+        if isinstance(statement, _IMPORTS) or name not in _get_names(statement):
             continue
-        if isinstance(statement, ast.ImportFrom) and _is_cut_down(str(statement.module)):
-            found.append((str(statement.module), _get_original(statement, name)))
-        for used in get_used_names(statement) if not _is_import(statement) else ():
+        for used in get_used_names(statement):
             found.append((module, used))
-            if (home := _find_module(module, used)) is not None:
+            home, original = _get_origins(module).get(used, ("", ""))
+            if home in PACKAGES:  # `from tests.support import inputs`
                 attributes = re.findall(rf"\b{used}\.(\w+)", ast.unparse(statement))
-                found += [(home, attribute) for attribute in attributes]
+                found += [(f"{home}.{original}", attribute) for attribute in attributes]
     return found
 
 
-def _is_cut_down(module: str) -> bool:
-    return module not in PACKAGES and module.rpartition(".")[0] in PACKAGES
-
-
-def _find_module(module: str, name: str) -> str | None:
-    """Return the module that `name` is, if `module` has it by `from tests.support import name`."""
-    for s in _get_statements(module):
-        if isinstance(s, ast.ImportFrom) and s.module in PACKAGES and name in _get_names(s):
-            return f"{s.module}.{_get_original(s, name)}"
-    return None
+@functools.cache
+def _get_origins(module: str) -> dict[str, tuple[str, str]]:
+    """Return the names that a module imports from others, with module and name there."""
+    imports = [s for s in _get_statements(module) if isinstance(s, ast.ImportFrom)]
+    return {get_import_name(a): (str(s.module), a.name) for s in imports for a in s.names}
 
 
 def _cut(module: str, names: set[str]) -> str:
@@ -119,11 +114,9 @@ def _cut(module: str, names: set[str]) -> str:
         bound = _get_names(statement) & names
         if not bound:
             continue
-        if _is_import(statement):
-            statement = copy.copy(statement)
-            statement.names = [
-                alias for alias in statement.names if get_import_name(alias) in bound
-            ]
+        if isinstance(statement, _IMPORTS):
+            names_kept = [alias for alias in statement.names if get_import_name(alias) in bound]
+            statement = type(statement)(**vars(statement) | {"names": names_kept})
         kept.append(ast.unparse(statement))
     return "\n\n".join(kept)
 
@@ -141,14 +134,6 @@ def _get_statements(module: str) -> tuple[ast.stmt, ...]:
 
 @functools.cache
 def _get_names(statement: ast.stmt) -> frozenset[str]:
-    if _is_import(statement):
-        return frozenset(get_import_name(alias) for alias in statement.names)
+    if isinstance(statement, _IMPORTS):
+        return frozenset(map(get_import_name, statement.names))
     return frozenset(get_bound_names(statement))
-
-
-def _is_import(statement: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:
-    return isinstance(statement, ast.Import | ast.ImportFrom)
-
-
-def _get_original(statement: ast.ImportFrom, name: str) -> str:
-    return next(alias.name for alias in statement.names if get_import_name(alias) == name)
