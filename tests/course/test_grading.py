@@ -457,6 +457,7 @@ def test_definitions_are_taken_and_nothing_else_runs(tmp_path, capsys):
     ("name", "text", "said"),
     [
         ("a.py", "x = 1", "should define an exercise"),
+        ("a.py", "if 1:\n from solutions.ch0_sampling import left_pad", "defines none"),
         ("a.txt", "", "should be a .py or .ipynb"),
         ("a.ipynb", "{", "should be a notebook"),
         ("missing.py", None, "is not there"),

@@ -91,13 +91,10 @@ def describe_left_out(
     """
     assignments = ast.Assign | ast.AnnAssign | ast.AugAssign
     quiet = _IMPORTS | _DEFINITIONS | assignments | ast.Assert | ast.Pass
-    said = []
     ids = {id(statement) for statement in taken}
-    for statement in statements:
-        if id(statement) in ids or isinstance(statement, quiet) or _is_quiet_call(statement):
-            continue
-        if statement.line not in given:
-            said.append(f"{statement.place}, line {statement.first_line}: {statement.line[:80]}")
+    left = [s for s in statements if id(s) not in ids and not isinstance(s, quiet)]
+    left = [s for s in left if s.line not in given and not _is_quiet_call(s)]
+    said = [f"{s.place}, line {s.first_line}: {s.line[:80]}" for s in left]
     more = [f"and {len(said) - MAX_LEFT_OUT} more"] * (len(said) > MAX_LEFT_OUT)
     return said[:MAX_LEFT_OUT] + more
 
@@ -166,14 +163,13 @@ def list_imports(statements: Iterable[Any], packages: Collection[str]) -> list[l
     """
     found = []
     for statement in statements:
+        place = f"{statement.place}, line {statement.first_line}"
         for node in ast.walk(statement):
+            pairs: list[tuple[str, str]] = []
             if isinstance(node, ast.Import):
                 pairs = [(alias.name, "") for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 pairs = [(str(node.module), alias.name) for alias in node.names]
-            else:
-                continue
-            place = f"{statement.place}, line {statement.first_line}"
             found += [[place, m, n] for m, n in pairs if m.partition(".")[0] in packages]
     return found
 
@@ -229,7 +225,8 @@ def get_names_in_strings(statements: list[Any]) -> set[str]:
     """Return what strings may define, where something makes names as it runs: by `exec` or
     `setattr`."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
-    calls = {ast.unparse(n.func) for n in nodes if isinstance(n, ast.Call) and _is_short(n.func)}
+    called = [n.func for n in nodes if isinstance(n, ast.Call)]
+    calls = {ast.unparse(f) for f in called if isinstance(getattr(f, "value", f), ast.Name)}
     if not calls & (_NAMESPACES | {"exec", "eval", "type", "builtins.exec", "types.new_class"}):
         return set()
     found: set[str] = set()
@@ -243,11 +240,6 @@ def get_names_in_strings(statements: list[Any]) -> set[str]:
             for one, other in re.findall(r"\b(?:def|class)\s+(\w+)|^(\w+)\s*=", node.value, re.M):
                 found.add(one or other)
     return found
-
-
-def _is_short(node: ast.expr) -> bool:
-    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return is_attribute or isinstance(node, ast.Name)
 
 
 # --- Definitions, however they are laid out -------------------------------------------------------

@@ -18,17 +18,10 @@ from typing import Any, NoReturn
 
 import pytest
 
+from utils.grading import extraction
 from utils.grading.cells import parse
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.diagnosis import SEARCH_SECONDS, diagnose, diagnose_answer, grade_answer
-from utils.grading.extraction import (
-    compile_each,
-    describe_left_out,
-    get_bound_names,
-    get_flags,
-    run_statement,
-    select_statements,
-)
 from utils.grading.judging import Verdict, count_points, get_points, get_quick_checks, grade
 from utils.grading.known_answers import KnownAnswer, get_alternatives, get_mistakes
 from utils.grading.observation import StudentNames
@@ -239,20 +232,20 @@ def load_submission(path: Path) -> Submission:
         raise ValueError(f"the submission should be a file, but {path} is not there")
     names = get_top_names()
     parsed = parse(path.read_bytes(), path.name)
-    statements = select_statements(parsed.statements, set().union(*names.values()))
-    defined = set().union(*map(get_bound_names, statements))
+    statements = extraction.select_statements(parsed.statements, set().union(*names.values()))
+    defined = set().union(*map(extraction.get_bound_names, statements))
     chapters = tuple(chapter for chapter in get_chapters() if defined & names[chapter])
     if not chapters:
         raise ValueError(f"the submission should define an exercise, but {path} defines none")
     for problem in parsed.problems:
         print(problem)
-    if left_out := describe_left_out(parsed.statements, statements):
+    if left_out := extraction.describe_left_out(parsed.statements, statements):
         print("not run, as no exercise needs it:", *left_out, sep="\n    ")
     module = build_module(chapters[-1], "from __future__ import annotations")
-    flags = get_flags(parsed.statements)
-    for _, place, code in compile_each(statements, flags):
+    flags = extraction.get_flags(parsed.statements)
+    for _, place, code in extraction.compile_each(statements, flags):
         try:
-            run_statement(code, module.__dict__)
+            extraction.run_statement(code, module.__dict__)
         except Exception as error:  # costs what it defines
             print(f"{place}: {type(error).__name__}: {error}")
     return Submission(module.__dict__, chapters)

@@ -42,16 +42,14 @@ class ChapterSource:
         Names that are not there are no error. A class is blanked after its members, which leave
         `pass` behind: the order in which the names are given does not matter.
         """
-        lines = self.source.splitlines(keepends=True)
+        lines, definitions = self.source.splitlines(keepends=True), find_definitions(self.source)
         all_names = {*names}.union(*(self.companions.get(name, ()) for name in names))
-        for name in sorted(all_names, key=lambda name: (-name.count("."), name)):
-            if name.rpartition(".")[2] not in self.source:  # parsing takes longer
-                continue
-            if name in (definitions := find_definitions(self.source)):
-                first, last = get_span(definitions[name])
-                lines[first:last] = ["\n"] * (last - first)
-                if "." in name:  # a class may not be left empty
-                    lines[first] = " " * definitions[name].col_offset + "pass\n"
+        found = all_names & definitions.keys()
+        for name in sorted(found, key=lambda name: (-name.count("."), name)):
+            first, last = get_span(definitions[name])
+            lines[first:last] = ["\n"] * (last - first)
+            if "." in name:  # a class may not be left empty
+                lines[first] = " " * definitions[name].col_offset + "pass\n"
         return replace(self, source="".join(lines))
 
     @property

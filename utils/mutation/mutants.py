@@ -54,12 +54,18 @@ class Mutant:
 def generate(chapter: str) -> tuple[Mutant, ...]:
     """Return all mutants of a chapter: the changes of what its exercises reach."""
     definitions = reference.get_definitions(chapter)
+    lines = reference.get_source(chapter).splitlines()
     found: list[Mutant] = []
     for within in reach(chapter):
         node = definitions[within]
-        for name, text in mutate(node, find_converters()) if _is_function(node) else ():
-            source = splice(chapter, within, text)
-            if source is not None:
+        if not _is_function(node):
+            continue
+        first, last = reference.get_lines(chapter, within)
+        before = ast.unparse(node)
+        for name, text in mutate(node, find_converters()):
+            if text != before:
+                changed = textwrap.indent(text, " " * node.col_offset)
+                source = "\n".join([*lines[:first], changed, *lines[last:]])
                 found.append(Mutant(chapter, within, f"{within}: {name}", source))
     return tuple(found)
 
@@ -76,17 +82,6 @@ def find_converters() -> frozenset[str]:
         if "Tensor" in ast.unparse(node.returns)
         if ast.dump(node.returns) == ast.dump(node.args.args[0].annotation or node)
     )
-
-
-def splice(chapter: str, within: str, text: str) -> str | None:
-    """Return the chapter's source with one definition replaced; None if it is the same."""
-    node = reference.get_definitions(chapter)[within]
-    if text == ast.unparse(node):
-        return None
-    first, last = reference.get_lines(chapter, within)
-    lines = reference.get_source(chapter).splitlines()
-    lines[first:last] = [textwrap.indent(text, " " * node.col_offset)]
-    return "\n".join(lines)
 
 
 # --- What the exercises reach -------------------------------------------------------------------
