@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing import reduction
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from utils.autograder import protections
-from utils.autograder.reading import get_variant
 from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,6 @@ class Pair:
     connection: Connection
     pids: tuple[int, int]
     name: str | None = None
-    variants: set[int] = field(default_factory=set)  # of the seeds that it has met
 
 
 def grade_all(
@@ -75,33 +74,28 @@ def grade_all(
     Raises ValueError for a file of points that is wrong.
     """
     waiting = list(todo)
-    tries: dict[str, int] = {}
+    tries: Counter[str] = Counter()
     lost: dict[str, str] = {}  # those that ended the grader's process, and what is said of it
     pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
     try:
         while True:
             for pair in pairs:
                 if pair.name is None and waiting:
-                    pair.name = _choose(waiting, pair, pairs)
-                    waiting.remove(pair.name)
-                    pair.variants.add(get_variant(pair.name))
+                    name = pair.name = waiting.pop(0)
                     with contextlib.suppress(BrokenPipeError):
-                        path = todo[pair.name].absolute()
-                        pair.connection.send((pair.name, path, lost.get(pair.name)))
-            busy: dict[Any, tuple[Pair, str]] = {
-                pair.connection: (pair, pair.name) for pair in pairs if pair.name is not None
-            }
+                        pair.connection.send((name, todo[name].absolute(), lost.get(name)))
+            busy: dict[Any, Pair] = {pair.connection: pair for pair in pairs if pair.name}
             if not busy:
                 return
             for connection in wait(list(busy)):
-                pair, name = busy[connection]
-                pair.name = None
+                pair = busy[connection]
+                name, pair.name = str(pair.name), None
                 try:
                     report = _receive(pair.connection)
                 except (EOFError, OSError):
                     _stop(pair)
                     pairs[pairs.index(pair)] = _start(options)
-                    tries[name] = tries.get(name, 0) + 1
+                    tries[name] += 1
                     if tries[name] >= TRIES:  # it is not read again, and counts nothing
                         lost[name] = "grading it ended the grader's process"
                     if tries[name] <= TRIES:
@@ -112,18 +106,6 @@ def grade_all(
     finally:
         for pair in pairs:
             _stop(pair)
-
-
-def _choose(waiting: list[str], pair: Pair, pairs: list[Pair]) -> str:
-    """Return a submission for whose seeds the pair's worker has run the reference, if one is
-    left; else one for whose seeds no worker has."""
-    met = set().union(*(other.variants for other in pairs))
-
-    def rank(name: str) -> tuple[bool, bool]:
-        variant = get_variant(name)
-        return variant not in pair.variants, variant in met
-
-    return min(waiting, key=rank)
 
 
 def _receive(connection: Connection) -> Any:

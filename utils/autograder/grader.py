@@ -1,11 +1,10 @@
 """One submission, from its files to its report: the trusted side of grading code of others.
 
 What the student's code did comes from `jobs` as bytes; it is judged here, with seeds that derive
-from a secret and, over a few variants, from the submission.
+from a secret, which is one for a class: a worker runs the reference once.
 """
 
 import functools
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -32,7 +31,7 @@ from utils.autograder.modules import (
     Runner,
     SubmittedModules,
 )
-from utils.autograder.reading import SubmittedFiles, get_variant, shorten
+from utils.autograder.reading import SubmittedFiles, shorten
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
@@ -105,20 +104,16 @@ class Grader:
 
     def grade(self, only: Collection[str] = ()) -> dict[str, Any]:
         """Return the report of the submission; of some exercises if `only` names them."""
-        secret = f"{self.options.secret}|{get_variant(self.submitted.name)}"
-        secret = hashlib.sha256(secret.encode()).hexdigest()
         self.problems += self.submitted.problems
         exercises = []
         by_chapter = self._sort_files() if self.submitted.files else {}
-        chapters = [
-            *(self.options.chapters or by_chapter)
-        ]  # of what cannot be read, all is missing
+        chapters = [*(self.options.chapters or by_chapter)]  # of what cannot be read, all lacks
         for chapter in chapters:
             files, defined = by_chapter.get(chapter, ([], set()))
             for exercise in get_checks(chapter):
                 if only and exercise not in only:
                     continue
-                one = _Exercise(self, chapter, exercise, files, secret)
+                one = _Exercise(self, chapter, exercise, files, self.options.secret)
                 name, before = exercise.partition(".")[0], self.seconds_used
                 if name in defined:
                     verdicts, sentence = self._grade_best(one, name)

@@ -35,7 +35,6 @@ COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # zipfile bounds what
 MAX_SUBMISSION_BYTES = 2**25  # of all files together, without notebooks
 MAX_NOTEBOOK_BYTES = 2**27  # of notebooks and zips, with the outputs, which are not looked at
 Entry = tuple[str, Callable[[int], bytes]]  # a name, and what reads so many bytes at most
-VARIANTS = 2  # of the seeds, among the submissions: a worker runs the reference once for each
 SKIPPED = {"__MACOSX", "__pycache__", "node_modules", "site-packages", "venv"}
 
 
@@ -95,11 +94,6 @@ def name_submissions(paths: list[Path], taken: dict[str, str] | None = None) -> 
         name if counts[name] == 1 else f"{name}-{hashlib.sha256(bytes(path)).hexdigest()[:8]}": path
         for path, name in names.items()
     }
-
-
-def get_variant(name: str) -> int:
-    """Return which of the seeds a submission gets."""
-    return int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % VARIANTS
 
 
 def _clean(name: str) -> str:

@@ -1,6 +1,6 @@
 """The calls of the system that a student's code may not make: a seccomp filter, on Linux.
 
-Sources: seccomp(2); numbers of calls, flags and commands from the kernel's headers.
+Sources: seccomp(2); linux/filter.h; numbers of calls, flags and commands from the kernel's headers.
 """
 
 import ctypes
@@ -8,95 +8,68 @@ import errno
 import platform
 import struct
 
-from utils.autograder.bpf import (
-    Program,
-    assemble,
-    give,
-    jump_if_any_bit,
-    jump_if_at_least,
-    jump_if_equal,
-    keep_bits,
-    load,
-)
-
-# Numbers of the calls that are refused. Threads stay possible: clone is looked at by its flags.
+# Numbers of the calls that are refused, on each machine; None is a call that it lacks. Threads stay
+# possible: clone is looked at by its flags.
+MACHINES = ("x86_64", "aarch64")
 REFUSED_CALLS = {
-    "x86_64": {
-        "socket": 41, "socketpair": 53, "fork": 57, "vfork": 58, "execve": 59, "kill": 62,
-        "ptrace": 101, "mount": 165, "umount2": 166,
-        "tkill": 200, "tgkill": 234, "keyctl": 250, "unshare": 272, "perf_event_open": 298,
-        "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311,
-        "bpf": 321, "execveat": 322, "userfaultfd": 323, "io_uring_setup": 425,
-        "pidfd_open": 434, "chroot": 161, "setsid": 112, "memfd_create": 319,
-        "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
-        # Memory that no limit counts, and what outlives the child.
-        "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "memfd_secret": 447,
-        "shmat": 30, "shmctl": 31, "semctl": 66, "msgctl": 71, "mq_unlink": 241,
-        "add_key": 248, "request_key": 249,
-        # The turns and places of others.
-        "setpriority": 141, "ioprio_set": 251, "sched_setaffinity": 203, "sched_setattr": 314,
-        "sched_setscheduler": 144, "sched_setparam": 142, "migrate_pages": 256, "move_pages": 279,
-        # Landlock lets whoever owns a file change these, and before its version 3 cut it off.
-        "truncate": 76,
-        "chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452,
-        "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260,
-        "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280,
-        "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463,
-        "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466,
-        "file_setattr": 469,
-    },
-    "aarch64": {
-        "socket": 198, "socketpair": 199, "execve": 221, "kill": 129, "ptrace": 117,
-        "mount": 40, "umount2": 39, "tkill": 130,
-        "tgkill": 131, "keyctl": 219, "unshare": 97, "perf_event_open": 241,
-        "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280,
-        "execveat": 281, "userfaultfd": 282, "io_uring_setup": 425, "pidfd_open": 434,
-        "chroot": 51, "setsid": 157, "memfd_create": 279,
-        "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "pidfd_send_signal": 424,
-        "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180, "memfd_secret": 447,
-        "shmat": 196, "shmctl": 195, "semctl": 191, "msgctl": 187, "mq_unlink": 181,
-        "add_key": 217, "request_key": 218,
-        "setpriority": 140, "ioprio_set": 30, "sched_setaffinity": 122, "sched_setattr": 274,
-        "sched_setscheduler": 119, "sched_setparam": 118, "migrate_pages": 238, "move_pages": 239,
-        "truncate": 45,
-        "fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchown": 55, "fchownat": 54,
-        "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "setxattrat": 463,
-        "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,
-        "file_setattr": 469,
-    },
+    "socket": (41, 198), "socketpair": (53, 199), "fork": (57, None), "vfork": (58, None),
+    "execve": (59, 221), "kill": (62, 129), "ptrace": (101, 117), "mount": (165, 40),
+    "umount2": (166, 39), "tkill": (200, 130), "tgkill": (234, 131), "keyctl": (250, 219),
+    "unshare": (272, 97), "perf_event_open": (298, 241), "setns": (308, 268),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "bpf": (321, 280),
+    "execveat": (322, 281), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
+    "pidfd_open": (434, 434), "chroot": (161, 51), "setsid": (112, 157), "memfd_create": (319, 279),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
+    # Memory that no limit counts, and what outlives the child.
+    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "memfd_secret": (447, 447), "shmat": (30, 196), "shmctl": (31, 195), "semctl": (66, 191),
+    "msgctl": (71, 187), "mq_unlink": (241, 181), "add_key": (248, 217), "request_key": (249, 218),
+    # The turns and places of others.
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
+    "migrate_pages": (256, 238), "move_pages": (279, 239),
+    # Landlock lets whoever owns a file change these, and before its version 3 cut it off.
+    "truncate": (76, 45), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
 # To copy a file in the child's own folder sets its mode and times as well: it may believe so.
 PRETENDED_CALLS = {
-    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime",
-    "utimes", "futimesat", "utimensat",
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
-# Numbers of the calls whose arguments are looked at.
+UNKNOWN_CALLS = {"clone3": (435, 435)}  # glibc then takes clone
+
+SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+ALLOW, REFUSE = SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO | errno.EPERM
+PRETEND = SECCOMP_RET_ERRNO  # errno 0: success, without doing it
+UNKNOWN = SECCOMP_RET_ERRNO | errno.ENOSYS
+
+# Calls that are looked at: numbers, which argument, which of its low 32 bits, what comes of them if
+# they are one of some values, and if not.
+ALL_BITS, CLONE_THREAD = 0xFFFFFFFF, 0x00010000
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 22, 2
+F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE = 8, 10, 15, 1024
 EXAMINED_CALLS = {
-    "x86_64": {
-        "clone": 56, "clone3": 435, "prctl": 157, "prlimit64": 302, "fcntl": 72, "ioctl": 16,
-    },
-    "aarch64": {
-        "clone": 220, "clone3": 435, "prctl": 167, "prlimit64": 261, "fcntl": 25, "ioctl": 29,
-    },
-}  # fmt: skip
+    # A thread may be started, a process may not.
+    "clone": ((56, 220), 0, CLONE_THREAD, (CLONE_THREAD,), ALLOW, REFUSE),
+    "prctl": ((157, 167), 0, ALL_BITS, (PR_SET_PDEATHSIG,), REFUSE, ALLOW),
+    "prlimit64": ((302, 261), 0, ALL_BITS, (0,), ALLOW, REFUSE),  # pid 0: its own
+    # A signal when a file is ready could be sent to others; for a lease others wait.
+    "fcntl": ((72, 25), 1, ALL_BITS, (F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE), REFUSE, ALLOW),
+    # The second byte of an ioctl says what it is for: 'f' and 'X' are for file systems, such as
+    # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR.
+    "ioctl": ((16, 29), 1, 0xFF00, (ord("f") << 8, ord("X") << 8), REFUSE, ALLOW),
+}
 
 # struct seccomp_data: the call's number, the architecture, and six arguments of 64 bits, of which
 # the low half comes first.
-NUMBER, ARCHITECTURE = 0, 4
-FIRST_ARGUMENT, SECOND_ARGUMENT = 16, 24
-
+NUMBER, ARCHITECTURE, ARGUMENTS, ARGUMENT_BYTES = 0, 4, 16, 8
 AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
 X32_SYSCALL_BIT = 0x40000000  # x86_64 has a second set of numbers
-CLONE_THREAD = 0x00010000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 1, 22, 2
-OWN_PROCESS = 0  # as the pid of prlimit64
-# A signal when a file is ready could be sent to others; for a lease others wait.
-F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE = 8, 10, 15, 1024
-# The second byte of an ioctl says what it is for: 'f' and 'X' are for file systems, such as
-# FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR.
-IOCTL_KIND_BITS, FILE_SYSTEM_KINDS = 0xFF00, (ord("f") << 8, ord("X") << 8)
-
-SECCOMP_RET_ALLOW, SECCOMP_RET_KILL_PROCESS, SECCOMP_RET_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+# Instructions of classic BPF: load a word, keep the bits of a mask, jump if equal or at least, end.
+LOAD, AND, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 
 _libc = ctypes.CDLL(None)
 
@@ -108,10 +81,9 @@ def filter_calls() -> None:
     shared memory, keys, outliving the parent, leases, and the attributes of files. Changes of
     modes, owners and times do nothing.
     """
-    machine = platform.machine()
-    if machine not in REFUSED_CALLS:
+    if platform.machine() not in MACHINES:
         return
-    code = assemble(build_filter(machine))
+    code = build_filter(platform.machine())
     buffer = ctypes.create_string_buffer(code)
     program = ctypes.create_string_buffer(  # struct sock_fprog
         struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
@@ -119,55 +91,32 @@ def filter_calls() -> None:
     _libc.prctl(PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), program, 0, 0)
 
 
-def build_filter(machine: str) -> Program:
-    """Return the program that decides on each call."""
-    calls = EXAMINED_CALLS[machine]
-    program: Program = [
-        load(ARCHITECTURE),
-        jump_if_equal(AUDIT_ARCHITECTURES[machine], otherwise="kill"),
-        load(NUMBER),
-        jump_if_at_least(X32_SYSCALL_BIT, "kill"),
-        jump_if_equal(calls["clone3"], "unknown"),  # glibc then takes clone
-        # A thread may be started, a process may not.
-        jump_if_equal(calls["clone"], otherwise="no clone"),
-        load(FIRST_ARGUMENT),
-        jump_if_any_bit(CLONE_THREAD, "allow"),
-        give(SECCOMP_RET_ERRNO | errno.EPERM),
-        "no clone",
-        jump_if_equal(calls["prctl"], otherwise="no prctl"),
-        load(FIRST_ARGUMENT),
-        jump_if_equal(PR_SET_PDEATHSIG, "refuse"),
-        give(SECCOMP_RET_ALLOW),
-        "no prctl",
-        jump_if_equal(calls["prlimit64"], otherwise="no prlimit64"),
-        load(FIRST_ARGUMENT),
-        jump_if_equal(OWN_PROCESS, "allow"),
-        give(SECCOMP_RET_ERRNO | errno.EPERM),
-        "no prlimit64",
-        jump_if_equal(calls["fcntl"], otherwise="no fcntl"),
-        load(SECOND_ARGUMENT),
-        *(jump_if_equal(c, "refuse") for c in (F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE)),
-        give(SECCOMP_RET_ALLOW),
-        "no fcntl",
-        jump_if_equal(calls["ioctl"], otherwise="no ioctl"),
-        load(SECOND_ARGUMENT),
-        keep_bits(IOCTL_KIND_BITS),
-        *(jump_if_equal(kind, "refuse") for kind in FILE_SYSTEM_KINDS),
-        give(SECCOMP_RET_ALLOW),
-        "no ioctl",
+def build_filter(machine: str) -> bytes:
+    """Return the program that decides on each call, as the kernel reads it."""
+    place = MACHINES.index(machine)
+    program = [
+        _say(LOAD, ARCHITECTURE),
+        _say(JUMP_IF_EQUAL, AUDIT_ARCHITECTURES[machine], then=1),
+        _say(RETURN, SECCOMP_RET_KILL_PROCESS),
+        _say(LOAD, NUMBER),
+        _say(JUMP_IF_AT_LEAST, X32_SYSCALL_BIT, otherwise=1),
+        _say(RETURN, SECCOMP_RET_KILL_PROCESS),
     ]
-    for name, number in REFUSED_CALLS[machine].items():
-        program.append(jump_if_equal(number, "pretend" if name in PRETENDED_CALLS else "refuse"))
-    return [
-        *program,
-        "allow",
-        give(SECCOMP_RET_ALLOW),
-        "refuse",
-        give(SECCOMP_RET_ERRNO | errno.EPERM),
-        "pretend",
-        give(SECCOMP_RET_ERRNO),  # errno 0: success, without doing it
-        "unknown",
-        give(SECCOMP_RET_ERRNO | errno.ENOSYS),
-        "kill",
-        give(SECCOMP_RET_KILL_PROCESS),
-    ]
+    for calls, verdict in (
+        (REFUSED_CALLS, REFUSE), (PRETENDED_CALLS, PRETEND), (UNKNOWN_CALLS, UNKNOWN)
+    ):  # fmt: skip
+        for numbers in calls.values():
+            if numbers[place] is not None:
+                program += [_say(JUMP_IF_EQUAL, numbers[place], otherwise=1), _say(RETURN, verdict)]
+    for numbers, argument, bits, values, verdict, other in EXAMINED_CALLS.values():
+        look = [_say(LOAD, ARGUMENTS + ARGUMENT_BYTES * argument), _say(AND, bits)]
+        for n, value in enumerate(values):  # over the other values, and what comes if it is none
+            look.append(_say(JUMP_IF_EQUAL, value, then=len(values) - n))
+        look += [_say(RETURN, other), _say(RETURN, verdict)]
+        program += [_say(JUMP_IF_EQUAL, numbers[place], otherwise=len(look)), *look]
+    return b"".join([*program, _say(RETURN, ALLOW)])
+
+
+def _say(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    """Return an instruction, struct sock_filter: a jump leaves out so many of those below it."""
+    return struct.pack("<HBBI", code, then, otherwise, value)
