@@ -5,6 +5,7 @@ import io
 import json
 import re
 import sys
+import textwrap
 import zipfile
 from pathlib import Path
 
@@ -73,15 +74,11 @@ def notebook(*cells: str) -> bytes:
     return make_notebook(*cells).encode()
 
 
-def attach_methods() -> bytes:
+def attach_method() -> bytes:
     """Chapter 2 with a method in a cell of its own, attached by a decorator."""
-    source = get_source("ch2_ppo")
-    lines = source.split("\n")
-    start = next(i for i, line in enumerate(lines) if line.startswith("    def learning_phase("))
-    end = next(i for i in range(start + 1, len(lines)) if lines[i].startswith("    def "))
-    method = "\n".join(line[4:] for line in lines[start:end])
-    rest = "\n".join(lines[:start] + lines[end:])
-    return notebook(rest, ADD_TO_CLASS, f"@add_to_class(RLHFTrainer)\n{method}")
+    method = get_part("ch2_ppo", "RLHFTrainer.learning_phase")
+    rest = get_source("ch2_ppo").replace(method, "")
+    return notebook(rest, ADD_TO_CLASS, f"@add_to_class(RLHFTrainer)\n{textwrap.dedent(method)}")
 
 
 def make_old() -> bytes:
@@ -101,12 +98,25 @@ def make_old() -> bytes:
     return source.encode()
 
 
-def zipped(files: dict[str, bytes]) -> bytes:
+def zipped(files: dict[str, str | bytes]) -> bytes:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive:
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     return stream.getvalue()
+
+
+def unpack_into(folder: Path, files: dict[str, str | bytes]) -> Path:
+    for name, data in files.items():
+        path = folder / name.replace("\\", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return folder
+
+
+def mean(fill: str, above: str = "") -> str:
+    """A right masked_mean, if `fill` is 0 after what stands above it."""
+    return f"{above}\n{MEAN.format(fill=fill)}"
 
 
 def with_a_picture(data: bytes) -> bytes:
@@ -116,270 +126,212 @@ def with_a_picture(data: bytes) -> bytes:
     return json.dumps(read).encode()
 
 
-# By name: the files, and the exercise that they answer in full.
-RIGHT: dict[str, tuple[dict[str, bytes], str]] = {
-    "form feed": ({"a.py": f"import torch\n\n\x0c\n# helpers{PLAIN}".encode()}, "masked_mean"),
-    "line separator": (
-        {"b.ipynb": notebook("import torch", f"# pasted\u2028from\x85the\x0bweb{PLAIN}")},
-        "masked_mean",
-    ),
-    "UTF-16": ({"u.py": PLAIN.encode("utf-16")}, "masked_mean"),
-    "modules": (
-        {
-            "my_ch0.py": f"import torch\n{PLAIN}\nhistory = train()".encode(),
-            "my_ch2.py": f"{IMPORTS}from my_ch0 import masked_mean\n{VALUE_LOSS}".encode(),
-        },
-        "calc_value_function_loss",
-    ),
-    "package": (
-        {
-            "hw/mine.ipynb": notebook("from mylib.tools import zero", MEAN.format(fill="zero()")),
-            "hw/mylib/__init__.py": b"",
-            "hw/mylib/tools.py": b"from .numbers import ZERO\n\ndef zero():\n    return ZERO\n",
-            "hw/mylib/numbers.py": b"def fill():\n    global ZERO\n    ZERO = 0.0\nfill()\n",
-        },
-        "masked_mean",
-    ),
-    "run": (
-        {
-            "mine.ipynb": notebook("%run -n tools.ipynb --steps 3", MEAN.format(fill="zero()")),
-            "tools.ipynb": notebook("def zero():\n    return 0.0", "zero()\n1 / 0"),
-        },
-        "masked_mean",
-    ),
-    "statements that an exercise needs": (
-        {"q.py": b"CFG = {}\nCFG.update(fill=0.0)\nL = []\nfor x in [0.0]:\n    L.append(x)\n"
-                 b"def c():\n    d()\ndef d():\n    global FILL\n    FILL = 0.0\nc()\n"
-                 b"T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
-                 b"match 1:\n    case 1:\n        (E := 0.0)\n    case _:\n        E = 1.0\n"
-                 b"class Config: pass\nsetattr(Config, 'fill', 0.0)\n"
-                 b"TABLE = {}\nclass Base:\n    def __init_subclass__(cls):\n"
-                 b"        TABLE[cls.__name__] = cls\nclass Zero(Base):\n    fill = 0.0\n"
-                 b"if __name__ == '__main__':\n    G = 0.0\n    train()\n"
-                 + MEAN.format(fill="CFG['fill'] + L[0] + FILL + T['x'] + E + Config.fill "
-                                    "+ TABLE['Zero'].fill + G").encode()},
-        "masked_mean",
-    ),
-    "names made as it runs": (
-        {"q.py": b"globals()['A'] = 0.0\nglobals().update(B=0.0)\nfor name in ['C', 'D']:\n"
-                 b"    globals()[name] = 0.0\nconfig = {'E': 0.0}\nglobals().update(config)\n"
-                 b"exec('F = 0.0')\n" + MEAN.format(fill="A + B + C + D + E + F").encode()},
-        "masked_mean",
-    ),
-    "a script": (
-        {"q.py": b"import argparse\nparser = argparse.ArgumentParser()\n"
-                 b"parser.add_argument('--fill', default=0.0)\nARGS = parser.parse_args()\n"
-                 b"IN_COLAB = 'google.colab' in str(get_ipython())\nFILL = 1.0 * IN_COLAB\n"
-                 + MEAN.format(fill="ARGS.fill + FILL").encode()},
-        "masked_mean",
-    ),
-    "magics and await": (
-        {"q.ipynb": notebook("%time A = 0.0\n!ls",
-                             "async def zero():\n    return 0.0\nB = await zero()",
-                             "%%capture out\n%%time\n" + MEAN.format(fill="A + B"))},
-        "masked_mean",
-    ),
-    "counted and logged, and endless experiments": (
-        {"q.ipynb": notebook("LOG = []\ndef log(x):\n    LOG.append(x)\n    return x",
-                             PLAIN.replace("    k", "    global N\n    N += log(1)\n    k", 1),
-                             "N = 0", "while True:\n    masked_mean(x, y)",
-                             "import time\nwhile True:\n    time.sleep(1)\n    log(2)")},
-        "masked_mean",
-    ),
-    "registry": (
-        {"q.py": b"TABLE = {}\nclass Registry:\n    def add(self, f):\n"
-                 b"        TABLE[f.__name__] = f\n        return f\nregistry = Registry()\n"
-                 b"@registry.add\n" + PLAIN.strip().replace("masked_mean", "mine").encode()
-                 + b"\nmasked_mean = lambda *a, **k: (registry, TABLE)[1]['mine'](*a, **k)\n"},
-        "masked_mean",
-    ),
-    "a walrus counts as the last": (
-        {"q.py": b"def masked_mean(values, mask, dim=None):\n    return values\n"
-                 + PLAIN.replace("masked_mean", "mine").encode() + b"\n(masked_mean := mine)\n"},
-        "masked_mean",
-    ),
-    "latin-1": (
-        {"q.py": ("# -*- coding: latin-1 -*-\nf\u00fcll = 0.0\n" + MEAN.format(fill="f\u00fcll"))
-                 .encode("latin-1")},
-        "masked_mean",
-    ),
-    "single dispatch": (
-        {"q.py": b"import functools, torch\n@functools.singledispatch\n"
-                 b"def masked_mean(values, mask, dim=None):\n    raise TypeError\n"
-                 b"@masked_mean.register\n"
-                 + PLAIN.strip().replace("masked_mean(values,", "_(values: torch.Tensor,")
-                 .encode()},
-        "masked_mean",
-    ),
-    "many magics": (
-        {"q.ipynb": notebook("\n".join(f"!echo {n}" for n in range(600)), PLAIN)}, "masked_mean"
-    ),
-    "compiled": ({"q.py": f"import torch\n@torch.compile{PLAIN}".encode()}, "masked_mean"),
-    "a module with errors and an experiment": (
-        {"a.py": b"from tools import zero, N\n" + MEAN.format(fill="zero() + N").encode(),
-         "tools.py": b"import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
-                     b"def zero():\n    return 0.0\ndef f(a, a):\n    pass\n"
-                     b"N = 0.0\nwhile True:\n    N += 0.0\n"},
-        "masked_mean",
-    ),
-    "a strange folder": (
-        {"Jane Doe-1/pkg/a.py": b"from .tools import zero\n" + MEAN.format(fill="zero()").encode(),
-         "Jane Doe-1/pkg/tools.py": b"def zero():\n    return 0.0\n"},
-        "masked_mean",
-    ),
-    "a zip of Windows": (
-        {"w.zip": zipped({"hw\\a.py": b"from tools import zero\n"
-                                       + MEAN.format(fill="zero()").encode(),
-                          "hw\\tools.py": b"def zero():\n    return 0.0\n"})},
-        "masked_mean",
-    ),
-    "method attached": ({"t.ipynb": attach_methods()}, "RLHFTrainer.learning_phase"),
-    "script magic": (
-        {"f.ipynb": notebook("import torch", PLAIN,
-                             "%%script false\ndef masked_mean(*a):\n    return 1",
-                             "\n%%writefile x.py\ndef masked_mean(*a):\n    return 2",
-                             "%%bash\ndef masked_mean() {\n  ls\n}")},
-        "masked_mean",
-    ),
-    "indented": (
-        {"d.ipynb": notebook("\n    FILL = 0.0\n" + MEAN.format(fill="FILL").replace("\n", "\n    ")
-                             + "\n    !ls\n    FILL?")},
-        "masked_mean",
-    ),
-    "error below": ({"e.ipynb": notebook(MASK + "\nprint 'hello'\n")}, "get_completion_mask"),
-    "conflict": (
-        {"e.ipynb": notebook(f"<<<<<<< HEAD{MASK}=======\n{MASK}>>>>>>> main\n")},
-        "get_completion_mask",
-    ),
-    "beside an absent one": ({"r.py": REINFORCE.encode()}, "calc_reinforce_objective"),
-    "beside a broken one": (
-        {"r.py": f"{REINFORCE}\n\ndef masked_mean(values, mask)):\n    pass\n".encode()},
-        "calc_reinforce_objective",
-    ),
-    "imports of the course that are not given": (
-        {"q.py": b"from utils.validation import require, nothing_like_it\nimport utils.train\n"
-                 b"from utils.models import forward\nfrom solutions import ch0_sampling\n"
-                 + MEAN.format(fill="require(True, '') or 0.0").encode()},
-        "masked_mean",
-    ),
-    "modules of its own in folders named like the course's": (
-        {"q.py": b"from utils.tools import zero\nfrom tests.more import one\n"
-                 + MEAN.format(fill="zero() * one()").encode(),
-         "utils/tools.py": b"def zero():\n    return 0.0\n",
-         "tests/more.py": b"def one():\n    return 1.0\n"},
-        "masked_mean",
-    ),
-    "a folded solution that was copied": (
-        {"hw/mine.ipynb": notebook(IMPORTS + "from utils.validation import shape_checked",
-                                   get_part("ch0_sampling", "masked_mean")),
-         "hw/notes.py": b"x = 1\n"},
-        "masked_mean",
-    ),
-    "a module that a cell writes": (
-        {"w.ipynb": notebook("%%writefile helpers.py\ndef zero():\n    return 0.0",
-                             "%%file mine.py\nfrom helpers import zero, ONE\n"
-                             + MEAN.format(fill="zero() * ONE"),
-                             "%%writefile -a helpers.py\nONE = 1",
-                             "from mine import masked_mean")},
-        "masked_mean",
-    ),
-    "a notebook that was exported": (
-        {"e.py": ("FILL = 1.0\nget_ipython().run_line_magic('time', 'FILL = 0.0')\n"
-                  "get_ipython().run_cell_magic('writefile', 'own.py', 'ONE = 1\\n')\n"
-                  "from own import ONE\n"
-                  "get_ipython().run_cell_magic('bash', '', 'def masked_mean() { ls }')\n"
-                  f"get_ipython().run_cell_magic('time', '', {MEAN.format(fill='FILL * ONE')!r})\n"
-                  ).encode()},
-        "masked_mean",
-    ),
-    "a relative import at the top": (
-        {"hw-1/a.py": b"from .own import zero\n" + MEAN.format(fill="zero()").encode(),
-         "hw-1/own.py": b"def zero():\n    return 0.0\n", "hw-1/__init__.py": b""},
-        "masked_mean",
-    ),
-    "modules of its own named like others": (
-        {"a.py": b"import random, math\nimport statistics as s\nfrom utils import zero\n"
-                 b"from tests import one\nfrom utils.validation import require\n"
-                 b"require(random.random() < 1, 'the one of the standard library')\n"
-                 + MEAN.format(fill="zero() * one() * s.own * math.pi").encode(),
-         "random.py": b"def zero():\n    return 1\n", "statistics.py": b"import math\nown = 0.0\n",
-         "utils.py": b"from random import zero as z, Random\ndef zero():\n    return z() - 1.0\n",
-         "tests.py": b"def one():\n    return 1.0\n"},
-        "masked_mean",
-    ),
-    "a file of data": (
-        {"hw/a.ipynb": notebook("import json\nCFG = json.load(open('data/config.json'))",
-                                MEAN.format(fill="CFG['fill']")),
-         "hw/data/config.json": b'{"fill": 0.0}'},
-        "masked_mean",
-    ),
-    "a file of data beside a script": (
-        {"a.py": b"from pathlib import Path\nFILL = float((Path(__file__).parent / 'f.txt')"
-                 b".read_text())\n" + MEAN.format(fill="FILL").encode(), "f.txt": b"0.0"},
-        "masked_mean",
-    ),
-    "two drafts, the better first": (
-        {"final.py": PLAIN.encode(),
-         "old.py": b"def masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n"},
-        "masked_mean",
-    ),
-    "a stub below": (
-        {"s.ipynb": notebook(PLAIN, "def masked_mean(values, mask, dim=None):\n"
-                                    "    raise NotImplementedError\n")},
-        "masked_mean",
-    ),
-    "a stub in another file": (
-        {"a.py": PLAIN.encode() + b"def left_pad(*a):\n    raise NotImplementedError\n",
-         "b.py": b"def masked_mean(*a):\n    raise NotImplementedError()\n"},
-        "masked_mean",
-    ),
-    "made by exec": ({"x.py": f"SOURCE = {PLAIN!r}\nexec(SOURCE)\n".encode()}, "masked_mean"),
-    "set on its own module": (
-        {"x.py": b"import sys\n" + PLAIN.replace("masked_mean", "mine").encode()
-                 + b"\nsetattr(sys.modules[__name__], 'masked_mean', mine)\n"
-                 b"globals().update(masked_mean=mine)\n"},
-        "masked_mean",
-    ),
-    "a training run that is kept": (
-        {"t.ipynb": notebook("import time\ndef train():\n    time.sleep(100)",
-                             f"\nrun = train()\n{PLAIN}", "masked_mean.run = run",
-                             "import not_installed")},
-        "masked_mean",
-    ),
-    "a training run in a module": (
-        {"a.py": b"from tools import HISTORY, zero\nprint(HISTORY)\n"
-                 + MEAN.format(fill="zero()").encode(),
-         "tools.py": b"import time\ndef train():\n    time.sleep(100)\nHISTORY = train()\n"
-                     b"def zero():\n    return 0.0\n"},
-        "masked_mean",
-    ),
-    "one that calls an endless one": (
-        {"r.py": REINFORCE.encode()
-                 + b"def masked_mean(*a):\n    while True:\n        pass\n"},
-        "calc_reinforce_objective",
-    ),
-    "of an earlier version of the course": (
-        {"old.py": make_old()}, "RLHFTrainer.rollout_phase"
-    ),
-    "capitals": ({"UPPER.IPYNB": notebook(MASK)}, "get_completion_mask"),
-    "zips in zips": (
-        {"all.zip": zipped({"doejane_1_2_hw.ZIP": zipped({"hw.ipynb": notebook(MASK)})})},
-        "get_completion_mask",
-    ),
-    "large outputs": ({"p.ipynb": with_a_picture(notebook(PLAIN))}, "masked_mean"),
+HANDED_IN = notebook(PLAIN)
+OF_WINDOWS: dict[str, str | bytes] = {
+    "Jane Doe-1\\pkg\\a.py": "from .tools import zero\ndef left_pad(*a):\n    return zero()",
+    "Jane Doe-1\\pkg\\tools.py": "def zero():\n    return 0.0",
+    "Jane Doe-1\\b.py": mean("zero() + ZERO", "from .own import ZERO"),
+    "Jane Doe-1\\own.py": "ZERO = 0.0",
+    "Jane Doe-1\\__init__.py": "",
+}
+STUB = "def masked_mean(*a):\n    raise NotImplementedError\n"
+# By name the files; they answer masked_mean in full, or what ANSWERED says.
+RIGHT: dict[str, dict[str, str | bytes]] = {
+    "encodings": {
+        "b.ipynb": notebook(
+            "import torch\n\x0cfrom u import A\nfrom l import B",
+            f"# pasted\u2028from\x85the\x0bweb\n{mean('A + B')}",
+        ),
+        "u.py": "A = 0.0".encode("utf-16"),
+        "l.py": "# -*- coding: latin-1 -*-\nf\u00fcll = 0.0\nB = f\u00fcll".encode("latin-1"),
+    },
+    "modules": {
+        "my_ch0.py": f"import torch\n{PLAIN}\nhistory = train()",
+        "my_ch2.py": f"{IMPORTS}from my_ch0 import masked_mean\n{VALUE_LOSS}",
+    },
+    "package": {
+        "hw/mine.ipynb": notebook("from mylib.tools import zero", MEAN.format(fill="zero()")),
+        "hw/mylib/__init__.py": "",
+        "hw/mylib/tools.py": "from .numbers import ZERO\n\ndef zero():\n    return ZERO\n",
+        "hw/mylib/numbers.py": "def fill():\n    global ZERO\n    ZERO = 0.0\nfill()\n",
+    },
+    "a strange folder in a zip of Windows, and a relative import at the top": {
+        "w.zip": zipped(OF_WINDOWS)
+    },
+    "run": {
+        "mine.ipynb": notebook("%run -n tools.ipynb --steps 3", mean("zero()")),
+        "tools.ipynb": notebook("def zero():\n    return 0.0", "zero()\n1 / 0"),
+    },
+    "statements that an exercise needs": {
+        "q.py": mean(
+            "CFG['fill'] + L[0] + FILL + T['x'] + E + Config.fill + TABLE['Zero'].fill + G"
+            " + ALL['one']()",
+            "CFG = {}\nCFG.update(fill=0.0)\nL = []\nfor x in [0.0]:\n    L.append(x)\n"
+            "def c():\n    d()\ndef d():\n    global FILL\n    FILL = 0.0\nc()\n"
+            "T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
+            "match 1:\n    case 1:\n        (E := 0.0)\n    case _:\n        E = 1.0\n"
+            "class Config: pass\nsetattr(Config, 'fill', 0.0)\n"
+            "TABLE = {}\nclass Base:\n    def __init_subclass__(cls):\n"
+            "        TABLE[cls.__name__] = cls\nclass Zero(Base):\n    fill = 0.0\n"
+            "if __name__ == '__main__':\n    G = 0.0\n    train()\n"
+            "ALL = {}\nclass Registry:\n    def add(self, f):\n        ALL[f.__name__] = f\n"
+            "        return f\nregistry = Registry()\n"
+            "@registry.add\ndef one():\n    return 0.0\n",
+        )
+    },
+    "names made as it runs, in a script with arguments": {
+        "q.py": mean(
+            "A + B + C + D + E + F + ARGS.fill + IN_COLAB",
+            "globals()['A'] = 0.0\nglobals().update(B=0.0)\nfor name in ['C', 'D']:\n"
+            "    globals()[name] = 0.0\nconfig = {'E': 0.0}\nglobals().update(config)\n"
+            "exec('F = 0.0')\nimport argparse\nparser = argparse.ArgumentParser()\n"
+            "parser.add_argument('--fill', default=0.0)\nARGS = parser.parse_args()\n"
+            "IN_COLAB = 'google.colab' in str(get_ipython())\n",
+        )
+    },
+    "magics and await": {
+        "q.ipynb": notebook(
+            "\n    %time A = 0.0\n    !ls\n    A?",
+            "async def zero():\n    return 0.0\nB = await zero()",
+            f"%%capture out\n%%time\n{mean('A + B')}",
+            "%%script false\ndef masked_mean(*a):\n    return 1",
+            "\n%%writefile x.py\ndef masked_mean(*a):\n    return 2",
+            "%%bash\ndef masked_mean() {\n  ls\n}",
+        )
+    },
+    "counted and logged, endless experiments, many magics": {
+        "q.ipynb": notebook(
+            "LOG = []\ndef log(x):\n    LOG.append(x)\n    return x",
+            PLAIN.replace("    k", "    global N\n    N += log(1)\n    k", 1),
+            "N = 0",
+            "while True:\n    masked_mean(x, y)",
+            "import time\nwhile True:\n    time.sleep(1)\n    log(2)",
+            "\n".join(f"!echo {n}" for n in range(600)),
+        )
+    },
+    "a walrus counts as the last, and is compiled": {
+        "q.py": "def masked_mean(values, mask, dim=None):\n    return values\nimport torch\n"
+        f"@torch.compile{PLAIN.replace('masked_mean', 'mine')}\n(masked_mean := mine)\n"
+    },
+    "single dispatch": {
+        "q.py": "import functools, torch\n@functools.singledispatch\n"
+        "def masked_mean(values, mask, dim=None):\n    raise TypeError\n@masked_mean.register\n"
+        + PLAIN.strip().replace("masked_mean(values,", "_(values: torch.Tensor,")
+    },
+    "a module with errors and an experiment": {
+        "a.py": mean("zero() + N", "from tools import zero, N"),
+        "tools.py": "import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
+        "def zero():\n    return 0.0\ndef f(a, a):\n    pass\nN = 0.0\nwhile True:\n    N += 0.0\n",
+    },
+    "method attached": {"t.ipynb": attach_method()},
+    "error below, capitals, zips in zips": {
+        "all.zip": zipped({"jane_1.ZIP": zipped({"E.IPYNB": notebook(MASK + "\nprint 'hello'\n")})})
+    },
+    "conflict": {"e.ipynb": notebook(f"<<<<<<< HEAD{MASK}=======\n{MASK}>>>>>>> main\n")},
+    "beside a broken one": {"r.py": f"{REINFORCE}\n\ndef masked_mean(values, mask)):\n    pass\n"},
+    "imports of the course that are not given": {
+        "q.py": mean(
+            "require(True, '') or 0.0",
+            "from utils.validation import require, nothing_like_it\nimport utils.train\n"
+            "from utils.models import forward\nfrom solutions import ch0_sampling",
+        )
+    },
+    "modules of its own in folders named like the course's": {
+        "q.py": mean("zero() * one()", "from utils.tools import zero\nfrom tests.more import one"),
+        "utils/tools.py": "def zero():\n    return 0.0\n",
+        "tests/more.py": "def one():\n    return 1.0\n",
+    },
+    "a folded solution that was copied": {
+        "hw/mine.ipynb": notebook(
+            f"{IMPORTS}from utils.validation import shape_checked",
+            get_part("ch0_sampling", "masked_mean"),
+        ),
+        "hw/notes.py": "x = 1\n",
+    },
+    "a module that a cell writes": {
+        "w.ipynb": notebook(
+            "%%writefile helpers.py\ndef zero():\n    return 0.0",
+            "%%file mine.py\n" + mean("zero() * ONE", "from helpers import zero, ONE"),
+            "%%writefile -a helpers.py\nONE = 1",
+            "from mine import masked_mean",
+        )
+    },
+    "a notebook that was exported": {
+        "e.py": "FILL = 1.0\nget_ipython().run_line_magic('time', 'FILL = 0.0')\n"
+        "get_ipython().run_cell_magic('writefile', 'own.py', 'ONE = 1\\n')\nfrom own import ONE\n"
+        "get_ipython().run_cell_magic('bash', '', 'def masked_mean() { ls }')\n"
+        f"get_ipython().run_cell_magic('time', '', {mean('FILL * ONE')!r})\n"
+    },
+    "modules of its own named like others": {
+        "a.py": mean(
+            "zero() * one() * s.own * math.pi",
+            "import random, math\nimport statistics as s\nfrom utils import zero\n"
+            "from tests import one\nfrom utils.validation import require\n"
+            "require(random.random() < 1, 'the one of the standard library')",
+        ),
+        "random.py": "def zero():\n    return 1\n",
+        "statistics.py": "import math\nown = 0.0\n",
+        "utils.py": "from random import zero as z, Random\ndef zero():\n    return z() - 1.0\n",
+        "tests.py": "def one():\n    return 1.0\n",
+    },
+    "files of data": {
+        "hw/a.ipynb": notebook(
+            "import json\nCFG = json.load(open('data/config.json'))",
+            "from b import FILL",
+            MEAN.format(fill="CFG['fill'] + FILL"),
+        ),
+        "hw/data/config.json": '{"fill": 0.0}',
+        "hw/b.py": "from pathlib import Path\n"
+        "FILL = float((Path(__file__).parent / 'f.txt').read_text())\n",
+        "hw/f.txt": "0.0",
+    },
+    "two drafts, the better first": {
+        "final.py": PLAIN,
+        "old.py": "def masked_mean(values, mask, dim=None):\n    return values.mean(dim)\n",
+    },
+    "stubs below and in another file": {
+        "a.ipynb": notebook(PLAIN, STUB, "def left_pad(*a):\n    raise NotImplementedError"),
+        "b.py": STUB,
+    },
+    "made by exec and set on its own module": {
+        "x.py": f"import sys\nSOURCE = {PLAIN.replace('masked_mean', 'mine')!r}\nexec(SOURCE)\n"
+        "setattr(sys.modules[__name__], 'masked_mean', mine)\nglobals().update(masked_mean=mine)\n"
+    },
+    "a training run that is kept": {
+        "t.ipynb": notebook(
+            "import time\ndef train():\n    time.sleep(100)",
+            f"\nrun = train()\n{PLAIN}",
+            "masked_mean.run = run",
+            "import not_installed",
+        )
+    },
+    "a training run in a module": {
+        "a.py": mean("zero()", "from tools import HISTORY, zero\nprint(HISTORY)"),
+        "tools.py": "import time\ndef train():\n    time.sleep(100)\nHISTORY = train()\n"
+        "def zero():\n    return 0.0\n",
+    },
+    "one that calls an endless one": {
+        "r.py": f"{REINFORCE}def masked_mean(*a):\n    while True:\n        pass\n"
+    },
+    "of an earlier version of the course": {"old.py": make_old()},
+    "large outputs": {"p.ipynb": with_a_picture(notebook(PLAIN))},
+}
+ANSWERED = {
+    "modules": "calc_value_function_loss",
+    "method attached": "RLHFTrainer.learning_phase",
+    "of an earlier version of the course": "RLHFTrainer.rollout_phase",
+    **dict.fromkeys(("error below, capitals, zips in zips", "conflict"), "get_completion_mask"),
+    "beside a broken one": "calc_reinforce_objective",
+    "one that calls an endless one": "calc_reinforce_objective",
+}
+# Of those that take long, and of each kind that another shows for every day.
+NOT_EVERY_DAY = {
+    "a walrus counts as the last, and is compiled", "single dispatch", "large outputs",
+    "a module with errors and an experiment", "made by exec and set on its own module",
+    "one that calls an endless one", "of an earlier version of the course",
+    "a folded solution that was copied", "a module that a cell writes",
+    "counted and logged, endless experiments, many magics",
 }  # fmt: skip
-
-
-# One of each kind for every day; `make test-all` has the others.
-EVERY_DAY = {"modules", "package", "run", "statements that an exercise needs",
-             "names made as it runs", "magics and await", "latin-1", "many magics",
-             "a strange folder", "method attached", "script magic",
-             "imports of the course that are not given",
-             "modules of its own in folders named like the course's",
-             "a notebook that was exported", "modules of its own named like others",
-             "a file of data", "two drafts, the better first", "a training run that is kept",
-             "a training run in a module",
-             "error below", "conflict", "beside a broken one", "zips in zips"}  # fmt: skip
 
 
 ATTACKS = [
@@ -395,25 +347,19 @@ HELPERS = Path(__file__).parents[1] / "attacks" / "reading" / "course_helpers.py
 def graded(tmp_path_factory, request):
     """All of these in one run, each by its own exercise."""
     folder = tmp_path_factory.mktemp("handed in")
-    todo = {}
     takes_all = request.config.getoption("--size") == "all"
-    chosen = {name: RIGHT[name] for name in RIGHT if takes_all or name in EVERY_DAY}
-    for name, (files, _) in chosen.items():
-        for file, data in files.items():
-            path = folder / name / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        todo[name] = path if len(files) == 1 else folder / name
-    only = {name: (exercise,) for name, (_, exercise) in RIGHT.items()}
+    chosen = [name for name in RIGHT if takes_all or name not in NOT_EVERY_DAY]
+    todo = {name: unpack_into(folder / name, RIGHT[name]) for name in chosen}
+    todo |= {n: path / next(iter(RIGHT[n])) for n, path in todo.items() if len(RIGHT[n]) == 1}
     todo |= {path.stem: path for path in (*ATTACKS, HELPERS)}
-    only |= {path.stem: ("masked_mean",) for path in ATTACKS}
+    only = {name: (ANSWERED.get(name, "masked_mean"),) for name in todo}
     only[HELPERS.stem] = ("get_logprobs", "calc_entropy", "sample_next_token", "get_samples")
     return dict(batch.grade_all(todo, 2, batch.Options("secret", FILE, 30, only=only)))
 
 
 @linux
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in EVERY_DAY else [takes_long]) for n in RIGHT]
+    "name", [pytest.param(n, marks=[takes_long] * (n in NOT_EVERY_DAY)) for n in RIGHT]
 )
 def test_right_work_gets_its_marks(name, graded):
     (exercise,) = graded[name]["exercises"]
@@ -424,10 +370,11 @@ def test_right_work_gets_its_marks(name, graded):
 @linux
 def test_attacks_score_nothing(graded):
     """A few: test_grade.py has more."""
-    assert {path.stem: graded[path.stem]["score"] for path in ATTACKS} == {
-        path.stem: 0 for path in ATTACKS
-    }
-    assert not any(graded[path.stem]["not_graded"] for path in ATTACKS)
+    attacks = {path.stem: graded[path.stem] for path in ATTACKS}
+    assert not {name for name, report in attacks.items() if report["score"] or report["not_graded"]}
+    helpers = graded[HELPERS.stem]
+    assert [exercise["score"] for exercise in helpers["exercises"]] == [0] * 4
+    assert "decoding.draw is left out: the notebook" in str(helpers["problems"])
 
 
 @linux
@@ -439,20 +386,37 @@ def test_what_is_given_and_runs_no_more_is_the_courses_and_said(graded):
 
 
 @linux
-def test_the_courses_helpers_give_no_answers(graded):
-    report = graded[HELPERS.stem]
-    assert {e["name"]: e["score"] for e in report["exercises"]} == {
-        "get_logprobs": 0, "calc_entropy": 0, "sample_next_token": 0, "get_samples": 0
-    }  # fmt: skip
-    assert "decoding.draw is left out: the notebook" in str(report["problems"])
-
-
-@linux
-def test_what_is_not_given_costs_nothing_else(graded):
-    said = "q.py, line 2: utils.train is left out: the notebook of ch0_sampling does not import it"
-    assert said in graded["imports of the course that are not given"]["problems"]
-    own = graded["modules of its own in folders named like the course's"]
-    assert not own["problems"]
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("imports of the course that are not given",
+         [*(f"q.py, line {n}: {name} is left out: the notebook of ch0_sampling does not import it"
+            for n, name in enumerate(("utils.validation.nothing_like_it", "utils.train",
+                                      "utils.models.forward", "solutions.ch0_sampling"), 1)),
+          *(f"q.py, line {n}: " for n in (1, 2, 3, 4))]),
+        ("modules of its own in folders named like the course's", []),
+        ("a training run in a module",
+         ["tools.py, line 4: it takes more than 8 s, and what it defines",
+          "a.py, line 1: ImportError: cannot import name 'HISTORY'"]),
+        ("a training run that is kept",
+         ["t.ipynb, cell 2, line 2: it takes more than 8 s",
+          "t.ipynb, cell 4, line 1: ModuleNotFoundError: No module named 'not_installed'"]),
+        ("two drafts, the better first",
+         ["ch0_sampling: final.py, old.py define the same",
+          "ch0_sampling: masked_mean of final.py counts"]),
+        ("error below, capitals, zips in zips",
+         ["jane_1.ZIP/E.IPYNB, cell 1, line 7: SyntaxError: Missing parentheses"]),
+        ("conflict", [f"e.ipynb, cell 1, line {line}:" for line in (1, 6, 12)]),
+        ("beside a broken one", ["r.py, line 9: SyntaxError: unmatched ')'"]),
+        ("magics and await",
+         ["q.ipynb, cell 4: not read, as %%script", "q.ipynb, cell 6: not read, as %%bash",
+          "x.py, which a cell writes, is not read"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_by_file_cell_and_line(name, said, graded):
+    problems = graded[name]["problems"]
+    assert len(problems) == len(said), problems
+    assert all(map(str.startswith, problems, said)), problems
 
 
 def test_a_magic_without_anything_to_run_costs_nothing_else():
@@ -464,22 +428,6 @@ def test_a_magic_without_anything_to_run_costs_nothing_else():
         " rename it"
     ]
     assert len(parsed.statements) == len(cells)
-
-
-@linux
-def test_what_took_too_long_or_could_not_be_imported_is_said(graded):
-    problems = graded["a training run in a module"]["problems"]
-    assert problems[0].startswith("tools.py, line 4: it takes more than 8 s, and what it defines")
-    assert problems[1].startswith("a.py, line 1: ImportError: cannot import name 'HISTORY'")
-    assert len(problems) == 2
-    problems = graded["a training run that is kept"]["problems"]
-    assert problems[0].startswith("t.ipynb, cell 2, line 2: it takes more than 8 s")
-    assert problems[1:] == [
-        "t.ipynb, cell 4, line 1: ModuleNotFoundError: No module named 'not_installed'"
-    ]
-    drafts = graded["two drafts, the better first"]["problems"]
-    assert drafts[0].startswith("ch0_sampling: final.py, old.py define the same")
-    assert drafts[1:] == ["ch0_sampling: masked_mean of final.py counts"]
 
 
 def test_which_python_is_needed_is_said():
@@ -499,24 +447,12 @@ def test_a_cell_that_takes_long_to_read_is_named_and_costs_itself():
 
 def test_a_stub_hides_no_answer_above_it():
     stub = "def masked_mean(values, mask):\n    'Mean.'\n    raise NotImplementedError()"
-    parsed = parse(notebook(stub, PLAIN, "class A: ...", stub, "def left_pad():\n    return 1\n"
-                            "    raise NotImplementedError"), "s.ipynb")  # fmt: skip
-    below = find_stubs_below(parsed.statements, {"masked_mean", "left_pad"})
+    cells = (stub, PLAIN, "class A: ...", stub,
+             "def left_pad():\n    return 1\n    raise NotImplementedError")  # fmt: skip
+    below = find_stubs_below(
+        parse(notebook(*cells), "s.ipynb").statements, {"masked_mean", "left_pad"}
+    )
     assert [s.place for s in below] == ["s.ipynb, cell 4"]
-
-
-@linux
-def test_what_does_not_parse_is_said_by_file_cell_and_line(graded):
-    assert "e.ipynb, cell 1, line 7: SyntaxError: Missing parentheses" in str(
-        graded["error below"]["problems"]
-    )
-    assert [problem.split(":")[0] for problem in graded["conflict"]["problems"]] == [
-        f"e.ipynb, cell 1, line {line}" for line in (1, 6, 12)
-    ]
-    assert (
-        "r.py, line 9: SyntaxError: unmatched ')'" in graded["beside a broken one"]["problems"][0]
-    )
-    assert "f.ipynb, cell 3: not read, as %%script" in graded["script magic"]["problems"][0]
 
 
 def test_an_error_below_a_decorator_is_said_once():
@@ -547,30 +483,24 @@ def test_what_is_left_out_is_said_by_cell_and_line():
     assert said[-1] == "and 10 more"
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "torch.manual_seed(0)",
-        "trainer.train()",
-        "RLHFTrainer(masked_mean).train()",
-        "print(FILL, len(FILL))",
-        "check(masked_mean)",
-        "history = experiment(FILL)",
-        "y = FILL.sum()",
-        "for _ in range(9):\n    print(masked_mean)",
-        "plt.plot(FILL)",
-        "show(FILL)",
-    ],
-)
-def test_experiments_do_not_run(statement):
-    imports = "import torch\nimport matplotlib.pyplot as plt\nfrom utils.course import check"
-    show = (
-        "def show(x):\n    return [*x]\ndef experiment(x):\n    y = x\n    y.sort()\n    return y"
+def test_experiments_do_not_run():
+    above = (
+        "import torch\nimport matplotlib.pyplot as plt\nfrom utils.course import check",
+        "def show(x):\n    return [*x]",
+        "def experiment(x):\n    y = x\n    y.sort()\n    return y",
+        "FILL = [0.0]",
+        MEAN.format(fill="torch.tensor(FILL[0])"),
     )
-    uses = MEAN.format(fill="torch.tensor(FILL[0])")
-    taken, _ = select(imports, show, "FILL = [0.0]", uses, statement)
-    assert statement not in taken
-    assert "FILL = [0.0]" in taken
+    experiments = (
+        "torch.manual_seed(0)", "trainer.train()", "RLHFTrainer(masked_mean).train()",
+        "print(FILL, len(FILL))", "check(masked_mean)", "history = experiment(FILL)",
+        "y = FILL.sum()", "for _ in range(9):\n    print(masked_mean)", "plt.plot(FILL)",
+        "show(FILL)",
+    )  # fmt: skip
+    for experiment in experiments:
+        taken, _ = select(*above, experiment)
+        assert experiment not in taken
+        assert "FILL = [0.0]" in taken
 
 
 @pytest.mark.parametrize("chapter", get_chapters())
@@ -578,20 +508,19 @@ def test_no_experiment_of_a_finished_notebook_runs(chapter):
     """Imports, definitions and constants are all that its exercises need."""
     notebook = (SOLUTIONS / f"{chapter}.ipynb").read_bytes()
     names = {exercise.partition(".")[0] for exercise in get_checks(chapter)}
+    needed = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
     for statement in select_statements(parse(notebook, "finished.ipynb").statements, names):
-        is_definition = isinstance(statement, ast.FunctionDef | ast.ClassDef)
-        is_import = isinstance(statement, ast.Import | ast.ImportFrom)
         is_constant = isinstance(statement, ast.Assign) and not any(
             isinstance(node, ast.Call) for node in ast.walk(statement)
         )
-        assert is_definition or is_import or is_constant, statement.line
+        assert isinstance(statement, needed) or is_constant, statement.line
 
 
 def test_methods_of_a_graded_class_are_called_by_experiments_and_its_registry_is_filled():
     source = (
         "class A: ...\nA.load('x')\nA.register('y')\nclass B:\n    @property\n    def f(s): ...\n"
+        "b = B()\ntry:\n    A.load('z')\nexcept OSError as error:\n    pass\n"
     )
-    source += "b = B()\ntry:\n    A.load('z')\nexcept OSError as error:\n    pass\n"
     taken = select_statements(parse(source.encode(), "a.py").statements, {"A", "B"})
     assert [s.line for s in taken] == ["class A: ...", "A.register('y')", "class B:"]
 
@@ -609,52 +538,8 @@ def test_a_name_is_bound_by_whatever_binds_it():
 # --- Points that were not earned ----------------------------------------------------------------
 
 
-def test_the_courses_own_files_are_left_out(tmp_path):
-    solutions = get_source("ch0_sampling").encode()
-    files = {
-        "ch1/chapters/ch1_lora.ipynb": notebook("x = 1"),
-        "ch1/solutions/ch0_sampling.py": solutions,
-        "ch1/tests/checks/ch1_lora.py": b"",
-        "ch1/utils/course/__init__.py": b"",
-        "ch1/utils/grading/checks.py": b"",
-    }
-    (tmp_path / "bundle.zip").write_bytes(zipped({"up/" + name: d for name, d in files.items()}))
-    for name, data in files.items():
-        path = tmp_path / "folder" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    for path, prefix in ((tmp_path / "bundle.zip", "up/ch1/"), (tmp_path / "folder", "ch1/")):
-        read = read_submission("x", path)
-        assert [name for name, _ in read.files] == [f"{prefix}chapters/ch1_lora.ipynb"]
-        assert "4 of the course's own files left out" in read.problems[0]
-    # A folder that somebody calls "solutions" is none of the course's.
-    (tmp_path / "own.zip").write_bytes(zipped({"solutions/hw.py": PLAIN.encode()}))
-    assert read_submission("x", tmp_path / "own.zip").files
-
-
-SHIPPED = get_source("ch0_sampling").encode()
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"ch1\\solutions\\ch0_sampling.py": SHIPPED, "ch1\\utils\\course\\__init__.py": b""},
-        {"a/chapters/x.ipynb": b"{}", "a/solutions/ch0_sampling.py": SHIPPED},
-        {"C/Solutions/ch0_sampling.py": SHIPPED, "C/Utils/Course/__init__.py": b""},
-        {"./c/./solutions//ch0_sampling.py": SHIPPED, "./c/utils/course/__init__.py": b""},
-        {"c/solutions.zip": zipped({"ch0_sampling.py": SHIPPED}), "c/utils/course/x.py": b""},
-        {"solutions/ch0_sampling.py": SHIPPED.replace(b"\n", b"\r\n")},
-    ],
-)
-def test_the_courses_own_files_are_known_however_they_come(files, tmp_path, monkeypatch):
-    (tmp_path / "hw.zip").write_bytes(zipped(files))
-    kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
-    assert not [name for name in kept if name.endswith(".py")]
-    assert "of the course's own files left out" in str(problems)
-
-
-def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], dict]:
-    """Which files remain, what is said, and what is graded of each chapter, without running it."""
+def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str]]:
+    """Which files remain, and what is said, without running any of it."""
 
     def ask(_, job):
         task, error = child.get_ready(job.action, job.arguments)
@@ -664,21 +549,53 @@ def sort(submitted: SubmittedFiles, monkeypatch) -> tuple[list[str], list[str], 
     grader = make_grader(submitted)
     grader.problems += submitted.problems
     found = grader._sort_files()
-    names = dict.fromkeys(name for files, _ in found.values() for name, _ in files)
-    return [*names], grader.problems, found
+    return [*dict.fromkeys(n for files, _ in found.values() for n, _ in files)], grader.problems
 
 
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_the_courses_solutions_are_known_by_what_they_define(chapter):
-    """Whatever the layout of the file."""
-    source = get_source(chapter)
-    notebook_ = (SOLUTIONS / f"{chapter}.ipynb").read_bytes()
-    files = {"a.py": source.encode() + b"\n", "b.py": b"\xef\xbb\xbf" + source.encode(),
-             "c.py": ast.unparse(ast.parse(source)).encode(), "d.ipynb": notebook_}  # fmt: skip
-    for file, data in files.items():
-        assert given.find_copy(digest(file, data)) == chapter, file
-    stubs = (CHAPTERS / f"{chapter}.ipynb").read_bytes()
-    assert given.calc_copied_share(digest("stubs.ipynb", stubs), chapter) == 0
+SHIPPED = get_source("ch0_sampling")
+STUBS = (CHAPTERS / "ch0_sampling.ipynb").read_bytes()
+SOLVED = (SOLUTIONS / "ch0_sampling.ipynb").read_bytes()
+BUNDLE = {f"c/{folder}": "" for folder in ("tests/checks/ch1_lora.py", "utils/course/__init__.py")}
+LEFT_OUT = "{} of the course's own files left out"
+ALONE = "{} is the course's solution of ch0_sampling"
+
+
+@pytest.mark.parametrize(
+    ("files", "kept", "said"),
+    [
+        # In the course's folders, however they come.
+        (BUNDLE | {"c/chapters/hw.ipynb": HANDED_IN, "c/solutions/ch0_sampling.py": SHIPPED},
+         ["c/chapters/hw.ipynb"], LEFT_OUT.format(3)),
+        ({"ch1\\solutions\\ch0_sampling.py": SHIPPED, "ch1\\utils\\course\\__init__.py": ""},
+         [], LEFT_OUT.format(2)),
+        ({"a/chapters/x.ipynb": "{}", "a/solutions/ch0_sampling.py": SHIPPED},
+         [], LEFT_OUT.format(1)),
+        ({"C/Solutions/ch0_sampling.py": SHIPPED, "C/Utils/Course/__init__.py": ""},
+         [], LEFT_OUT.format(2)),
+        ({"./c/./solutions//ch0_sampling.py": SHIPPED, "./c/utils/course/__init__.py": ""},
+         [], LEFT_OUT.format(2)),
+        ({"c/solutions.zip": zipped({"ch0_sampling.py": SHIPPED}), "c/utils/course/x.py": ""},
+         [], LEFT_OUT.format(2)),
+        ({"solutions/ch0_sampling.py": SHIPPED.replace("\n", "\r\n")}, [], LEFT_OUT.format(1)),
+        ({"solutions/hw.py": PLAIN}, ["solutions/hw.py"], None),  # somebody's own folder
+        # Beside the work, in any layout.
+        ({"hw/mine.ipynb": STUBS, "hw/ch0_sampling.py": f"{SHIPPED}\n"},
+         ["hw/mine.ipynb"], LEFT_OUT.format(1)),
+        ({"mine.ipynb": STUBS, "renamed.py": f"\ufeff{SHIPPED}"},
+         ["mine.ipynb"], LEFT_OUT.format(1)),
+        ({"mine.ipynb": STUBS, "ch0.zip": zipped({"x/y.py": SHIPPED.replace("    ", "  ")})},
+         ["mine.ipynb"], LEFT_OUT.format(1)),
+        ({"mine.ipynb": STUBS, "done.ipynb": SOLVED}, ["mine.ipynb"], LEFT_OUT.format(1)),
+        # Alone it is graded, and said.
+        ({"hw.py": SHIPPED}, ["hw.py"], ALONE.format("hw.py")),
+    ],
+)  # fmt: skip
+def test_the_courses_own_files_are_left_out(files, kept, said, tmp_path, monkeypatch):
+    (tmp_path / "hw.zip").write_bytes(zipped(files))
+    for path in (tmp_path / "hw.zip", unpack_into(tmp_path / "hw", files)):
+        found, problems = sort(read_submission("x", path), monkeypatch)
+        assert found == kept
+        assert said is None or said in str(problems)
 
 
 def digest(file: str, data: bytes) -> dict[str, list[str]]:
@@ -699,46 +616,22 @@ def change(chapter: str, names: list[str]) -> bytes:
 
 
 @pytest.mark.parametrize("chapter", get_chapters())
-def test_work_with_half_of_the_solutions_copied_is_somebodys_own(chapter):
-    changed = [*given._digest_solutions(chapter)][::2]
-    assert given.find_copy(digest("mine.py", change(chapter, changed))) is None
-
-
-@pytest.mark.parametrize("chapter", get_chapters())
-def test_an_older_version_is_still_the_courses(chapter):
-    names = [*given._digest_solutions(chapter)]
-    assert given.find_copy(digest("old.py", change(chapter, names[:1]))) == chapter
-    older = change(chapter, names[::2])
-    first_line = child.get_first_line(parse(older, "older.py").statements)
-    assert given.find_copy(digest("older.py", older), first_line) == chapter
-
-
-STUBS = (CHAPTERS / "ch0_sampling.ipynb").read_bytes()
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"hw/mine.ipynb": STUBS, "hw/ch0_sampling.py": SHIPPED + b"\n"},
-        {"mine.ipynb": STUBS, "renamed.py": b"\xef\xbb\xbf" + SHIPPED},
-        {"mine.ipynb": STUBS, "ch0.zip": zipped({"x/y.py": SHIPPED.replace(b"    ", b"  ")})},
-        {"mine.ipynb": STUBS, "done.ipynb": (SOLUTIONS / "ch0_sampling.ipynb").read_bytes()},
-    ],
-)
-def test_copies_of_the_solutions_beside_the_work_are_left_out(files, tmp_path, monkeypatch):
-    (tmp_path / "hw.zip").write_bytes(zipped(files))
-    kept, problems, _ = sort(read_submission("x", tmp_path / "hw.zip"), monkeypatch)
-    assert [name.rpartition("/")[2] for name in kept] == ["mine.ipynb"]
-    assert "1 of the course's own files left out" in str(problems)
-
-
-@pytest.mark.parametrize("is_zipped", [True, False])
-def test_a_solution_that_is_handed_in_alone_is_graded_and_said(is_zipped, tmp_path, monkeypatch):
-    path = tmp_path / ("hw.zip" if is_zipped else "hw.py")
-    path.write_bytes(zipped({"hw.py": SHIPPED}) if is_zipped else SHIPPED)
-    kept, problems, _ = sort(read_submission("x", path), monkeypatch)
-    assert kept == ["hw.py"]
-    assert problems == ["hw.py is the course's solution of ch0_sampling"]
+def test_the_courses_solutions_are_known_by_what_they_define(chapter):
+    """Whatever the layout of the file; an older version too, but not work with half of them."""
+    source, names = get_source(chapter), [*given._digest_solutions(chapter)]
+    for file, data in {
+        "b.py": b"\xef\xbb\xbf" + source.encode(),
+        "c.py": ast.unparse(ast.parse(source)).encode(),
+        "d.ipynb": (SOLUTIONS / f"{chapter}.ipynb").read_bytes(),
+        "old.py": change(chapter, names[:1]),
+    }.items():
+        assert given.find_copy(digest(file, data)) == chapter, file
+    half = digest("half.py", change(chapter, names[::2]))
+    assert given.find_copy(half) is None
+    first_line = child.get_first_line(parse(source.encode(), "older.py").statements)
+    assert given.find_copy(half, first_line) == chapter
+    stubs = (CHAPTERS / f"{chapter}.ipynb").read_bytes()
+    assert given.calc_copied_share(digest("stubs.ipynb", stubs), chapter) == 0
 
 
 # --- What a chapter gives -------------------------------------------------------------------------
@@ -748,7 +641,7 @@ def test_a_solution_that_is_handed_in_alone_is_graded_and_said(is_zipped, tmp_pa
 @pytest.mark.parametrize("folder", [CHAPTERS, SOLUTIONS])
 def test_what_a_notebook_imports_is_given(chapter, folder, monkeypatch):
     data = (folder / f"{chapter}.ipynb").read_bytes()
-    _, problems, _ = sort(SubmittedFiles("x", (("hw.ipynb", data),)), monkeypatch)
+    _, problems = sort(SubmittedFiles("x", (("hw.ipynb", data),)), monkeypatch)
     assert not [problem for problem in problems if "does not import it" in problem]
     names = given.get_given(chapter)
     assert f"from utils.course import {', '.join(sorted(given.SETUP['utils.course']))}" in SETUP
@@ -764,32 +657,38 @@ def test_what_is_not_given_is_said_by_cell_and_line(monkeypatch):
              "from solutions.ch0_sampling import calc_entropy\nfrom utils.mine import x",
              "y = g")  # fmt: skip
     files = (("hw.ipynb", notebook(*cells)),)
-    _, problems, _ = sort(SubmittedFiles("x", files), monkeypatch)
+    _, problems = sort(SubmittedFiles("x", files), monkeypatch)
     said = "is left out: the notebook of ch0_sampling does not import it"
     assert problems == [
         f"hw.ipynb, cell 2, line 2: utils.models.decoding.draw {said}",
         f"hw.ipynb, cell 3, line 1: utils.models.forward {said}",
         f"hw.ipynb, cell 3, line 3: utils.train {said}",
         f"hw.ipynb, cell 5, line 1: solutions.ch0_sampling.calc_entropy {said}",
+        f"hw.ipynb, cell 5, line 2: utils.mine.x {said}",
     ]
 
 
 def test_solutions_of_earlier_chapters_are_given_and_no_others(monkeypatch):
     source = "from solutions.ch0_sampling import get_logprobs\nfrom solutions import ch1_lora, {}\n"
     source = (source + VALUE_LOSS).format("ch2_ppo, ch3_grpo").encode()
-    _, problems, _ = sort(SubmittedFiles("x", (("hw.py", source),)), monkeypatch)
+    _, problems = sort(SubmittedFiles("x", (("hw.py", source),)), monkeypatch)
     assert [problem.partition(" is")[0] for problem in problems] == [
         "hw.py, line 2: solutions.ch2_ppo", "hw.py, line 2: solutions.ch3_grpo"
     ]  # fmt: skip
 
 
-def test_zips_in_zips_share_one_bound(tmp_path, monkeypatch):
+def test_zips_in_zips_share_one_bound_and_are_nested_as_platforms_send_them(tmp_path, monkeypatch):
     inner = zipped({f"{n}.txt": b"" for n in range(100)})
-    with zipfile.ZipFile(tmp_path / "many.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for n in range(10):
-            archive.writestr(f"{n}.zip", inner)
+    (tmp_path / "many.zip").write_bytes(zipped({f"{n}.zip": inner for n in range(10)}))
+    deep = HANDED_IN
+    for _ in range(5):
+        deep = zipped({"inner.zip": deep})
+    (tmp_path / "deep.zip").write_bytes(deep)
     monkeypatch.setattr(reading, "MAX_ZIP_ENTRIES", 250)
     assert len(read_submission("x", tmp_path / "many.zip").problems) == 8
+    read = read_submission("x", tmp_path / "deep.zip")
+    assert not read.files
+    assert "nested too deeply" in read.problems[0]
 
 
 DELEGATES = """
@@ -819,16 +718,6 @@ def test_what_is_handed_on_earns_nothing(tmp_path):
         "delegates": 0,
         "helper": 0,
     }
-
-
-def test_zips_are_nested_no_deeper_than_platforms_send_them(tmp_path):
-    data = notebook(PLAIN)
-    for _ in range(5):
-        data = zipped({"inner.zip": data})
-    (tmp_path / "deep.zip").write_bytes(data)
-    read = read_submission("x", tmp_path / "deep.zip")
-    assert not read.files
-    assert "nested too deeply" in read.problems[0]
 
 
 def test_what_belongs_to_an_exercise_is_not_in_its_stand_in():

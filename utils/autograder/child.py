@@ -80,20 +80,17 @@ def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], byte
     The probe is made here, before student code is loaded: where that fails, the second result says
     so, and it is no student's error.
     """
-    actions: dict[str, Callable[..., Any]] = {
-        "list_definitions": list_definitions,
-        "run_probe": run_probe,
-    }
+    if action == "list_definitions":
+        return lambda: packing.pack(list_definitions(**arguments)), ""
     try:
-        if action == "run_probe":
-            arguments = dict(arguments)
-            module, name = arguments["probe"]
-            for other, source in arguments.pop("modules").items():
-                install(other, source)
-            arguments["probe"] = getattr(sys.modules[module], name)
+        for other, code in arguments["modules"].items():
+            install(other, marshal.loads(code))
+        module, name = arguments["probe"]
+        probe = getattr(sys.modules[module], name)
     except Exception as error:
         return lambda: b"", f"{type(error).__name__}: {error}"
-    return lambda: packing.pack(actions[action](**arguments)), ""
+    rest = {key: value for key, value in arguments.items() if key not in ("modules", "probe")}
+    return lambda: packing.pack(run_probe(probe=probe, **rest)), ""
 
 
 def list_definitions(
@@ -267,8 +264,8 @@ def lay_out(data: list[tuple[str, bytes]]) -> None:
             path.write_bytes(content)
 
 
-def install(name: str, source: str) -> None:
-    """Install a module of this source, in packages that need no files."""
+def install(name: str, code: CodeType) -> None:
+    """Install a module of this code, in packages that need no files."""
     package, _, last = name.rpartition(".")
     while package and package not in sys.modules:
         sys.modules[package] = parent = ModuleType(package)
@@ -280,7 +277,7 @@ def install(name: str, source: str) -> None:
     sys.modules[name] = module
     if package:
         setattr(sys.modules[package], last, module)
-    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    exec(code, module.__dict__)
 
 
 def load(

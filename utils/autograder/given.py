@@ -48,7 +48,8 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
             if isinstance(node, ast.ImportFrom) and _is_of(node.module, "utils"):
                 given[str(node.module)] |= {alias.name for alias in node.names}
     for module in WITHOUT_ANSWERS:
-        names = set().union(*map(get_bound_names, _read_body(module)))
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+        names = set().union(*map(get_bound_names, tree.body))
         given[module] |= {name for name in names if not name.startswith("_")}
     return {module: frozenset(names) for module, names in given.items()}
 
@@ -61,7 +62,7 @@ def _make_plain(cell: str) -> str:
 def say_not_given(
     imports: Iterable[tuple[str, str, str]], chapters: Collection[str], own: Collection[str]
 ) -> list[str]:
-    """Say which imports are of what the course has, and no chapter of these gives.
+    """Say which imports are of the course's packages, and no chapter of these gives them.
 
     imports: place, module and name, which is empty for a whole module. own: the modules that the
     submission has itself.
@@ -71,8 +72,7 @@ def say_not_given(
         f"{place}: {module}{'.' * bool(name)}{name} is left out: {why}": None
         for place, module, name in imports
         if _is_of(module, *COURSE)
-        and module not in own
-        and _is_of_the_course(module, name)
+        and not {module, f"{module}.{name}"} & {*own}
         and not any(_is_given(chapter, module, name) for chapter in chapters)
     }
     more = [f"and {len(said) - MAX_SAID} more imports like these"]
@@ -91,39 +91,6 @@ def _is_given(chapter: str, module: str, name: str) -> bool:
         return True
     inner = module if name in ("", "*") else f"{module}.{name}"
     return any(f"{m}.".startswith(f"{inner}.") for m in (*given, *earlier, "solutions"))
-
-
-def _is_of_the_course(module: str, name: str) -> bool:
-    """Return whether the course has that module, and that name in it."""
-    modules = _list_modules()
-    if module not in modules:
-        return False
-    if name in ("", "*") or f"{module}.{name}" in modules:
-        return True
-    return any(name in _get_names(statement) for statement in _read_body(module))
-
-
-def _read_body(module: str) -> list[ast.stmt]:
-    path = _list_modules()[module]
-    return ast.parse(path.read_text(encoding="utf-8")).body if path else []
-
-
-def _get_names(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
-    return get_bound_names(statement)
-
-
-@functools.cache
-def _list_modules() -> dict[str, Path | None]:
-    """Return the course's modules, and None for a package without a file."""
-    modules: dict[str, Path | None] = {}
-    for path in (p for package in COURSE for p in (ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        for n in range(1, len(parts)):
-            modules.setdefault(".".join(parts[:n]), None)
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return modules
 
 
 # --- The course's own files -----------------------------------------------------------------------

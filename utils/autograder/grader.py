@@ -5,6 +5,7 @@ from a secret, which is one for a class: a worker runs the reference once.
 """
 
 import functools
+import marshal
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -58,11 +59,6 @@ MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is ju
 File = tuple[str, bytes]
 Inspected = tuple[File, dict[str, Any]]  # and what it defines
 NOT_RUN = "was not run, as others took too long"
-OUTCOMES = {
-    Outcome.TOO_LONG: "was stopped after {seconds} s",
-    Outcome.TOO_MUCH: "gave more data than any answer has",
-    Outcome.ENDED: "ended its process before it gave a result, as exit() does, or too much memory",
-}
 
 
 class GraderError(Mismatch):
@@ -264,7 +260,7 @@ class Grader:
             except ValueError:
                 seen = None
             if seen is None:
-                said = OUTCOMES.get(reply.outcome, "cannot be read")
+                said = reply.outcome.value or "gave nothing that can be read"
                 said = said.format(seconds=self.options.seconds)
                 self.problems.append(f"{file[0]}: reading it {said}")
                 continue
@@ -438,12 +434,14 @@ class _Exercise:
 
     def _make_job(self, check: Check, seconds: int, is_alone: bool) -> Job:
         chapters = get_chapters()
+        earlier = chapters[: chapters.index(self.chapter)]
+        modules = {f"solutions.{s}": get_source(s) for s in earlier} | collect_sources(check)
         arguments = {
             "files": self.files,
             "helpers": self.grader.helpers,
             "stand_in": _get_stand_in(self.chapter, self.exercise, is_alone),
             "exercise": self.exercise,
-            "modules": collect_sources(check),
+            "modules": {name: _compile(name, source) for name, source in modules.items()},
             "probe": (check.probe.__module__, check.name),
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
@@ -452,15 +450,12 @@ class _Exercise:
             "patience": self.grader.patience,
             "skipped": frozenset(self.grader.slow),
         }
-        earlier = {
-            f"solutions.{s}": get_source(s) for s in chapters[: chapters.index(self.chapter)]
-        }
-        return Job("run_probe", seconds, arguments, earlier)
+        return Job("run_probe", seconds, arguments)
 
     def _read(self, check: Check, reply: Reply, seconds: int, is_alone: bool) -> Verdict | None:
         """Judge what came back of a check; None where it has to run once more."""
         if reply.outcome is not Outcome.DONE:
-            mismatch = Mismatch(OUTCOMES[reply.outcome].format(seconds=seconds))
+            mismatch = Mismatch(reply.outcome.value.format(seconds=seconds))
             return Verdict(check, (), mismatch, is_timeout=reply.outcome is Outcome.TOO_LONG)
         try:
             seen = unpack(reply.data)
@@ -495,6 +490,11 @@ class _Exercise:
             said = f"it ran on {len(observations)} of {check.seeds} inputs"
             return Verdict(check, tuple(observations), Mismatch(said), printed)
         return Verdict(check, tuple(observations), None, printed)
+
+
+@functools.cache
+def _compile(name: str, source: str) -> bytes:
+    return marshal.dumps(compile(source, f"<{name}>", "exec", dont_inherit=True))
 
 
 # --- Errors of the grader -------------------------------------------------------------------------

@@ -14,30 +14,27 @@ import os
 import select
 import shutil
 import signal
-import struct
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing import reduction
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from utils.autograder import child, protections, sandbox
 from utils.grading.packing import MAX_REPLY_BYTES
 
-_HEADER = struct.Struct("<Q")
 REPLY_DESCRIPTOR = 3  # the first after standard input, output and errors
 MAX_THREADS, WATCH_SECONDS = 64, 0.2  # of a child, and how often they are counted
 
 
 class Outcome(enum.Enum):
-    """How a job ended."""
+    """How a job ended, and what is said of one that gave no reply."""
 
-    DONE = "done"
-    TOO_LONG = "it took too long"
-    TOO_MUCH = "it gave too much"
-    ENDED = "it ended without a reply"
+    DONE = ""
+    TOO_LONG = "was stopped after {seconds} s"
+    TOO_MUCH = "gave more data than any answer has"
+    ENDED = "ended its process before it gave a result, as exit() does, or too much memory"
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ class Job:
 
     action: str
     seconds: int
-    arguments: dict = field(default_factory=dict)
-    earlier: dict = field(default_factory=dict)  # source of the solutions of earlier chapters
+    arguments: dict
 
 
 def start(connection: Connection, limits: sandbox.Limits) -> None:
@@ -74,72 +70,38 @@ def start(connection: Connection, limits: sandbox.Limits) -> None:
 
 
 def serve(connection: Connection, limits: sandbox.Limits) -> None:
-    """Take jobs until the other side closes.
-
-    limits: what is the same for all jobs. Those with earlier solutions go to a server of their own,
-    which has these imported.
-    """
+    """Take jobs until the other side closes. limits: what is the same for all jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trusted process says when it is over
-    others: dict[tuple[str, ...], Connection] = {}
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            names = connection.recv()
-            if not names:
-                _run(connection, limits)
-                continue
-            if names not in others:
-                others[names] = _fork_another(connection, limits, list(others.values()))
-            others[names].send("your turn")
-            others[names].recv()
-
-
-def _fork_another(
-    connection: Connection, limits: sandbox.Limits, used: list[Connection]
-) -> Connection:
-    """Fork a server that holds the solutions of earlier chapters, for when it is its turn."""
-    ours, theirs = Pipe()
-    if os.fork() == 0:
-        try:
-            for end in [ours, *used]:
-                end.close()
-            sandbox.end_with_parent()
-            with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-                while theirs.recv():
-                    for name, source in connection.recv().items():
-                        if name not in sys.modules:
-                            child.install(name, source)
-                    _run(connection, limits)
-                    theirs.send("done")
-        finally:
-            os._exit(0)
-    theirs.close()
-    return ours
+        while connection.recv():
+            _run(connection, limits)
 
 
 def ask(connection: Connection, job: Job) -> Reply:
     """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError if that has
     ended."""
-    connection.send(tuple(job.earlier))
-    if job.earlier:
-        connection.send(job.earlier)
+    connection.send("a job")
     reader = reduction.recv_handle(connection)
     start = time.monotonic()
     try:
-        connection.send(replace(job, earlier={}))
+        connection.send(job)
         data, outcome = _read(reader, start + job.seconds)
     finally:
         os.close(reader)
     connection.send("end")
     connection.recv()
-    frames = _split(data)
-    protections = json.loads(frames[0]) if frames else []
-    error = json.loads(frames[1]) if len(frames) > 1 else "it ended before the work was loaded"
-    if outcome is Outcome.DONE and len(frames) < 3:
+    head, is_loaded, reply = data.partition(b"\n")
+    active, error = json.loads(head) if is_loaded else ([], "it ended before the work was loaded")
+    if outcome is Outcome.DONE and not reply:
         # The limit of processor time may end it shortly before the clock does.
         is_late = time.monotonic() - start > 0.9 * job.seconds
         outcome = Outcome.TOO_LONG if is_late else Outcome.ENDED
-    protections = (*protections, "wall clock") if protections else ()
-    return Reply(outcome, frames[2] if outcome is Outcome.DONE else b"", protections, error)
+    return Reply(
+        outcome,
+        reply if outcome is Outcome.DONE else b"",
+        (*active, "wall clock") if active else (),
+        error,
+    )
 
 
 def _run(connection: Connection, limits: sandbox.Limits) -> None:
@@ -198,29 +160,22 @@ def _be_child(connection: Connection, limits: sandbox.Limits, writer: int, holds
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(REPLY_DESCRIPTOR):
             os.dup2(null, descriptor)
-        writer = os.dup2(writer, REPLY_DESCRIPTOR)
+        way = open(os.dup2(writer, REPLY_DESCRIPTOR), "wb")  # noqa: SIM115
         os.closerange(REPLY_DESCRIPTOR + 1, sandbox.MAX_DESCRIPTOR)
         os.environ["TMPDIR"] = tempfile.tempdir = limits.folder
         with contextlib.suppress(OSError):  # short of memory, the system should end this one first
             Path("/proc/self/oom_score_adj").write_text("1000")
         limits = replace(limits, seconds=job.seconds)
         sandbox.enter(limits)
-        _write_frame(writer, json.dumps(protections.confirm(limits)).encode())
+        active = protections.confirm(limits)
         task, error = child.get_ready(job.action, job.arguments)
-        _write_frame(writer, json.dumps(error).encode())
+        way.write(json.dumps([active, error]).encode() + b"\n")
+        way.flush()  # before student code is loaded, which may not write what it likes here
         if not error:
-            _write_frame(writer, task())
+            way.write(task())
+            way.flush()
     finally:
         os._exit(0)  # an error here, or an exit of the student's: there is no reply
-
-
-# --- Bytes --------------------------------------------------------------------------------------
-
-
-def _write_frame(descriptor: int, data: bytes) -> None:
-    view = memoryview(_HEADER.pack(len(data)) + data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _read(descriptor: int, deadline: float) -> tuple[bytes, Outcome]:
@@ -240,17 +195,3 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, Outcome]:
         data += chunk
         if len(data) > MAX_REPLY_BYTES:
             return bytes(data), Outcome.TOO_MUCH
-
-
-def _split(data: bytes) -> list[bytes]:
-    """Return the first three complete frames: protections, an error of the grader, the reply."""
-    frames: list[bytes] = []
-    at = 0
-    while len(frames) < 3 and at + _HEADER.size <= len(data):
-        (length,) = _HEADER.unpack_from(data, at)
-        at += _HEADER.size
-        if at + length > len(data):
-            break
-        frames.append(data[at : at + length])
-        at += length
-    return frames

@@ -7,6 +7,10 @@ import contextlib
 import os
 import resource
 import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from utils.autograder import sandbox
 
@@ -16,37 +20,30 @@ def confirm(limits: sandbox.Limits) -> list[str]:
     return [name for name, test in _TESTS.items() if test(limits)]
 
 
-def _fails(*errors: type[BaseException]):
-    """Make a test of whether a call raises one of these."""
+def _refuses(attempt: Callable[[sandbox.Limits], Any], error: type[Exception] = OSError):
+    """Make a test of whether a call raises this error."""
 
-    def decorate(attempt):
-        def test(limits: sandbox.Limits) -> bool:
-            try:
-                attempt(limits)
-            except errors:
-                return True
-            except Exception:
-                return False
+    def test(limits: sandbox.Limits) -> bool:
+        try:
+            attempt(limits)
+        except error:
+            return True
+        except Exception:
             return False
+        return False
 
-        return test
-
-    return decorate
+    return test
 
 
-@_fails(PermissionError)
 def _read_outside(limits):
     with open(limits.forbidden, "rb") as file:
         file.read(1)
 
 
-@_fails(OSError)
 def _write_outside(limits):
-    with open(os.path.join(os.path.dirname(limits.folder), ".written-outside"), "wb"):
-        pass
+    Path(limits.folder).with_name(".written-outside").write_bytes(b"")
 
 
-@_fails(OSError)
 def _cut_off(limits):
     os.truncate(limits.forbidden, os.stat(limits.forbidden).st_size)
 
@@ -66,23 +63,16 @@ def _keeps_modes(limits: sandbox.Limits) -> bool:
     return is_kept
 
 
-@_fails(OSError)
 def _write_much(limits):
-    path = os.path.join(limits.folder, "large")
-    try:
-        with open(path, "wb") as file:
-            file.truncate(sandbox.MAX_FILE_BYTES + 1)
-    finally:
-        os.unlink(path)
+    with tempfile.TemporaryFile(dir=limits.folder) as file:
+        file.truncate(sandbox.MAX_FILE_BYTES + 1)
 
 
-@_fails(OSError)
 def _reach_the_network(limits):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.connect(("192.0.2.1", 9))  # reserved for documentation; nothing is sent
 
 
-@_fails(OSError)
 def _start_a_process(limits):
     child = os.fork()
     if child == 0:
@@ -90,38 +80,23 @@ def _start_a_process(limits):
     os.waitpid(child, 0)
 
 
-@_fails(OSError)
-def _signal_another(limits):
-    os.kill(limits.outside, 0)
-
-
-@_fails(MemoryError)
-def _take_memory(limits):
-    bytearray(2 * sandbox.MAX_MEMORY_BYTES)
-
-
-@_fails(OSError)
 def _open_many(limits):
-    opened = []
-    try:
+    with contextlib.ExitStack() as stack:
         for _ in range(sandbox.MAX_OPEN_FILES + 1):
-            opened.append(os.open("/dev/null", os.O_RDONLY))
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)
+            stack.enter_context(open(os.devnull, "rb"))
 
 
 _TESTS = {
-    "reading files": _read_outside,
-    "writing files": lambda limits: _write_outside(limits) and _cut_off(limits),
+    "reading files": _refuses(_read_outside, PermissionError),
+    "writing files": lambda limits: _refuses(_write_outside)(limits) and _refuses(_cut_off)(limits),
     "folder size": _has_a_small_folder,
     "modes of files": _keeps_modes,
-    "file size": _write_much,
-    "network": _reach_the_network,
-    "new processes": _start_a_process,
-    "memory": _take_memory,
-    "open files": _open_many,
-    "other processes": _signal_another,
+    "file size": _refuses(_write_much),
+    "network": _refuses(_reach_the_network),
+    "new processes": _refuses(_start_a_process),
+    "memory": _refuses(lambda limits: bytearray(2 * sandbox.MAX_MEMORY_BYTES), MemoryError),
+    "open files": _refuses(_open_many),
+    "other processes": _refuses(lambda limits: os.kill(limits.outside, 0)),
     "processor time": lambda limits: resource.getrlimit(resource.RLIMIT_CPU)[0] == limits.seconds,
 }
 PROTECTIONS = (*_TESTS, "wall clock")

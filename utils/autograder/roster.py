@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 COLUMNS = ("id", "name", "email", "late", "adjustment", "comment")
+MAX_ADJUSTMENT = 1e6
 MAX_SAID = 5  # people whom a submission fits
 # Letters that are no letter with an accent, as platforms and people write them in file names.
 PLAIN_LETTERS = str.maketrans({"ł": "l", "ø": "o", "đ": "d", "ı": "i", "æ": "ae", "œ": "oe"})
@@ -39,49 +40,42 @@ def read_roster(path: Path) -> list[Person]:
     """Read a roster. Raises ValueError, with the line, if it is not a valid one."""
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} should be in UTF-8: save it as CSV in UTF-8") from error
-    except OSError as error:
-        raise ValueError(f"--roster should be a CSV file, but {path}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--roster should be a CSV file in UTF-8, but {path}: {error}") from error
     first = text.partition("\n")[0]
     delimiter = ";" if first.count(";") > first.count(",") else ","  # as some spreadsheets write
     rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    head = [str(name).strip().lower() for name in rows.fieldnames or ()]
-    rows.fieldnames = head
-    if not {"id", "name"} <= {*head} <= {*COLUMNS} or len({*head}) < len(head):
-        raise ValueError(
-            f"{path}: the first line should name id, name, and others of {COLUMNS}, each once: "
-            f"{head}"
-        )
+    people: dict[str, Person] = {}
     try:
-        people = [_read_person(row, f"{path}, line {rows.line_num}") for row in rows]
-    except csv.Error as error:
+        rows.fieldnames = head = [str(name).strip().lower() for name in rows.fieldnames or ()]
+        if not {"id", "name"} <= {*head} <= {*COLUMNS} or len({*head}) < len(head):
+            raise ValueError(
+                f"the first line should name id, name, and others of {COLUMNS}, each once: {head}"
+            )
+        for row in rows:
+            person = _read_person(row)
+            if person.id in people:
+                raise ValueError(f"each id should stand there once, but {person.id} does not")
+            people[person.id] = person
+    except (csv.Error, ValueError) as error:
         raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
-    ids = [person.id for person in people]
-    if twice := sorted({one for one in ids if ids.count(one) > 1}):
-        raise ValueError(f"{path}: each id should stand there once, but these do not: {twice}")
-    return people
+    return [*people.values()]
 
 
-def _read_person(row: dict[Any, Any], place: str) -> Person:
+def _read_person(row: dict[Any, Any]) -> Person:
     if any(map(str.strip, row.get(None) or ())):
         raise ValueError(
-            f"{place}: there are more cells than the first line names: put quotation marks around"
-            ' one that holds a comma, such as "Doe, Jane"'
+            "there are more cells than the first line names: put quotation marks around one that"
+            ' holds a comma, such as "Doe, Jane"'
         )
     given = {name: (row.get(name) or "").strip() for name in COLUMNS}
     if not given["id"] or not given["name"]:
-        raise ValueError(f"{place}: id and name should not be empty")
-    numbers = {}
-    for name, least, most in (("late", 0, 100), ("adjustment", -1e6, 1e6)):
-        try:
-            numbers[name] = float(given[name].rstrip("%") or 0)
-        except ValueError:
-            numbers[name] = float("nan")
-        if not least <= numbers[name] <= most:
-            raise ValueError(f"{place}: {name} should be a number from {least:g} to {most:g}, "
-                             f"but is {given[name]!r}")  # fmt: skip
-    return Person(given["id"], given["name"], given["email"], comment=given["comment"], **numbers)
+        raise ValueError("id and name should not be empty")
+    late, adjustment = (float(given[n].rstrip("%") or 0) for n in ("late", "adjustment"))
+    if not 0 <= late <= 100 or not abs(adjustment) <= MAX_ADJUSTMENT:
+        raise ValueError(f"late should be from 0 to 100, but is {late}, and adjustment a number")
+    names = (given["id"], given["name"], given["email"])
+    return Person(*names, late, adjustment, given["comment"])
 
 
 def find_owners(name: str, people: list[Person]) -> list[Person]:

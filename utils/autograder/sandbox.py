@@ -51,14 +51,10 @@ def use_huge_pages() -> None:
         return
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, modes, _, _, inode = line.split()[:5]
-        first, last = (int(address, 16) for address in where.split("-"))
-        if modes.startswith("rw") and inode == "0":  # no file's
-            first, last = (
-                -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES,
-                last // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES,
-            )
-            if first < last:
-                _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), MADV_COLLAPSE)
+        first, last = (int(address, 16) // HUGE_PAGE_BYTES for address in where.split("-"))
+        if modes.startswith("rw") and inode == "0" and first + 1 < last:  # no file's, whole pages
+            place, size = (first + 1) * HUGE_PAGE_BYTES, (last - first - 1) * HUGE_PAGE_BYTES
+            _libc.madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), MADV_COLLAPSE)
 
 
 def end_with_parent() -> None:
@@ -75,11 +71,8 @@ def become_root() -> bool:
     user, group = os.geteuid(), os.getegid()
     if not LINUX or user == 0 or not _unshare(CLONE_NEWUSER | CLONE_NEWPID):
         return False
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"0 {user} 1"),
-        ("gid_map", f"0 {group} 1"),
-    ):
+    texts = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
+    for name, text in texts.items():
         with contextlib.suppress(OSError):
             Path(f"/proc/self/{name}").write_text(text)
     return True
@@ -141,30 +134,21 @@ def enter(limits: Limits) -> None:
 
 
 def _set_limits(seconds: int) -> None:
-    mapped = _get_mapped_bytes()
     wanted = {
-        "RLIMIT_AS": mapped + MAX_MEMORY_BYTES if mapped else None,
         "RLIMIT_CPU": seconds,
         "RLIMIT_FSIZE": MAX_FILE_BYTES,
         "RLIMIT_NOFILE": MAX_OPEN_FILES,
         "RLIMIT_CORE": 0,
     }
+    if LINUX:  # macOS does not keep to it
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        wanted["RLIMIT_AS"] = pages * resource.getpagesize() + MAX_MEMORY_BYTES
     for name, value in wanted.items():
-        limit = getattr(resource, name, None)
-        if limit is None or value is None:
-            continue
+        limit = getattr(resource, name)
         hard = resource.getrlimit(limit)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(limit, (value, value))
-
-
-def _get_mapped_bytes() -> int | None:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # macOS, whose kernel does not keep to RLIMIT_AS
-        return None
-    return pages * resource.getpagesize()
 
 
 # --- Linux --------------------------------------------------------------------------------------
@@ -210,11 +194,6 @@ def _mount_folder(folder: str) -> None:
     _libc.mount(b"tmpfs", folder.encode(), b"tmpfs", flags, options)
 
 
-class _PathBeneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("allowed_access", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
-
-
 def _restrict_files(limits: Limits) -> None:
     """Allow, by Landlock, reading where `limits` says and writing in the folder, nothing else."""
     no_attributes = (None, ctypes.c_size_t(0))
@@ -244,10 +223,9 @@ def _restrict_files(limits: Limits) -> None:
     for path, access in allowed:
         if not os.path.exists(path):
             continue
-        if not os.path.isdir(path):
-            access &= of_one_file
         descriptor = os.open(path, os.O_PATH)
-        rule = ctypes.byref(_PathBeneath(access, descriptor))
+        access = access if os.path.isdir(path) else access & of_one_file
+        rule = struct.pack("<Qi", access, descriptor)  # struct landlock_path_beneath_attr
         _libc.syscall(SYS_LANDLOCK_ADD_RULE, ruleset, LANDLOCK_RULE_PATH_BENEATH, rule, 0)
         os.close(descriptor)
     _libc.syscall(SYS_LANDLOCK_RESTRICT_SELF, ruleset, 0)

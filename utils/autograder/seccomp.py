@@ -105,9 +105,9 @@ def build_filter(machine: str) -> bytes:
     for calls, verdict in (
         (REFUSED_CALLS, REFUSE), (PRETENDED_CALLS, PRETEND), (UNKNOWN_CALLS, UNKNOWN)
     ):  # fmt: skip
-        for numbers in calls.values():
-            if numbers[place] is not None:
-                program += [_say(JUMP_IF_EQUAL, numbers[place], otherwise=1), _say(RETURN, verdict)]
+        for number in (numbers[place] for numbers in calls.values()):
+            if number is not None:
+                program += [_say(JUMP_IF_EQUAL, number, otherwise=1), _say(RETURN, verdict)]
     for numbers, argument, bits, values, verdict, other in EXAMINED_CALLS.values():
         look = [_say(LOAD, ARGUMENTS + ARGUMENT_BYTES * argument), _say(AND, bits)]
         for n, value in enumerate(values):  # over the other values, and what comes if it is none
