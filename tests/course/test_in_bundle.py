@@ -85,19 +85,15 @@ def test_a_bundle_knows_two_mistakes_at_once(in_a_bundle):
 
 def test_a_bundle_knows_two_mistakes_that_fail_different_checks(in_a_bundle, monkeypatch):
     exercise = "normalize_reward"
-    checks = [check for check in get_checks("ch2_ppo")[exercise] if check.public]
+    first, second = [check for check in get_checks("ch2_ppo")[exercise] if check.public][:2]
     mistakes = [m for m in get_mistakes("ch2_ppo") if m.exercise == exercise]
     known = in_a_bundle("ch2_ppo", exercise)
-    first, second = checks[:2]
     failing = next(m for m in mistakes if not grade_answer(first, m).passed)
     bad, good = grade_answer(first, failing), grade_answer(second, failing)
-    observed = [*bad.observations]
+    observed, same = [*bad.observations], recorded.SAME
     one, other = (
-        recorded.RecordedMistake(exercise, sentence, {path: observed, rest: recorded.SAME})
-        for sentence, path, rest in (
-            ("One.", first.path, second.path),
-            ("Other.", second.path, first.path),
-        )
+        recorded.RecordedMistake(exercise, "One.", {first.path: observed, second.path: same}),
+        recorded.RecordedMistake(exercise, "Other.", {second.path: observed, first.path: same}),
     )
     known = dataclasses.replace(known, mistakes=(one, other))
     monkeypatch.setattr(recorded, "load", lambda chapter: known)

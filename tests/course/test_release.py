@@ -1,6 +1,7 @@
 """The bundles: what they must not hold, and that they work where they are unpacked."""
 
 import ast
+import functools
 import hashlib
 import importlib
 import inspect
@@ -43,16 +44,7 @@ IDIOMS = {  # of writing files, which the course's own modules have as well
 }
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory):
-    made = {}
-
-    def get(chapter: str) -> dict[str, bytes]:
-        if chapter not in made:
-            made[chapter] = collect_course(chapter)
-        return made[chapter]
-
-    return get
+collect = functools.cache(collect_course)
 
 
 def get_lines(files: dict[str, bytes]) -> set[str]:
@@ -73,8 +65,8 @@ def get_body(node: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_bundle_holds_no_solution(chapter, bundles):
-    files = bundles(chapter)
+def test_a_bundle_holds_no_solution(chapter):
+    files = collect(chapter)
     later = get_chapters()[get_chapters().index(chapter) :]
     assert not [name for name in files if any(name == f"solutions/{s}.py" for s in later)]
     bundle = get_lines(files)
@@ -96,15 +88,15 @@ def test_a_bundle_holds_no_solution(chapter, bundles):
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_bundle_holds_no_hidden_check_and_no_mistake(chapter, bundles):
-    data = b"\n".join(bundles(chapter).values())
+def test_a_bundle_holds_no_hidden_check_and_no_mistake(chapter):
+    data = b"\n".join(collect(chapter).values())
     for exercise, checks in get_checks(chapter).items():
         for check in checks:
             assert (f"def {check.name}(".encode() in data) == check.public, (exercise, check.name)
     # What is right in one chapter can be a mistake in another.
     chapters = get_chapters()[: get_chapters().index(chapter) + 1]
     right = get_lines({s: get_source(s).encode() for s in chapters})
-    bundle = get_lines(bundles(chapter))
+    bundle = get_lines(collect(chapter))
     for (mistake,) in (answer.mistakes for answer in get_mistakes(chapter)):
         parts = [mistake.code.splitlines(), *(diff.after for diff in mistake.diffs)]
         wrong = {line.strip() for lines in parts for line in lines} - right
@@ -120,8 +112,8 @@ def find_names(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_bundle_holds_what_its_notebook_and_its_readme_name(chapter, bundles):
-    files = bundles(chapter)
+def test_a_bundle_holds_what_its_notebook_and_its_readme_name(chapter):
+    files = collect(chapter)
     there = set(files) | {parent.as_posix() for name in files for parent in Path(name).parents}
     modules = {name.removesuffix(".py") for name in files if name.endswith(".py")}
     notebook = nbformat.reads(files[f"chapters/{chapter}.ipynb"].decode(), as_version=4)
@@ -184,22 +176,21 @@ def adapt(function: Any, solution: Any, raised: list[Exception], is_detached: bo
     could not take them."""
     asked = inspect.signature(solution)
     known = inspect.signature(function).parameters.values()
-    taken = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = [p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in known if p.default is p.empty and p.kind not in (2, 4)]
     least = [p for p in asked.parameters.values() if p.default is p.empty]
-    if not len(needed) <= len(asked.parameters) or len(taken) < len(least):
+    if len(needed) > len(asked.parameters) or len(taken) < len(least):
         return None
-    by_name = {*needed} <= {*asked.parameters}
 
     def answer(*args, **kwargs):
         bound = asked.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments
         try:
-            if by_name:
-                found = function(**{p.name: values[p.name] for p in taken if p.name in values})
+            if {*needed} <= {*asked.parameters}:
+                found = function(**{name: values[name] for name in taken if name in values})
             else:
-                found = function(*list(values.values())[: len(taken)])
+                found = function(*[*values.values()][: len(taken)])
         except Exception as error:
             raised.append(error)
             raise
@@ -222,11 +213,11 @@ def count_points(chapter: str, exercise: str, answer: Any, raised: list[Exceptio
 
 @needs_time
 @pytest.mark.parametrize("chapter", get_chapters())
-def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch, tmp_path):
+def test_nothing_that_a_bundle_ships_is_an_answer(chapter, monkeypatch, tmp_path):
     """Each function of a bundle's tests and utils, as it is and with what it returns detached,
     earns no more than a null answer, which other tests see to."""
     monkeypatch.chdir(tmp_path)
-    shipped, earned = find_shipped(bundles(chapter)), {}
+    shipped, earned = find_shipped(collect(chapter)), {}
     reference = StudentNames(vars(get_reference(chapter)))
     for check in (check for checks in get_checks(chapter).values() for check in checks):
         if not check.slow:  # what is expected is known before a model is changed in place
@@ -259,36 +250,37 @@ def test_nothing_that_a_bundle_ships_is_an_answer(chapter, bundles, monkeypatch,
     assert not {key: points for key, points in earned.items() if points and key not in GIVEN}
 
 
-def is_exercise(cell) -> bool:
-    return cell.metadata.get("tags", [""])[0] == "exercise"
+def get_tags(cell) -> list[str]:
+    """What kind of cell it is, and the exercise."""
+    return cell.metadata.get("tags", ["", ""])
+
+
+def read_output(cell) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path, monkeypatch):
+def test_the_notebook_works_from_the_unpacked_bundle(chapter, tmp_path, monkeypatch):
     """With the solutions filled in every public check passes; a mistake gets its sentence.
 
     The first chapter's notebook stands alone beside the zip, as when both are uploaded.
     """
-    files = {f"{chapter}/{name}": data for name, data in bundles(chapter).items()}
+    files = {f"{chapter}/{name}": data for name, data in collect(chapter).items()}
     files[f"{chapter}/VERSION"] = b"0.9"  # of another bundle than the notebook
     write_zip(tmp_path / f"{chapter}.zip", files)
     folder = tmp_path
     if chapter != FIRST:
         zipfile.ZipFile(tmp_path / f"{chapter}.zip").extractall(tmp_path)
         folder = tmp_path / chapter / "chapters"
-    student = files[f"{chapter}/chapters/{chapter}.ipynb"].decode()
-    notebook = nbformat.reads(student, as_version=4)
-    solutions = {
-        cell.metadata["tags"][1]: cell.source
-        for cell in build(chapter, Edition(solved=True)).cells
-        if is_exercise(cell)
-    }
+    notebook = nbformat.reads(files[f"{chapter}/chapters/{chapter}.ipynb"].decode(), as_version=4)
+    solved = build(chapter, Edition(solved=True)).cells
+    solutions = {get_tags(c)[1]: c.source for c in solved if get_tags(c)[0] == "exercise"}
     kept = []
     for cell in notebook.cells:
-        kind, *names = cell.metadata.get("tags", [""])
+        kind, *names = get_tags(cell)
         if kind == "exercise":
             cell.source = solutions[names[0]]
-        is_above = cell.cell_type == "code" and not any(map(is_exercise, kept))
+        is_above = cell.cell_type == "code" and not any(get_tags(c)[0] == "exercise" for c in kept)
         if is_above or kind in ("setup", "imports", "given", "exercise", "check", "inherited"):
             kept.append(cell)
     if chapter == FIRST:
@@ -301,25 +293,21 @@ def test_the_notebook_works_from_the_unpacked_bundle(chapter, bundles, tmp_path,
     notebook.cells = kept
     monkeypatch.delenv("PYTHONPATH", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    executed = execute(notebook, folder)
-    said = {
-        cell.metadata["tags"][1]: "".join(o.get("text", "") for o in cell.outputs)
-        for cell in executed.cells
-        if cell.metadata.get("tags", [""])[0] in ("check", "inherited")
-    }
+    executed = execute(notebook, folder).cells
+    checks = [cell for cell in executed if get_tags(cell)[0] in ("check", "inherited")]
+    said = {get_tags(cell)[1]: read_output(cell) for cell in checks}
     assert set(said) == set(get_checks(chapter))
-    setup = next(cell for cell in executed.cells if cell.metadata.get("tags") == ["setup"])
-    printed = "".join(output.get("text", "") for output in setup.outputs)
+    (setup,) = (cell for cell in executed if get_tags(cell)[0] == "setup")
+    printed = read_output(setup)
     assert f"This notebook is of version {get_version()} of the course, and " in printed
     assert " is of 0.9.\n" in printed
-    passed = "passes the public checks: "
-    failed = {name: text for name, text in said.items() if "✗" in text or passed not in text}
-    assert not failed
     for name, text in said.items():
+        assert "✗" not in text
+        assert "passes the public checks: " in text
         assert f" of {len(get_checks(chapter)[name])} checks" in text
         assert "solved" not in text
     if chapter == FIRST:
-        *_, left, last = ("".join(o.get("text", "") for o in c.outputs) for c in executed.cells)
+        *_, left, last = map(read_output, executed)
         assert left.endswith("and there are no solutions here: left_pad\n")
         assert "→ " in last
         assert "ch0_sampling" in last
@@ -358,8 +346,8 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     assert results["extra_data"]["version"] == report["version"] == get_version()
 
 
-def test_what_is_released_carries_the_version_and_the_date_of_the_commit(bundles, tmp_path):
-    for name, files in (("course", bundles(FIRST)), ("autograder", collect_autograder(FIRST))):
+def test_what_is_released_carries_the_version_and_the_date_of_the_commit(tmp_path):
+    for name, files in (("course", collect(FIRST)), ("autograder", collect_autograder(FIRST))):
         assert files[PACKED].decode() == get_version()
         paths = [tmp_path / f"{name}{n}.zip" for n in range(2)]
         for path in paths:
@@ -372,14 +360,14 @@ def test_what_is_released_carries_the_version_and_the_date_of_the_commit(bundles
 
 @needs_time
 @pytest.mark.parametrize("chapter", get_chapters())
-def test_two_builds_of_a_bundle_are_equal_byte_for_byte(chapter, bundles):
+def test_two_builds_of_a_bundle_are_equal_byte_for_byte(chapter):
     """The other in a process whose sets and dictionaries have another order."""
     build = "import sys, utils.authoring.release as r; files = r.collect_course(sys.argv[1])"
     digest = "print(hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest())"
     command = [sys.executable, "-c", f"import hashlib; {build}; {digest}", chapter]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
     other = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    here = hashlib.sha256(repr(sorted(bundles(chapter).items())).encode()).hexdigest()
+    here = hashlib.sha256(repr(sorted(collect(chapter).items())).encode()).hexdigest()
     assert other.stdout.decode().strip() == here
 
 

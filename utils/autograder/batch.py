@@ -13,13 +13,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
 from utils.autograder import protections
+from utils.grading.points import load_points
 from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def grade_all(
                 pair = busy[connection]
                 name, pair.name = str(pair.name), None
                 try:
-                    report = _receive(pair.connection)
+                    report = pair.connection.recv()
                 except (EOFError, OSError):
                     _stop(pair)
                     pairs[pairs.index(pair)] = _start(options)
@@ -108,14 +109,6 @@ def grade_all(
             _stop(pair)
 
 
-def _receive(connection: Connection) -> Any:
-    """Return what a worker says. Raises ValueError for words, which are of an error."""
-    said = connection.recv()
-    if isinstance(said, str):
-        raise ValueError(said)
-    return said
-
-
 def make_empty_report(name: str, problem: str) -> dict[str, Any]:
     """Return the report of a submission that could not be graded."""
     return {
@@ -130,7 +123,7 @@ def find_missing_protections(options: Options) -> list[str]:
     pair = _start(options)
     try:
         pair.connection.send(None)
-        active = _receive(pair.connection)
+        active = pair.connection.recv()
     finally:
         _stop(pair)
     return [name for name in protections.PROTECTIONS if name not in active]
@@ -155,6 +148,7 @@ def _start_forkserver() -> Connection:
 
 
 def _start(options: Options) -> Pair:
+    points = load_points(options.points)
     forkserver = _start_forkserver()
     ours, theirs = Pipe()
     reduction.send_handle(forkserver, theirs.fileno(), None)
@@ -163,7 +157,7 @@ def _start(options: Options) -> Pair:
     except (EOFError, OSError) as error:
         raise ValueError("the process that forks all others ended: its error is above") from error
     theirs.close()
-    ours.send(replace(options, points=options.points.absolute()))
+    ours.send((options, points))
     return Pair(ours, pids)
 
 

@@ -26,7 +26,6 @@ from typing import Any
 from utils.autograder import child, jobs, sandbox
 from utils.autograder.grader import Grader
 from utils.autograder.reading import SubmittedFiles, read_submission
-from utils.grading.points import load_points
 from utils.models.loading import IN_THIS_REPO, boot_ahead
 
 ROOT = Path(__file__).parents[2]
@@ -149,21 +148,13 @@ def _get_limits() -> sandbox.Limits:
 
 
 def _work(connection: Connection, to_server: Connection) -> None:
-    """Get the options, then grade what comes until the other side closes: the trusted worker.
-
-    For None instead of a submission it gives the protections that a child has.
+    """Be the trusted worker: get the options and the points, then grade what comes until the other
+    side closes. For None instead of a submission it gives the protections that a child has.
     """
     with contextlib.suppress(EOFError, OSError):
-        options = connection.recv()
-        try:
-            points = load_points(options.points)
-        except ValueError as error:
-            connection.recv()
-            connection.send(str(error))
-            return
+        options, points = connection.recv()
         while True:
-            task = connection.recv()
-            if task is None:
+            if (task := connection.recv()) is None:
                 nothing = {"file": ("", b""), "names": {"": set()}}
                 job = jobs.Job("list_definitions", options.seconds, nothing)
                 connection.send(jobs.ask(to_server, job).protections)

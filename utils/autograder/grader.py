@@ -62,12 +62,10 @@ NOT_RUN = "was not run, as others took too long"
 
 
 class GraderError(Mismatch):
-    """No mismatch, but an error of the grader: nothing is known of the student's work."""
+    """No mismatch, but an error of the grader: nothing is known of the student's work.
 
-    @property
-    def error(self) -> str:
-        """Return what is said in the report, which is an instructor's to read."""
-        return self.values
+    Its `values` are what is said in the report, which is an instructor's to read.
+    """
 
 
 def _blame(error: Exception | str) -> GraderError:
@@ -111,14 +109,11 @@ class Grader:
                     continue
                 one = _Exercise(self, chapter, exercise, files, self.options.secret)
                 name, before = exercise.partition(".")[0], self.seconds_used
-                if name in defined:
-                    verdicts, sentence = self._grade_best(one, name)
-                else:
-                    verdicts, sentence = one.miss(name), None
+                verdicts, sentence = self._grade_best(one, name) if name in defined else one.miss()
                 seconds = self.seconds_used - before
                 exercises.append(_describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
-        self._describe_running()
+        self.problems += self._describe_running()
         if by_chapter and not by_chapter.keys() & {*chapters}:
             found, wanted = ", ".join(by_chapter), ", ".join(chapters)
             self.problems.append(f"it defines exercises of {found}, but what was set is {wanted}")
@@ -159,40 +154,43 @@ class Grader:
     def note(self, seen: dict[str, Any], chapter: str, is_open: bool) -> bool:
         """Keep what a child says of the statements that it ran; return whether it is to run once
         more without one of them. is_open: whether it knew of no more than students may see."""
-        slow = [p for p in _as_list(seen.get("slow")) if p in {*self.places} - {*self.slow}]
-        is_new = bool(slow) and len(self.slow) < MAX_SLOW
-        self.slow += slow[:1] * is_new
-        if not is_new:  # what runs once more may import what was not there yet
-            self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
-            self.failed += _as_list(seen.get("failed")) * is_open
-            if names := _as_list(seen.get("replaced")):
-                known = get_chapter_source(chapter).get_names().intersection(names)
-                self.replaced.setdefault(chapter, set()).update(known)
-        return is_new
+        slow = [p for p in _as_list(seen.get("slow")) if p in self.places and p not in self.slow]
+        if slow and len(self.slow) < MAX_SLOW:
+            self.slow.append(slow[0])
+            return True  # what runs once more may import what was not there yet
+        self.stopped += [p for p in _as_list(seen.get("stopped")) if p in self.places]
+        self.failed += _as_list(seen.get("failed")) * is_open
+        if names := _as_list(seen.get("replaced")):
+            known = get_chapter_source(chapter).get_names().intersection(names)
+            self.replaced.setdefault(chapter, set()).update(known)
+        return False
 
     @property
     def patience(self) -> float:
         """Return the seconds that one statement of a submission may take."""
         return min(MAX_STATEMENT_SECONDS, self.options.seconds / PATIENCE_SHARE)
 
-    def _describe_running(self) -> None:
+    def _describe_running(self) -> list[str]:
         """Say which statements were stopped or replaced, and which imports failed, but not of the
         course's own modules, which is said elsewhere."""
-        self.problems += [
-            f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left out"
-            for place in self.slow
+        return [
+            *(
+                f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left"
+                " out"
+                for place in self.slow
+            ),
+            *(
+                f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
+                for place in dict.fromkeys(self.stopped)
+            ),
+            *(
+                f"{chapter}: what the notebook gives of {', '.join(sorted(names))} does not run"
+                " with this version of the course as it was handed in: the course's own took its"
+                " place, beside what you wrote"
+                for chapter, names in self.replaced.items()
+            ),
+            *[*dict.fromkeys(self.failed)][:MAX_FAILED],
         ]
-        self.problems += [
-            f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
-            for place in dict.fromkeys(self.stopped)
-        ]
-        self.problems += [
-            f"{chapter}: what the notebook gives of {', '.join(sorted(names))} does not run with"
-            " this version of the course as it was handed in: the course's own took its place,"
-            " beside what you wrote"
-            for chapter, names in self.replaced.items()
-        ]
-        self.problems += [*dict.fromkeys(self.failed)][:MAX_FAILED]
 
     @property
     def is_out_of_time(self) -> bool:
@@ -298,11 +296,7 @@ class Grader:
 
 
 def _describe(
-    chapter: str,
-    exercise: str,
-    verdicts: list[Verdict],
-    sentence: str | None,
-    seconds: float,
+    chapter: str, exercise: str, verdicts: list[Verdict], sentence: str | None, seconds: float
 ) -> dict[str, Any]:
     checks = [
         {
@@ -384,8 +378,8 @@ class _Exercise:
         """
         verdicts = self._run_checks(is_alone=False)
         if not all(v.passed or v.is_stub for v in verdicts):
-            is_late = self._took_too_long(verdicts)
-            again = self._run_checks(is_alone=True, max_timeouts=1 if is_late else MAX_TIMEOUTS)
+            most = 1 if _took_too_long(verdicts) else MAX_TIMEOUTS
+            again = self._run_checks(is_alone=True, max_timeouts=most)
             if _rank(again) > _rank(verdicts):
                 verdicts = again
         if all(verdict.passed for verdict in verdicts) or any(map(_get_error, verdicts)):
@@ -396,19 +390,19 @@ class _Exercise:
         except Exception:  # costs the sentence, and no marks
             return verdicts, None
 
-    def miss(self, name: str) -> list[Verdict]:
+    def miss(self) -> tuple[list[Verdict], None]:
         """Return the verdicts on what is not there."""
-        mismatch = Mismatch(f"{name} is not defined")
-        return [Verdict(check, (), mismatch) for check in get_checks(self.chapter)[self.exercise]]
+        mismatch = Mismatch(f"{self.exercise.partition('.')[0]} is not defined")
+        checks = get_checks(self.chapter)[self.exercise]
+        return [Verdict(check, (), mismatch) for check in checks], None
 
     def _run_checks(self, is_alone: bool, max_timeouts: int = MAX_TIMEOUTS) -> list[Verdict]:
         verdicts: list[Verdict] = []
         for check in get_checks(self.chapter)[self.exercise]:
             if verdicts and verdicts[0].is_unwritten:
                 verdicts.append(replace(verdicts[0], check=check))
-            elif self._took_too_long(verdicts, max_timeouts) or self.grader.is_out_of_time:
-                mismatch = Mismatch(NOT_RUN)
-                verdicts.append(Verdict(check, (), mismatch))
+            elif _took_too_long(verdicts, max_timeouts) or self.grader.is_out_of_time:
+                verdicts.append(Verdict(check, (), Mismatch(NOT_RUN)))
             else:
                 verdicts.append(self._run_check(check, is_alone))
         return verdicts
@@ -428,9 +422,6 @@ class _Exercise:
             if verdict is not None:
                 return verdict
             job.arguments["skipped"] = frozenset(self.grader.slow)
-
-    def _took_too_long(self, verdicts: list[Verdict], most: int = MAX_TIMEOUTS) -> bool:
-        return sum(verdict.is_timeout for verdict in verdicts) >= most
 
     def _make_job(self, check: Check, seconds: int, is_alone: bool) -> Job:
         chapters = get_chapters()
@@ -531,8 +522,12 @@ def _find_fault(check: Check, index: int, secret: str) -> GraderError | None:
     return None if mismatch is None else _blame(f"it rejects the reference: {mismatch.message}")
 
 
+def _took_too_long(verdicts: list[Verdict], most: int = MAX_TIMEOUTS) -> bool:
+    return sum(verdict.is_timeout for verdict in verdicts) >= most
+
+
 def _get_error(verdict: Verdict) -> str:
-    return verdict.mismatch.error if isinstance(verdict.mismatch, GraderError) else ""
+    return verdict.mismatch.values if isinstance(verdict.mismatch, GraderError) else ""
 
 
 def _rank(verdicts: list[Verdict]) -> tuple[float, int]:

@@ -141,12 +141,14 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
     left_out: list[str] = []
     others: dict[str, bytes | None] = {}  # None for one that is too large
     for entry, read in found:
-        if not entry.lower().endswith(SUFFIXES) or _is_skipped(entry):
-            if not _is_skipped(entry) and not _fold(entry).startswith(own):
-                _read_data(entry, read, others)
+        is_code = entry.lower().endswith(SUFFIXES)
+        if _is_skipped(entry):
             continue
         if _fold(entry).startswith(own):
-            left_out.append(entry)
+            left_out += [entry] * is_code
+            continue
+        if not is_code:
+            _read_data(entry, read, others)
             continue
         if len(files) + len(problems) >= MAX_FILES:
             problems.append(f"only the first {MAX_FILES} files are read")

@@ -1,6 +1,7 @@
 """What a batch leaves: JSON, Gradescope's results.json, a CSV of the class, and HTML pages."""
 
 import csv
+import io
 import json
 import os
 from collections import Counter
@@ -26,7 +27,7 @@ def write_submission(folder: Path, report: Report) -> None:
 def _write(path: Path, text: str) -> None:
     """Write all of it or nothing, whenever this process is ended."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace", newline="")
     os.replace(partial, path)
 
 
@@ -105,24 +106,19 @@ def format_exercise(exercise: Report) -> str:
 def write_class(out: Path, reports: list[Report]) -> None:
     """Write class.csv and class.html, of all submissions together."""
     reports = sorted(reports, key=lambda report: report["submission"])
-    names = {(e["chapter"], e["name"]): e["max_score"] for r in reports for e in r["exercises"]}
-    partial = out / "class.csv.partial"
-    with partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        writer = csv.writer(file)
-        columns = ["submission", "score", "max_score", *(f"{s} {n}" for s, n in names)]
-        columns += ["seconds", "problems", "not graded"]
-        writer.writerow(columns)
-        for report in reports:
-            scores = {(e["chapter"], e["name"]): e["score"] for e in report["exercises"]}
-            row = [shield(report["submission"]), report["score"], report["max_score"]]
-            row += [scores.get(name, "") for name in names]
-            row += [report["seconds"], shield(say_problems(report))]
-            writer.writerow([*row, "; ".join(report["not_graded"])])
-    os.replace(partial, out / "class.csv")
+    names = dict.fromkeys(f"{e['chapter']} {e['name']}" for r in reports for e in r["exercises"])
+    columns = ["submission", "score", "max_score", *names, "seconds", "problems", "not graded"]
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, columns, extrasaction="ignore")
+    writer.writeheader()
+    for report in reports:
+        scores = {f"{e['chapter']} {e['name']}": e["score"] for e in report["exercises"]}
+        own = {"submission": shield(report["submission"]), "problems": shield(say_problems(report))}
+        writer.writerow(report | scores | own | {"not graded": "; ".join(report["not_graded"])})
+    _write(out / "class.csv", table.getvalue())
     versions = sorted({report["version"] for report in reports if "version" in report})
     values = {"reports": reports, "versions": versions, "say_problems": say_problems}
-    values |= summarize(reports)
-    _write(out / "class.html", _render("class.html", **values))
+    _write(out / "class.html", _render("class.html", **values, **summarize(reports)))
 
 
 def say_problems(report: Report) -> str:
@@ -134,26 +130,24 @@ def say_problems(report: Report) -> str:
 
 def summarize(reports: list[Report]) -> dict[str, Any]:
     """Summarize for the class page each exercise's mean, the mistakes, and the spread of scores."""
-    rows: dict[tuple[str, str], list[Report]] = {}
+    rows: dict[str, list[Report]] = {}
     mistakes: Counter[tuple[str, str]] = Counter()
-    for report in reports:
-        for exercise in report["exercises"]:
-            rows.setdefault((exercise["chapter"], exercise["name"]), []).append(exercise)
-            if exercise["sentence"]:
-                mistakes[f"{exercise['chapter']} {exercise['name']}", exercise["sentence"]] += 1
-    graded = [(*key, [e for e in all_of_it if not e["not_graded"]], len(all_of_it))
-              for key, all_of_it in rows.items()]  # fmt: skip
-    exercises = [
-        {
-            "name": f"{chapter} {name}",
-            "mean": sum(e["score"] for e in found) / max(len(found), 1),
-            "max_score": found[0]["max_score"] if found else 0,
-            "full": sum(e["score"] >= e["max_score"] for e in found),
-            "n": len(found),
-            "not_graded": n_all - len(found),
-        }
-        for chapter, name, found, n_all in graded
-    ]
+    for exercise in (exercise for report in reports for exercise in report["exercises"]):
+        name = f"{exercise['chapter']} {exercise['name']}"
+        rows.setdefault(name, []).append(exercise)
+        if exercise["sentence"]:
+            mistakes[name, exercise["sentence"]] += 1
+    exercises = []
+    for name, found in rows.items():
+        graded = [exercise for exercise in found if not exercise["not_graded"]]
+        exercises.append({
+            "name": name,
+            "mean": sum(e["score"] for e in graded) / max(len(graded), 1),
+            "max_score": graded[0]["max_score"] if graded else 0,
+            "full": sum(e["score"] >= e["max_score"] for e in graded),
+            "n": len(graded),
+            "not_graded": len(found) - len(graded),
+        })  # fmt: skip
     shares = [r["score"] / r["max_score"] for r in reports if r["max_score"]]
     bins = [sum(min(int(share * 10), 9) == b for share in shares) for b in range(10)]
     return {"exercises": exercises, "mistakes": mistakes.most_common(), "bins": bins}

@@ -163,9 +163,24 @@ def write_grades(
         mine = [r for r in reports if owners.get(r["submission"]) is person]
         grades.append(_grade(person, mine, set_in_all, said))
     possible = set_in_all if chapters else max((grade.most for grade in grades), default=0)
-    for name, (head, rows) in _make_exports(grades, assignment, possible).items():
-        with (out / name).open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([shield(cell) for cell in row] for row in (head, *rows))
+    pairs = [(grade, grade.person) for grade in grades]
+    _write_csv(
+        out / "grades.csv",
+        ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
+        *((p.id, p.name, g.files, g.score, p.late, p.adjustment, g.total, g.most, p.comment)
+          for g, p in pairs),
+    )  # fmt: skip
+    _write_csv(
+        out / "canvas.csv",
+        ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
+        ("    Points Possible", "", "", "", "", round(possible, 4)),
+        *((p.name, p.id, "", p.email, "", g.total) for g, p in pairs),
+    )
+    _write_csv(
+        out / "moodle.csv",
+        ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
+        *((p.id, p.name, p.email, g.total, p.comment) for g, p in pairs),
+    )
     if len({grade.most for grade in grades if grade.files}) > 1 and not chapters:
         said.append(
             "people handed in different chapters, so the points to reach differ (`of` in"
@@ -193,27 +208,9 @@ def _grade(
     return Grade(person, files, round(score, 2), person.count(score), round(most, 4))
 
 
-def _make_exports(
-    grades: list[Grade], assignment: str, possible: float
-) -> dict[str, tuple[tuple[str, ...], list[tuple]]]:
-    """Return the head and the rows of each file."""
-    pairs = [(grade, grade.person) for grade in grades]
-    return {
-        "grades.csv": (
-            ("id", "name", "submission", "score", "late", "adjustment", "total", "of", "comment"),
-            [(p.id, p.name, g.files, g.score, p.late, p.adjustment, g.total, g.most, p.comment)
-             for g, p in pairs],
-        ),
-        "canvas.csv": (
-            ("Student", "ID", "SIS User ID", "SIS Login ID", "Section", assignment),
-            [("    Points Possible", "", "", "", "", round(possible, 4)),
-             *((p.name, p.id, "", p.email, "", g.total) for g, p in pairs)],
-        ),
-        "moodle.csv": (
-            ("ID number", "Full name", "Email address", assignment, "Feedback comments"),
-            [(p.id, p.name, p.email, g.total, p.comment) for g, p in pairs],
-        ),
-    }  # fmt: skip
+def _write_csv(path: Path, *rows: tuple) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(map(shield, row) for row in rows)
 
 
 def _say_owners(people: list[Person]) -> str:
