@@ -16,21 +16,23 @@ Format: PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint.
 import argparse
 import json
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformer_lens  # noqa: F401  before transformers
 from jaxtyping import Float
+from peft import LoraConfig, PeftConfig
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
@@ -58,10 +60,11 @@ NAMES = {  # of the linear layers in a block: GPT-2's, and those of the other mo
     "mlp.gate": (None, "mlp.gate_proj"),
     "mlp.out": ("mlp.c_proj", "mlp.down_proj"),
 }
-# Options of PEFT under which an adapter is more than x A B alpha / rank on some linear layers.
-REFUSED = """use_dora use_rslora use_qalora use_bdlora lora_bias modules_to_save target_parameters
-trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config
-monteclora_config""".split()
+# Fields of PEFT's configuration that may differ from its defaults: under all others an adapter is
+# more than x A B alpha / rank on some linear layers.
+OPEN = """task_type base_model_name_or_path revision auto_mapping peft_version inference_mode r
+lora_alpha rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
+layers_pattern fan_in_fan_out lora_dropout init_lora_weights""".split()
 FUSED = (
     ": an adapter that was trained on c_attn as a whole has one A for q, k and v, and cannot be "
     "taken apart into adapters of this rank"
@@ -199,12 +202,12 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
 
     Nothing but the adapters is changed, and nothing at all unless everything fits.
 
-    Raises ValueError for a missing or damaged file, for options that the course does not have
-    (DoRA, rsLoRA, trained biases, ...), for other sites, ranks or alpha / rank, and for an adapter
-    on GPT-2's `c_attn` that is not three adapters of this rank.
+    Raises ValueError where there is no adapter, for options that the course does not have (DoRA,
+    rsLoRA, trained biases, ...), for other sites, ranks or alpha / rank, and for an adapter on
+    GPT-2's `c_attn` that is not three adapters of this rank.
     """
     groups, folder = group_sites(model), Path(folder)
-    config, tensors = _read_config(folder / CONFIG), _read_tensors(folder / WEIGHTS)
+    config, tensors = _read_config(folder), load_file(folder / WEIGHTS)
     names = {f"{PREFIX}{module}.lora_{which}.weight" for module in groups for which in "AB"}
     missing, unknown = sorted(names - tensors.keys()), sorted(tensors.keys() - names)
     require(
@@ -222,7 +225,13 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
             f"A and B of {module} should be {expected}, of {len(sites)} times this model's rank, "
             f"but are {found}" + FUSED * module.endswith(".c_attn"),
         )
-        _check_scaling(config, module, found[0][1], float(model.adapters[sites[0]].scaling))
+        key = get_pattern_key(config.alpha_pattern, module)
+        scaling = config.alpha_pattern.get(key, config.lora_alpha) / lora_A.shape[1]
+        own_scaling = float(model.adapters[sites[0]].scaling)
+        require(
+            math.isclose(scaling, own_scaling),
+            f"alpha / rank of {module} should be {own_scaling}, but is {scaling}",
+        )
         parts = zip(sites, lora_A.chunk(len(sites), 1), lora_B.chunk(len(sites)), strict=True)
         for site, part_A, part_B in parts:
             before, after = _calc_margins(module, site, model.adapters[site].lora_B.shape[1])
@@ -235,57 +244,22 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
     model.load_trainable_state(model.trainable_state() | state)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    require(path.is_file(), f"folder should hold a PEFT adapter, but {path} is not there")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} should be JSON, but is not: {error}") from error
-    require(isinstance(config, dict), f"{path} should hold an object, but holds {config!r}")
-    kind = config.get("peft_type")
-    require(kind == "LORA", f"peft_type in {path} should be 'LORA', but is {kind!r}")
-    for name in REFUSED:
-        value = config.get(name)
-        require(not value, f"{name} in {path} should be off, as the course has none: {value!r}")
-    bias = config.get("bias", "none")
-    require(bias == "none", f"bias in {path} should be 'none', but is {bias!r}")
-    start = config.get("init_lora_weights", True)
+def _read_config(folder: Path) -> LoraConfig:
+    """Read a configuration by PEFT, which would look for a folder that isn't here on the hub."""
+    require(folder.is_dir(), f"folder should hold a PEFT adapter, but {folder} is not there")
+    config, plain = PeftConfig.from_pretrained(folder), LoraConfig()
+    kind = type(config).__name__
+    require(isinstance(config, LoraConfig), f"the adapter should be of LoRA, but has a {kind}")
+    given = {field.name: getattr(config, field.name) for field in fields(config)}
+    odd = {k: v for k, v in given.items() if k not in OPEN and v != getattr(plain, k)}
+    require(not odd, f"the adapter should have no options that the course has not, but has {odd}")
+    start = config.init_lora_weights
     require(
         start in STARTS,
-        f"init_lora_weights in {path} should be among {list(STARTS)}, as others change the base's "
-        f"weights, but is {start!r}",
+        f"init_lora_weights should be among {list(STARTS)}, as others change the base's weights, "
+        f"but is {start!r}",
     )
     return config
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    require(path.is_file(), f"folder should hold a PEFT adapter, but {path} is not there")
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} should be a safetensors file, but is not: {error}") from error
-
-
-def _check_scaling(config: dict[str, Any], module: str, rank: int, scaling: float) -> None:
-    """Raise ValueError unless PEFT would scale a module's adapter of this rank as the course."""
-    found_rank = _look_up(config, "rank_pattern", module, "r")
-    alpha = _look_up(config, "alpha_pattern", module, "lora_alpha")
-    require(
-        found_rank == rank,
-        f"the rank of {module} should be {rank}, as its tensors are, but is {found_rank!r}",
-    )
-    require(
-        isinstance(alpha, int | float) and math.isclose(alpha / rank, scaling),
-        f"alpha / rank of {module} should be {scaling}, but alpha is {alpha!r} and rank {rank}",
-    )
-
-
-def _look_up(config: dict[str, Any], pattern: str, module: str, default: str) -> Any:
-    """Return a module's value: of the first pattern that its name ends in, or the default."""
-    for ending, value in (config.get(pattern) or {}).items():
-        if re.match(rf"(.*\.)?({ending})$", module):
-            return value
-    return config.get(default)
 
 
 # --- A checkpoint of its own ----------------------------------------------------------------------
@@ -352,15 +326,6 @@ def _require_own(folder: Path) -> None:
 # --- The command ----------------------------------------------------------------------------------
 
 
-@dataclass
-class TrainedAdapter:
-    """Hold an adapter of a run, with the names that a `LoraLayer` has."""
-
-    lora_A: Float[Tensor, "d_in rank"]
-    lora_B: Float[Tensor, "rank d_out"]
-    scaling: float
-
-
 def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
     """Load the base of a run, and the adapters of its checkpoint; name its tensors that belong to
     no adapter, as those of a value head, and give its arguments.
@@ -392,28 +357,17 @@ def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
     base = load_base_model(args["base_model"], "cpu", args.get("dtype"))
     adapters = {}
     for site in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        for name in (f"{site}.lora_A", f"{site}.lora_B"):
-            require(name in trained, f"{name} is missing from the checkpoint in {folder}")
         lora_A, lora_B = trained[f"{site}.lora_A"], trained[f"{site}.lora_B"]
-        expected = [*_get_sizes(base, site), rank]
-        found = [lora_A.shape[0], lora_B.shape[1], lora_A.shape[1]]
+        weight = base.get_submodule(site).original_component.weight  # of GPT-2 it is [d_in d_out]
+        expected = [*sorted(weight.shape), rank, rank]
+        found = [*sorted((len(lora_A), lora_B.shape[1])), lora_A.shape[1], len(lora_B)]
         require(
             found == expected,
-            f"d_in, d_out and rank at {site} should be {expected}, of {args['base_model']!r} and "
-            f"the run's lora_rank, but are {found}",
+            f"sizes and ranks at {site} should be {expected}, of {args['base_model']!r} and the "
+            f"run's lora_rank, but are {found}",
         )
-        adapters[site] = TrainedAdapter(lora_A, lora_B, scaling)
+        adapters[site] = SimpleNamespace(lora_A=lora_A, lora_B=lora_B, scaling=scaling)
     return Parts(base, adapters), [name for name in trained if name not in names], args
-
-
-def _get_sizes(base: Any, site: str) -> tuple[int, ...]:
-    """Return d_in and d_out of the linear layer at a site; nothing where there is none."""
-    try:
-        linear = base.get_submodule(site).original_component
-    except AttributeError:
-        return ()
-    sizes = tuple(linear.weight.shape)
-    return sizes[::-1] if isinstance(linear, nn.Linear) else sizes
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -430,8 +384,8 @@ def main(arguments: list[str] | None = None) -> None:
         parts, left_out, of_run = read_run(args.run)
         save = {"peft": save_peft_adapter, "merged": save_merged}[args.format]
         save(parts, args.out, of_run.get("prepend_bos", True))
-    except (OSError, ValueError) as error:
-        parser.exit(1, f"{error}\n")
+    except (OSError, ValueError, SafetensorError) as error:
+        parser.exit(1, f"error: {error}\n")
     if left_out:
         print(f"Left out, as the format has no place for a head: {', '.join(left_out)}.")
     print(f"{args.out} holds the {len(parts.adapters)} adapters of {args.run}, as {args.format}.")
