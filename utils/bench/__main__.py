@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from utils.bench import comparisons, gpu
-from utils.bench.report import format_report, publish, summarise
+from utils.bench.report import format_report, publish
 
 PARTS: dict[str, Callable[[], dict]] = {
     "steps": comparisons.measure_steps,
@@ -38,7 +38,6 @@ def main() -> None:
         results[part] = PARTS[part]()
         if part != "gpu":  # which says its own
             results["machine"] = describe_machine()
-        results["summary"] = summarise(results)
         OUT.parent.mkdir(exist_ok=True)
         partial = OUT.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")

@@ -22,10 +22,6 @@ from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 Between = Callable[[int], bool | None]  # called after each step; True ends the training
 
-# By architecture every linear layer of the blocks.
-GATED = (*ALL_LINEAR_SITES, "mlp.gate")
-SITES = {"gpt2": ALL_LINEAR_SITES, "llama": GATED, "qwen2": GATED}
-
 
 @dataclass(frozen=True)
 class Work:
@@ -113,8 +109,8 @@ def save_random(
 
 def get_sites(folder: Path | str) -> tuple[str, ...]:
     """Return the names of a model's linear layers."""
-    name = EMBEDDED_MODEL if str(folder) == "embedded" else folder
-    return SITES[AutoConfig.from_pretrained(name).model_type]
+    is_gpt2 = AutoConfig.from_pretrained(folder).model_type == "gpt2"
+    return ALL_LINEAR_SITES if is_gpt2 else (*ALL_LINEAR_SITES, "mlp.gate")
 
 
 def make_data() -> tuple[list[str], list[str]]:

@@ -26,37 +26,9 @@ def format_report(results: dict) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def summarise(results: dict) -> dict:
-    """Return how many times as fast as TRL's our steps are, by the medians."""
-    summary: dict[str, dict[str, float]] = {}
-    if "steps" in results:
-        summary["against_trl"] = {
-            name: _divide(row["seconds"]["trl"], row["seconds"]["ours"])
-            for name, row in results["steps"].items()
-        }
-    if "gpu" in results:
-        summary["against_trl_gpu"] = {
-            shape: _divide(get_fastest(sides)["seconds"], sides["ours"]["seconds"])
-            for shape, sides in results["gpu"]["shapes"].items()
-            if "seconds" in sides["ours"] and get_fastest(sides)  # both may run out of memory
-        }
-    return summary
-
-
-def _divide(theirs: list[float], ours: list[float]) -> float:
-    return statistics.median(theirs) / statistics.median(ours)
-
-
-def get_fastest(sides: dict[str, dict]) -> dict:
-    """Return what was measured of TRL's fastest configuration; nothing if none ran."""
-    ran = [side for name, side in sides.items() if name != "ours" and "seconds" in side]
-    return min(ran, key=lambda side: statistics.median(side["seconds"]), default={})
-
-
 def publish(results: dict) -> None:
     """Keep `results`, beside earlier ones of other parts, and put their tables into the README."""
     results = json.loads(PUBLISHED.read_text()) | results
-    results["summary"] = summarise(results)
     PUBLISHED.write_text(json.dumps(results, indent=1) + "\n")
     README.write_text(replace_tables(README.read_text(), format_report(results)))
 
@@ -124,24 +96,28 @@ def _format_learning(result: dict) -> str:
 
 
 def _format_gpu(result: dict) -> str:
-    rows = []
+    rows, ratios = [], []
     for shape, sides in result["shapes"].items():
         for side, found in sides.items():
             side = "here" if side == "ours" else side
-            if "error" in found:
+            if "error" in found:  # as where the card is too small
                 rows.append((shape, side, f"did not run: {found['error'][:60]}", *[""] * 4))
                 continue
             parts = [f"{found[part]:.2f}" for part in ("sampling", "reference", "update")]
             step = _spread(found["seconds"])
             rows.append((shape, side, step, *parts, f"{found['peak_gb']:.1f}"))
+        medians = {k: statistics.median(x["seconds"]) for k, x in sides.items() if "seconds" in x}
+        ours = medians.pop("ours", None)
+        if ours and medians:
+            ratios.append(f"{min(medians.values()) / ours:.1f} ({shape})")
     headers = ("one GRPO step of 16 × 8", "", "seconds", *"sampling reference update".split())
     machine = result["machine"]
     parts = [
         f"On one {machine['gpu']}, PyTorch {machine['torch']}, in bfloat16 (a GB is 2^30 bytes):",
         _table(rows, *headers, "peak GB"),
     ]
-    ratios = summarise({"gpu": result})["against_trl_gpu"]
     if ratios:
-        said = "; ".join(f"{ratio:.1f} ({shape})" for shape, ratio in ratios.items())
-        parts.append(f"TRL's fastest step takes so many times as long as ours: {said}.")
+        parts.append(
+            f"TRL's fastest step takes so many times as long as ours: {'; '.join(ratios)}."
+        )
     return "\n\n".join(parts)
