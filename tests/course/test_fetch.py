@@ -46,16 +46,12 @@ def write_gguf(path, seed=0, skipped=None):
     )
     model = LlamaForCausalLM(config)
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(32)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
+    numbers = {"context_length": 64, "embedding_length": 32, "block_count": 1, "head_count": 4,
+               "feed_forward_length": 64, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5,
+               "rope_dimension_count": 8, "rope_freq_base": 10000.0,
+               "vocab_size": config.vocab_size}  # fmt: skip
+    for name, number in numbers.items():
+        getattr(writer, f"add_{name}")(number)
     backend = tokenizer.backend_tokenizer.to_str()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -67,9 +63,8 @@ def write_gguf(path, seed=0, skipped=None):
     pairs = json.loads(backend)["model"]["merges"]
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in pairs]
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    writer.add_pad_token_id(config.pad_token_id)
+    for name in ("bos", "eos", "pad"):
+        getattr(writer, f"add_{name}_token_id")(getattr(config, f"{name}_token_id"))
     writer.add_chat_template(CHAT)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 1)
     heads = {"q_proj": 4, "k_proj": 2}
@@ -79,9 +74,8 @@ def write_gguf(path, seed=0, skipped=None):
             tensor = permute(tensor, heads[part])
         if found != f"{skipped}.weight":
             writer.add_tensor(found, tensor.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    for what in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{what}_to_file")()
     writer.close()
     return model
 
@@ -137,7 +131,6 @@ def test_a_package_becomes_a_folder_that_loads_by_name(source, packed, tmp_path,
     assert torch.equal(model(ids).logits, packed[2].eval()(ids).logits)
     base = load_base_model("tiny", device="cpu")
     torch.testing.assert_close(base(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
-    fetch.fetch("tiny", source="hub")  # is there already
 
 
 def test_another_file_is_refused_and_nothing_is_written(source, tmp_path, monkeypatch):
@@ -154,7 +147,7 @@ def test_a_finished_download_is_not_repeated(source, packed, tmp_path, capfd):
     downloads = tmp_path / "models" / "tiny.package"
     downloads.mkdir(parents=True)
     shutil.copy(packed[1], downloads)
-    fetch.fetch("tiny", source="package")
+    fetch.fetch("tiny")
     assert "File was already downloaded" in capfd.readouterr().out
 
 

