@@ -26,22 +26,15 @@ from utils.models.loading import CONTROL_MODEL, EMBEDDED_MODEL
 from utils.rewards import is_worked, reward_fn_addition
 
 
-def test_a_tenth_of_all_pairs_is_in_no_document_in_either_order():
-    held_out = {frozenset(pair) for pair in held_out_pairs()}
-    assert len(held_out) == round(90 * 91 / 2 / 10)
-    seen = set()
-    for text in documents(200_000, seed=0):
-        match = re.match(r"Q: (\d+)\+(\d+)\n", text)
-        if match:
-            seen.add(frozenset(map(int, match.groups())))
-    assert not seen & held_out
-    assert len(seen) == 90 * 91 // 2 - len(held_out)
-
-
-def test_the_three_parts_of_the_pairs_are_disjoint_and_whole():
+def test_a_tenth_of_all_pairs_is_in_no_document_and_all_others_are_in_some():
     parts = [held_out_pairs(), tuning_pairs(), training_pairs()]
-    sets = [{frozenset(pair) for pair in part} for part in parts]
-    assert sum(map(len, sets)) == len(set().union(*sets)) == 90 * 91 // 2
+    held_out, *others = ({frozenset(pair) for pair in part} for part in parts)
+    assert len(held_out) == round(90 * 91 / 2 / 10)
+    found = (re.match(r"Q: (\d+)\+(\d+)\n", text) for text in documents(200_000, seed=0))
+    seen = {frozenset(map(int, match.groups())) for match in found if match}
+    assert seen == set().union(*others)
+    assert not seen & held_out
+    assert sum(map(len, parts)) == len(seen) + len(held_out) == 90 * 91 // 2
 
 
 def test_documents_follow_their_seed():
