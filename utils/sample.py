@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +131,6 @@ class Comparison:
     kl: Tensor
 
     @property
-    def columns(self) -> dict[str, list[str]]:
-        """Return the texts by what they are: those of a model that isn't trained stand once."""
-        if self.after is self.before:
-            return {"completion": self.before.texts}
-        return {"before": self.before.texts, "after": self.after.texts}
-
-    @property
     def mean_kl(self) -> float:
         """Return the KL from the base in nats per token, over all tokens of the policy's."""
         return self.kl[self.after.completion_mask].mean().item()
@@ -184,25 +176,17 @@ def compare(
 Token = tuple[str, float]  # its text, and the KL there
 
 
-def get_tokens(samples: Samples, row: int, kl: Tensor, tokenizer: Any) -> list[Token]:
-    """Return the tokens of a completion and their KL, line breaks as ⏎."""
-    ids, mask = samples.input_ids[row, samples.prompt_len :], samples.completion_mask[row]
-    texts = decode_tokens(tokenizer, ids[mask])
-    return list(zip((t.replace("\n", "⏎") for t in texts), kl[row, mask].tolist(), strict=True))
+def list_tokens(samples: Samples, kl: Tensor, tokenizer: Any) -> list[list[Token]]:
+    """Return the tokens of each completion and their KL, line breaks as ⏎."""
+    found = []
+    for ids, mask, nats in zip(samples.completion_ids, samples.completion_mask, kl, strict=True):
+        texts = (text.replace("\n", "⏎") for text in decode_tokens(tokenizer, ids[mask]))
+        found.append(list(zip(texts, nats[mask].tolist(), strict=True)))
+    return found
 
 
-def list_rows(comparison: Comparison, tokenizer: Any) -> list[tuple[str, list[Token], list[Token]]]:
-    """Return each prompt, and its tokens before and after; before there is no KL yet."""
-    before, after, kl = comparison.before, comparison.after, comparison.kl
-    none = torch.zeros(before.completion_mask.shape)
-    return [
-        (
-            show_prompt(prompt).strip().replace("\n", "⏎"),
-            get_tokens(before, row, none, tokenizer),
-            get_tokens(after, row, kl, tokenizer),
-        )
-        for row, prompt in enumerate(comparison.prompts)
-    ]
+def list_prompts(comparison: Comparison) -> list[str]:
+    return [show_prompt(prompt).strip().replace("\n", "⏎") for prompt in comparison.prompts]
 
 
 def paint(text: str, kl: float) -> str:
@@ -210,65 +194,49 @@ def paint(text: str, kl: float) -> str:
     return text if shade is None else f"\x1b[30;48;5;{shade}m{text}\x1b[0m"
 
 
-def wrap(tokens: list[Token], width: int, is_coloured: bool) -> list[str]:
-    """Break tokens into lines of `width` characters, behind a blank if there's one, and fill them
-    up with blanks."""
-    characters = [(character, kl) for text, kl in tokens for character in text]
-    lines = []
-    while characters:
-        text = "".join(c for c, _ in characters[:width])
-        end = text.rfind(" ", 1) + 1 if len(characters) > width else width
-        line, characters = characters[: end or width], characters[end or width :]
-        shown = [paint(c, kl) if is_coloured else c for c, kl in line]
-        lines.append("".join(shown) + " " * (width - len(line)))
-    return lines
+def format_texts(
+    comparison: Comparison, tokenizer: Any, is_coloured: bool = False, **layout: Any
+) -> str:
+    """Format the texts as a table, with tabulate's `layout`; those of a model that isn't trained
+    stand once."""
+    before, after = comparison.before, comparison.after
+    columns = {"prompt": list_prompts(comparison)}
+    if after is not before:
+        plain = list_tokens(before, torch.zeros(before.completion_mask.shape), tokenizer)
+        columns["before: the base"] = ["".join(text for text, _ in tokens) for tokens in plain]
+    columns["completion" if after is before else "after: the run"] = [
+        "".join(paint(*token) if is_coloured else token[0] for token in tokens)
+        for tokens in list_tokens(after, comparison.kl, tokenizer)
+    ]
+    return tabulate(columns, "keys", disable_numparse=True, **layout)
 
 
-def format_texts(comparison: Comparison, tokenizer: Any, width: int) -> str:
-    """Format the completions of a model without adapters, for a terminal of this width."""
-    lines = []
-    for prompt, tokens, _ in list_rows(comparison, tokenizer):
-        lines += [f"> {prompt[-width + 2 :]}", *map(str.rstrip, wrap(tokens, width, False)), ""]
-    return "\n".join(lines)
-
-
-def format_columns(comparison: Comparison, tokenizer: Any, width: int, is_coloured: bool) -> str:
-    """Format before and after as two columns of a terminal that is `width` characters wide."""
-    half = max((width - 3) // 2, 20)
-    lines = []
-    for prompt, *both in list_rows(comparison, tokenizer):
-        left, right = wrap(both[0], half, False), wrap(both[1], half, is_coloured)
-        lines += [f"> {prompt[-width + 2 :]}"]
-        pairs = zip_longest(left, right, fillvalue=" " * half)
-        lines += [f"{a} │ {b}".rstrip() for a, b in pairs] + [""]
-    if is_coloured:
+def format_for_terminal(
+    comparison: Comparison, tokenizer: Any, width: int, is_coloured: bool
+) -> str:
+    """Format the texts for a terminal of this width, and say what the colours mean."""
+    n_texts = 1 if comparison.after is comparison.before else 2
+    widths = [20, *[max((width - 30) // n_texts, 20)] * n_texts]
+    layout = {"tablefmt": "simple_grid", "maxcolwidths": widths}
+    lines = [format_texts(comparison, tokenizer, is_coloured, **layout)]
+    if n_texts == 2 and is_coloured:
         legend = (paint(f" {least:g} or more ", least) for least in SHADES)
         lines.append(f"KL at a token, nats: {' '.join(legend)}")
-    return "\n".join([f"{'before: the base':{half}} │ after: the run", "", *lines])
+    if n_texts == 2:
+        lines.append(say_kl(comparison))
+    return "\n".join(lines)
 
 
 def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: Any) -> None:
     """Write a page with the texts as a table, and a picture of the tokens by their KL."""
-    rows = list_rows(comparison, tokenizer)
-    texts = [(p, *("".join(text for text, _ in tokens) for tokens in both)) for p, *both in rows]
-    titles = {"before": "before: the base", "after": "after: the run"}
-    head = ("prompt", *(titles.get(name, name) for name in comparison.columns))
-    texts = [row[: len(head)] for row in texts]
-    table = tabulate(texts, head, tablefmt="html", disable_numparse=True)
+    tokens = list_tokens(comparison.after, comparison.kl, tokenizer)
     pictured = {
-        f"{i}. {prompt[-60:]}": ([text for text, _ in after], [kl for _, kl in after])
-        for i, (prompt, _, after) in enumerate(rows, 1)
+        f"{i}. {prompt[-60:]}": tuple(map(list, zip(*row, strict=True)))
+        for i, (prompt, row) in enumerate(zip(list_prompts(comparison), tokens, strict=True), 1)
     }
     figure = plot_tokens(pictured, "KL(policy ‖ base), nats", center=None)
+    table = format_texts(comparison, tokenizer, tablefmt="html")
     write_page(path, title, [say_kl(comparison)], table, figure)
-
-
-def write_rows(path: Path, comparison: Comparison) -> None:
-    """Write prompts and texts, a line of JSON each."""
-    columns = {"prompt": comparison.prompts} | comparison.columns
-    names, rows = columns.keys(), zip(*columns.values(), strict=True)
-    lines = (json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def say_kl(comparison: Comparison) -> str:
@@ -291,14 +259,13 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
         help=r"prompts; \n in them is a line break",
     )
     add("--chat", action="store_true", help="--prompt is what a user says (default: as in the run)")
-    add("--n", type=int, default=8, help="how many of the run's prompts, without --prompt (8)")
+    add("--n", type=int, help="how many of the run's prompts, without --prompt (8)")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")
     add("--gen-len", type=int, help="tokens of a completion at most (default: the run's)")
     add("--seed", type=int, default=0, help="of the random numbers (0)")
     add("--base", help="the model, for an adapter file that lies in no run's folder")
     add("--device", help="such as cpu (default: the GPU if there is one)")
     add("--html", type=Path, metavar="FILE", help="write the same as a page, too")
-    add("--jsonl", type=Path, metavar="FILE", help="write the texts as lines of JSON, too")
     return parser.parse_args(arguments)
 
 
@@ -309,8 +276,9 @@ def main(arguments: list[str] | None = None) -> None:
         policy, args = load_policy(given.run, given.base, given.device)
         folder = given.run.parent if given.run.is_file() else given.run
         require(given.prompt or not given.chat, "chat should be given with prompt")
+        require(given.n is None or not given.prompt, "n should be left out beside prompt")
         if given.prompt is None:
-            prompts = choose_prompts(folder, args, max(given.n, 1))
+            prompts = choose_prompts(folder, args, 8 if given.n is None else max(given.n, 1))
         else:
             texts = [text.replace("\\n", "\n") for text in given.prompt]
             is_chat = given.chat or str(args.get("prompts")).startswith("[[")
@@ -330,19 +298,13 @@ def main(arguments: list[str] | None = None) -> None:
         found = compare(policy, prompts, gen_len, temperature, given.seed, **settings)
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)
-        if given.jsonl:
-            write_rows(given.jsonl, found)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
     is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if is_coloured and os.name == "nt":
         os.system("")  # switches colours on in Windows' older terminals
     width = shutil.get_terminal_size((120, 24)).columns
-    if is_base(given.run):
-        print(format_texts(found, policy.tokenizer, width))
-    else:
-        print(format_columns(found, policy.tokenizer, width, is_coloured))
-        print(say_kl(found))
+    print(format_for_terminal(found, policy.tokenizer, width, is_coloured))
     if given.html:
         print(f"The page: {given.html}")
 

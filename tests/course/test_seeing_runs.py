@@ -65,13 +65,6 @@ def test_both_are_sampled_by_the_same_numbers_and_the_kl_is_exact(run):
     assert found.mean_kl > 0.01
 
 
-def test_an_untrained_policy_says_what_the_base_says():
-    trainer = GrpoTrainer(GrpoArgs(**SMALL))
-    found = sample.compare(trainer.model, PROMPTS, 6, temperature=0.0)
-    assert found.before.texts == found.after.texts
-    assert found.mean_kl == pytest.approx(0.0, abs=1e-6)
-
-
 def test_a_folder_and_its_adapter_file_are_the_same_policy(run, tmp_path):
     whole, args = sample.load_policy(run)
     inside, _ = sample.load_policy(run / "adapter.safetensors")
@@ -113,9 +106,7 @@ def test_the_adapters_of_a_run_that_changed_its_base_are_refused(tmp_path):
             find_adapter(tmp_path / name)
 
 
-def test_a_length_of_nothing_is_refused_and_an_environment_is_said(run, monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="max_new_tokens should be at least 1: 0"):
-        sample.main([str(run), "--gen-len", "0", "--device", "cpu"])
+def test_an_environment_that_is_not_asked_is_said(run, monkeypatch, capsys):
     policy, args = sample.load_policy(run, device="cpu")
     given = (policy, args | {"environment": "run_calculator"})
     monkeypatch.setattr(sample, "load_policy", lambda *_: given)
@@ -146,64 +137,53 @@ def test_what_is_no_run_is_said(name, message, tmp_path):
 
 def test_the_command_shows_both_and_writes_the_page(run, tmp_path, capsys, monkeypatch):
     page = tmp_path / "page.html"
-    sample.main([str(run), "--temperature", "0", "--html", str(page)])
-    said = capsys.readouterr().out
+    words = [str(run), "--temperature", "0"]
+    sample.main([*words, "--html", str(page)])
+    said, written = capsys.readouterr().out, page.read_text(encoding="utf-8")
     assert "\x1b" not in said  # no terminal
-    assert re.search(r"> Q: 12\+34\n.* │ ", said)
     policy, _ = sample.load_policy(run)
     found = sample.compare(policy, PROMPTS, 6, temperature=0.0)
     assert f"mean over the tokens on the right: {found.mean_kl:.3f} nats" in said
     for texts in (found.before.texts, found.after.texts):
         assert texts[0].split("\n")[0] in said
-        assert texts[0].split("\n")[0] in page.read_text(encoding="utf-8")
-    assert 'alt="Plot. Colours show KL(policy ‖ base), nats.' in page.read_text(encoding="utf-8")
+        assert texts[0].split("\n")[0] in written
+    assert 'alt="Plot. Colours show KL(policy ‖ base), nats.' in written
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    sample.main([str(run), "--prompt", "Q: 12+34\\n", "--temperature", "0"])
+    sample.main([*words, "--prompt", "Q: 12+34\\n"])
     coloured = capsys.readouterr().out
     assert coloured.count("\x1b[30;48;5;") > 4
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).startswith(said[: said.index("\n\n> This")])
+    assert found.after.texts[0].split("\n")[0] in re.sub(r"\x1b\[[\d;]*m", "", coloured)
     monkeypatch.setenv("NO_COLOR", "1")
-    sample.main([str(run), "--temperature", "0"])
+    sample.main(words)
     assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
-    found = tmp_path / "texts.jsonl"
-    words = ["--prompt", *PROMPTS, "--gen-len", "6", "--temperature", "0", "--device", "cpu"]
-    sample.main(["embedded", *words, "--jsonl", str(found)])
-    said = capsys.readouterr().out
+    page = tmp_path / "page.html"
+    words = ["embedded", "--device", "cpu"]
+    prompted = [*words, "--prompt", *PROMPTS]
+    sample.main([*prompted, "--gen-len", "6", "--temperature", "0", "--html", str(page)])
+    said, written = capsys.readouterr().out, page.read_text(encoding="utf-8")
     model = load_base_model("embedded", "cpu")
     texts = sample_completions(model, PROMPTS, 6, temperature=0.0).texts
-    rows = [json.loads(line) for line in found.read_text(encoding="utf-8").splitlines()]
-    assert [row["completion"] for row in rows] == texts
-    assert {*rows[0]} == {"prompt", "completion"}
-    page = tmp_path / "page.html"
-    sample.main(["embedded", *words, "--html", str(page)])
-    assert f"The page: {page}" in capsys.readouterr().out
-    assert "before" not in page.read_text(encoding="utf-8")
-    assert all(text.split("\n")[0].rstrip() in said for text in texts)
-    assert "│" not in said
-    with pytest.raises(SystemExit, match="prompt should be given, as embedded"):
-        sample.main(["embedded", "--device", "cpu"])
-    with pytest.raises(SystemExit, match="base should be left out, as embedded is a model"):
-        sample.main(["embedded", *words, "--base", "gpt2"])
-    with pytest.raises(SystemExit, match="chat template"):
-        sample.main(["embedded", *words, "--chat"])
-    with pytest.raises(SystemExit, match="chat should be given with prompt"):
-        sample.main(["embedded", "--device", "cpu", "--chat"])
+    for shown in (said, written):
+        assert all(text.split("\n")[0].strip() in shown for text in texts)
+        assert "before" not in shown
+    assert f"The page: {page}" in said
 
 
-def test_a_long_text_is_broken_at_blanks_without_losing_a_character():
-    for text, width in ((" token", 17), ("x" * 6, 17)):
-        tokens = [(" ", 0.0), *[(text, 0.0), ("ised", 2.0)] * 12]
-        for is_coloured in (False, True):
-            found = sample.wrap(tokens, width, is_coloured)
-            plain = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in found]
-            assert {len(line) for line in plain} == {width}
-            rest = "".join(line.rstrip(" ") for line in plain)
-            assert rest.replace(" ", "") == f"{text}ised".strip() * 12
-            assert all(line.strip() for line in plain)
-            assert text[0] == "x" or all(line.rstrip().endswith("tokenised") for line in plain[1:])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [([], "prompt should be given, as embedded"),
+     (["--prompt", "x", "--base", "gpt2"], "base should be left out, as embedded is a model"),
+     (["--prompt", "x", "--chat"], "chat template"),
+     (["--chat"], "chat should be given with prompt"),
+     (["--prompt", "x", "--n", "3"], "n should be left out beside prompt"),
+     (["--prompt", "x", "--gen-len", "0"], "max_new_tokens should be at least 1: 0")],
+)  # fmt: skip
+def test_options_that_say_nothing_are_refused(words, message):
+    with pytest.raises(SystemExit, match=message):
+        sample.main(["embedded", "--device", "cpu", *words])
 
 
 # --- While it goes on -----------------------------------------------------------------------------
