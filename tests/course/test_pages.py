@@ -12,7 +12,8 @@ from utils.grading.points import list_chapters
 
 ROOT = Path(__file__).parents[2]
 NEAR = ("", ".github", "chapters", "solutions", "tests", "utils")
-FOLDERS = (*NEAR, "chapters/teaching", "utils/autograder", "utils/bench")
+KIT = ("chapters/teaching", "chapters/teaching/slides")
+FOLDERS = (*NEAR, *KIT, "utils/autograder", "utils/bench")
 PAGES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.md"))
 LONGEST_FIRST_PAGE = 8192  # bytes
 CODE = re.compile(r"^(`{3,}).*?^\1`*$", re.MULTILINE | re.DOTALL)

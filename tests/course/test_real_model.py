@@ -5,7 +5,6 @@ import torch
 
 from solutions.ch0_sampling import get_logprobs, get_samples, select_completion
 from solutions.ch1_lora import TransformerWithLora
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils.course.real_model import make_tasks, run_task
 from utils.models.fetch import find_fetched, is_fetched
 from utils.models.forward import get_scorer
@@ -69,29 +68,6 @@ def test_the_fast_path_gives_the_bridges_logprobs(model, samples, logits):
     log_p = (select_completion(logits, prompt_len) / 0.7).log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(scored.entropies[mask], entropy[mask], atol=2e-3, rtol=1e-4)
-
-
-class BrokenOff(GrpoTrainer):
-    def learning_phase(self, memory):
-        if self.phase == 1:
-            raise KeyboardInterrupt
-        super().learning_phase(memory)
-
-
-def test_a_run_goes_on_as_an_unbroken_one(tmp_path):
-    setup = {"batch_size": 8, "group_size": 4, "gen_len": 4, "num_minibatches": 1}
-    setup |= {"samples_every": 0, "warmup_steps": 0, "device": "cpu", "runs_dir": tmp_path}
-    setup |= {"base_model": "smollm2", "total_phases": 2}
-    unbroken = GrpoTrainer(GrpoArgs(name="unbroken", **setup))
-    whole = unbroken.train()
-    with pytest.raises(KeyboardInterrupt):
-        BrokenOff(GrpoArgs(name="broken", **setup)).train()
-    again = GrpoTrainer(GrpoArgs(name="again", **setup))
-    again.load_checkpoint(tmp_path / "broken" / "checkpoint.pt")
-    assert [row["reward"] for row in again.train()] == [row["reward"] for row in whole]
-    ours, theirs = (x.model.trainable_parameters() for x in (unbroken, again))
-    for one, two in zip(ours, theirs, strict=True):
-        assert torch.equal(one, two)
 
 
 def test_sums_are_learnt_in_a_few_phases(tmp_path):

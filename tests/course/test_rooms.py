@@ -1,6 +1,7 @@
 """The rooms of the house: imports point one way, and stand at the top of files."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,23 +80,11 @@ def find_faults(root: Path) -> list[str]:
                 faults.append(f"{module}:{line}: {room} should not import {other} ({target})")
             if not is_top:
                 faults.append(f"{module}:{line}: {target} should be imported at the top")
-    return faults + [f"a circle: {' -> '.join(circle)}" for circle in find_circles(imports)]
-
-
-def find_circles(imports: dict[str, list[tuple[str, int, bool]]]) -> list[list[str]]:
-    circles, done = [], set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            circles.append([*path[path.index(module) :], module])
-        elif module not in done:
-            for target, *_ in imports.get(module, []):
-                visit(target, [*path, module])
-            done.add(module)
-
-    for module in imports:
-        visit(module, [])
-    return circles
+    try:
+        TopologicalSorter({m: {t for t, *_ in targets} for m, targets in imports.items()}).prepare()
+    except CycleError as error:
+        faults.append(f"a circle: {' -> '.join(error.args[1])}")
+    return faults
 
 
 def test_imports_point_one_way_at_the_top_and_never_in_a_circle():

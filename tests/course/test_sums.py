@@ -60,43 +60,47 @@ optional: lent
         ("time small:3-9", ""),
     ],
 )
-def test_a_sum_worked_by_hand(expression, expected, tmp_path, monkeypatch):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "small.md").write_text(SMALL, encoding="utf-8")
-    monkeypatch.setattr(sums, "CHAPTERS", tmp_path)
-    monkeypatch.setattr(sums, "list_chapters", lambda: ["small"])
-    sums.read_exercises.cache_clear()
+def test_a_sum_worked_by_hand(expression, expected, small):
     assert calc_sum(expression) == expected
     assert fill_source(f"{{{{{expression}}}}} {{{{y}}}}") == f"{expected} {{{{y}}}}"
-    sums.read_exercises.cache_clear()
 
 
-def test_the_core_path_needs_what_its_cells_and_exercises_run(tmp_path, monkeypatch):
-    (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "small.md").write_text(SMALL, encoding="utf-8")
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The file of a chapter's source, the only one that there is."""
     monkeypatch.setattr(sums, "CHAPTERS", tmp_path)
-    names = ["first", "second", "Third.method"]
-    monkeypatch.setattr(sums, "get_checks", lambda chapter: names)
+    monkeypatch.setattr(sums, "list_chapters", lambda: ["small"])
+    path = tmp_path / "source" / "small.md"
+    path.parent.mkdir()
+    path.write_text(SMALL, encoding="utf-8")
+    forget()
+    yield path
+    forget()
+
+
+def forget():
+    sums.read_exercises.cache_clear()
+    sums.find_needed.cache_clear()
+
+
+def test_the_core_path_needs_what_its_cells_and_exercises_run(small, monkeypatch):
     called = {"first": (), "second": (), "Third.method": ()}
+    monkeypatch.setattr(sums, "get_checks", lambda chapter: [*called])
     monkeypatch.setattr(sums, "find_called", lambda chapter, name: called[name])
     space: dict = {}
     exec("def helper(): return second()\ndef second(): return 1", space)
     monkeypatch.setattr(sums, "get_reference", lambda chapter: SimpleNamespace(**space))
-    found = []
-    for called["first"] in ((), ("Third.method",)):
-        sums.read_exercises.cache_clear()
-        sums.find_needed.cache_clear()
-        found.append([exercise.name for exercise in sums.find_needed("small")])
-    assert found == [["second"], ["second", "Third.method"]]
+    inherited = SMALL.replace("optional: lent", "inherited: true")
+    for called["first"], source, needed in (
+        ((), SMALL, ["second"]),
+        (("Third.method",), inherited, ["second"]),
+        (("Third.method",), SMALL, ["second", "Third.method"]),
+    ):
+        small.write_text(source, encoding="utf-8")
+        forget()
+        assert [exercise.name for exercise in sums.find_needed("small")] == needed
     said = "some of those as well: `second`, `Third.method` (section 2). That's about 45 min."
     assert said in calc_sum("needed small")
-    inherited = SMALL.replace("optional: lent", "inherited: true")
-    (tmp_path / "source" / "small.md").write_text(inherited, encoding="utf-8")
-    sums.read_exercises.cache_clear()
-    sums.find_needed.cache_clear()
-    assert [exercise.name for exercise in sums.find_needed("small")] == ["second"]
-    sums.read_exercises.cache_clear()
-    sums.find_needed.cache_clear()
 
 
 def test_reading_counts_what_is_shown(tmp_path, monkeypatch):
