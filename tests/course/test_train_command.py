@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from typing import get_type_hints
 
@@ -27,7 +28,6 @@ from utils.train.data import WeightedRewards
 from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import GrpoCommand, PpoCommand, make_args
 from utils.train.parsing import parse
-from utils.train.watched import count_overlap
 
 pytestmark = pytest.mark.takes_long
 
@@ -35,18 +35,32 @@ ROWS = addition_rows()
 SMALL = (
     "--gen-len 16 --batch-size 16 --num-minibatches 1 --batches-per-learning-phase 1 "
     "--device cpu --samples-every 0 --warmup-steps 0 --total-phases 4"
-).split()
+)
+DATA, HERE = "--data utils.models.corpus:addition_rows", "tests.course.test_train_command"
+GRADED = f"{DATA} --reward {HERE}:graded"
+FALLING = f"--reward {HERE}:falling"
 HELD = [{"prompt": addition_prompt(a, b), "answers": str(a + b)} for a, b in held_out_pairs()[:2]]
 COMMANDS = {"grpo": GrpoCommand, "ppo": PpoCommand}
 
 
-def train_ppo_or_grpo(kind, folder, *options):
+def read(kind, folder, options=""):
+    """The options of a small run in this folder, as the command reads them."""
+    groups = "--group-size 4" if kind == "grpo" else ""
+    given = f"{kind} {SMALL} {groups} --runs-dir {folder} --name run {options}"
+    return parse(shlex.split(given))
+
+
+def run(kind, folder, options=GRADED):
     """Train as the command does, and return the history and what it left."""
-    given = [*SMALL, "--data", "utils.models.corpus:addition_rows", "--runs-dir", str(folder)]
-    given += ["--group-size", "4"] if kind == "grpo" else []
-    reward = ["--reward", "tests.course.test_train_command:graded"]
-    command = tyro.cli(COMMANDS[kind], args=[*given, *reward, "--name", "run", *options])
-    return train(command), folder / "run"
+    return train(read(kind, folder, options)), folder / "run"
+
+
+def resume(folder, options=""):
+    return train(parse(shlex.split(f"--resume {folder} {options}")))
+
+
+def make(command):
+    return make_trainer(command, make_args(command))
 
 
 def graded(samples, answers):
@@ -62,11 +76,14 @@ def falling(samples, calls=[]):  # noqa: B006  # it counts its calls
     return [-float(len(calls))] * len(samples)
 
 
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 @pytest.fixture
 def held(tmp_path):
-    path = tmp_path / "held.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in HELD))
-    return str(path)
+    return write_lines(tmp_path / "held.jsonl", HELD)
 
 
 def read_lines(path):
@@ -82,9 +99,9 @@ def of_training(history):
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_evaluation_leaves_training_bit_for_bit_what_it_is(kind, held, tmp_path):
-    plain, folder = train_ppo_or_grpo(kind, tmp_path / "plain")
-    options = ["--eval-data", held, "--eval-every", "3", "--eval-samples", "5"]
-    evaluated, other = train_ppo_or_grpo(kind, tmp_path / "evaluated", *options)
+    plain, folder = run(kind, tmp_path / "plain")
+    options = f"{GRADED} --eval-data {held} --eval-every 3 --eval-samples 5"
+    evaluated, other = run(kind, tmp_path / "evaluated", options)
     assert of_training(evaluated) == of_training(plain)
     ours, theirs = (load_file(path / "adapter.safetensors") for path in (folder, other))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -92,35 +109,17 @@ def test_evaluation_leaves_training_bit_for_bit_what_it_is(kind, held, tmp_path)
     assert evaluated == read_lines(other / "metrics.jsonl")
 
 
-def test_evaluation_draws_numbers_of_its_own(held, monkeypatch):
-    words = [*SMALL, "--data", "utils.models.corpus:addition_rows", "--eval-data", held]
-    trainer = make_trainer(parse(["ppo", *words]), make_args(parse(["ppo", *words])))
-    drawn = []
-
-    def draw(rank, n_ranks):
-        drawn.append(torch.rand(8, generator=trainer.generator))
-        return [{"prompt": "", "completion": "", "reward": 0.0}]
-
-    monkeypatch.setattr(trainer, "_sample_held_out", draw)
-    trainer.evaluate(0)
-    trainer.evaluate(0)
-    assert torch.equal(*drawn)
-    assert not torch.equal(drawn[0], torch.rand(8, generator=trainer.generator))
-
-
 def test_what_is_evaluated_is_written_and_the_best_adapters_are_kept(held, tmp_path):
-    options = ["--eval-data", held, "--eval-every", "1", "--eval-samples", "3"]
-    options += ["--samples-every", "2", "--base-lr", "0.01"]
-    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options)
+    options = f"{GRADED} --eval-data {held} --eval-every 1 --eval-samples 3"
+    history, folder = run("grpo", tmp_path, f"{options} --samples-every 2 --base-lr 0.01")
     rows = read_lines(folder / "samples.jsonl")
     held_out = [row for row in rows if row["split"] == "eval"]
-    assert {row["prompt"] for row in held_out} == {row["prompt"] for row in HELD}
     assert [row["phase"] for row in rows if row["split"] == "train"] == [1] * 3 + [3] * 3
+    answers = {row["prompt"]: row["answers"] for row in HELD}
     found = {}
     for phase in range(5):
         of_phase = [row for row in held_out if row["phase"] == phase]
-        assert len(of_phase) == 6
-        answers = {row["prompt"]: row["answers"] for row in HELD}
+        assert sorted(row["prompt"] for row in of_phase) == sorted(3 * [*answers])
         texts = [row["completion"] for row in of_phase]
         expected = graded(texts, [answers[row["prompt"]] for row in of_phase])
         assert [row["reward"] for row in of_phase] == pytest.approx(expected)
@@ -135,31 +134,27 @@ def test_what_is_evaluated_is_written_and_the_best_adapters_are_kept(held, tmp_p
 
 
 def test_the_best_adapters_are_those_of_their_phase(held, tmp_path):
-    options = ["--eval-data", held, "--eval-every", "2"]
-    options += ["--reward", "tests.course.test_train_command:falling"]
-    _, folder = train_ppo_or_grpo("ppo", tmp_path, *options)
+    _, folder = run("ppo", tmp_path, f"{DATA} {FALLING} --eval-data {held} --eval-every 2")
     assert json.loads((folder / "best.json").read_text())["phase"] == 0
     kept = load_file(folder / "best.safetensors")
     assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
 
 
 def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
-    options = ["--eval-data", held, "--eval-every", "1", "--patience", "2"]
-    options += ["--reward", "tests.course.test_train_command:falling"]
-    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options)
+    options = f"{DATA} {FALLING} --eval-data {held} --eval-every 1 --patience 2"
+    history, folder = run("grpo", tmp_path, options)
     assert [row["phase"] for row in history] == [0, 1, 2]
     said = capsys.readouterr().out
     assert "Stopped after phase 2: the last 2 evaluations were no better than" in said
     names = {path.name for path in folder.iterdir()}
     assert {"adapter.safetensors", "checkpoint.pt", "metrics.png", "best.safetensors"} <= names
     assert "to go on" not in said
-    history, _ = train_ppo_or_grpo("grpo", tmp_path, *options, "--resume", str(folder))
-    assert [row["phase"] for row in history] == [0, 1, 2]
+    assert resume(folder) == history
 
 
 def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
-    options = ["--eval-data", held, "--eval-every", "1", "--samples-every", "1"]
-    whole, folder = train_ppo_or_grpo("grpo", tmp_path / "whole", *options)
+    options = f"{GRADED} --eval-data {held} --eval-every 1 --samples-every 1"
+    whole, folder = run("grpo", tmp_path / "whole", options)
     calls, reward = [], graded
 
     def stop(samples, answers):
@@ -170,11 +165,11 @@ def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
 
     monkeypatch.setattr(f"{__name__}.graded", stop)
     with pytest.raises(KeyboardInterrupt):
-        train_ppo_or_grpo("grpo", tmp_path / "half", *options)
+        run("grpo", tmp_path / "half", options)
     other = tmp_path / "half" / "run"
     assert read_lines(other / "samples.jsonl")[-1]["phase"] == 3
     assert len(read_lines(other / "metrics.jsonl")) == 3
-    again, _ = train_ppo_or_grpo("grpo", tmp_path / "half", *options, "--resume", str(other))
+    again = resume(other)
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in h] for h in (whole, again)]
     assert rows[0] == rows[1]
     for name in ("samples.jsonl", "best.json"):
@@ -193,24 +188,20 @@ def test_samples_of_later_phases_are_removed(tmp_path):
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, capsys):
     known = [{"prompt": ROWS[3]["prompt"], "answers": "1"}, HELD[0]]
-    path = tmp_path / "held.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in known))
-    shared = count_overlap(known, [row["prompt"] for row in ROWS])
-    assert shared == 1
-    train_ppo_or_grpo("grpo", tmp_path, "--eval-data", str(path), "--total-phases", "1")
-    assert f"eval_data: {shared} of its 2 prompts are among those of" in capsys.readouterr().err
+    path = write_lines(tmp_path / "held.jsonl", known)
+    run("grpo", tmp_path, f"{GRADED} --eval-data {path} --total-phases 1")
+    assert "eval_data: 1 of its 2 prompts are among those of" in capsys.readouterr().err
     path.write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="eval_data should have the columns of data, but lacks"):
-        train_ppo_or_grpo("grpo", tmp_path / "other", "--eval-data", str(path))
+        run("grpo", tmp_path / "other", f"{GRADED} --eval-data {path}")
 
 
 # --- Rewards --------------------------------------------------------------------------------------
 
 
 def test_several_rewards_are_added_up_and_logged_by_name(held, tmp_path):
-    names = [f"tests.course.test_train_command:{name}" for name in ("graded", "short")]
-    options = ["--reward", *names, "--reward-weights", "1", "0.5", "--eval-data", held]
-    history, folder = train_ppo_or_grpo("grpo", tmp_path, *options, "--samples-every", "1")
+    options = f"{GRADED} {HERE}:short --reward-weights 1 0.5 --eval-data {held} --samples-every 1"
+    history, folder = run("grpo", tmp_path, options)
     rows = read_lines(folder / "samples.jsonl")
     assert {row["split"] for row in rows} == {"train", "eval"}
     for row in [*history[1:], *rows]:
@@ -226,14 +217,13 @@ def test_an_error_in_a_readers_reward_keeps_its_line(tmp_path, monkeypatch):
         "def one(samples):\n    return 1.0\n"
     )
     monkeypatch.chdir(tmp_path)
-    words = ["grpo", *SMALL, "--group-size", "4", "--reward"]
     with pytest.raises(ValueError, match="no number") as caught:
-        run(tmp_path, *words, "my_rewards:parse")
+        run("grpo", tmp_path, "--reward my_rewards:parse")
     assert is_of_own_code(caught.value)
     interrupt = KeyboardInterrupt().with_traceback(caught.value.__traceback__)
     assert not is_of_own_code(interrupt)  # its traceback isn't shown, nor a note on it
     with pytest.raises(ValueError, match="one reward for each of 16 samples") as caught:
-        run(tmp_path, *words, "my_rewards:one", "tests.course.test_train_command:short")
+        run("grpo", tmp_path, f"--reward my_rewards:one {HERE}:short")
     trace = caught.value.__traceback__
     while trace.tb_frame.f_code.co_filename == __file__:  # it has rewards of its own
         trace = trace.tb_next
@@ -242,7 +232,7 @@ def test_an_error_in_a_readers_reward_keeps_its_line(tmp_path, monkeypatch):
 
 
 def test_weights_that_do_not_fit_and_names_that_are_shared():
-    path = "tests.course.test_train_command:short"
+    path = f"{HERE}:short"
     for paths, weights in (([path], [1.0, 2.0]), ([], [1.0])):
         with pytest.raises(ValueError, match=f"weights should be one for each of {len(paths)} rew"):
             make_args(GrpoCommand(reward=paths, reward_weights=weights))
@@ -271,24 +261,21 @@ def test_groups_without_two_rewards_are_said():
 
 
 def test_completions_that_are_cut_off_are_measured_and_said(tmp_path, capsys):
-    history, _ = train_ppo_or_grpo("ppo", tmp_path / "long", "--gen-len", "60")
+    history, _ = run("ppo", tmp_path / "long", f"{GRADED} --gen-len 60")
     assert all(row["truncated_frac"] < 0.1 for row in history)
     assert "--gen-len" not in capsys.readouterr().out
-    history, _ = train_ppo_or_grpo("ppo", tmp_path / "short", "--gen-len", "3")
+    history, _ = run("ppo", tmp_path / "short", f"{GRADED} --gen-len 3")
     assert [row["truncated_frac"] for row in history] == [1, 1, 1, 1]  # "A: 7" has five tokens
-    assert (
-        capsys.readouterr().out.count("100% of the completions are cut off after --gen-len 3") == 1
-    )
+    said = capsys.readouterr().out
+    assert said.count("100% of the completions are cut off after --gen-len 3") == 1
     rows = [{"phase": i, "truncated_frac": 0.5} for i in range(1, 4)]
     assert find_mostly_cut_off(rows, 3, 8) is None
 
 
-@pytest.mark.parametrize("options", [[], ["--dynamic-sampling"]])
-def test_a_stop_is_no_cut_in_chapter_5s_metric_either(options, tmp_path):
-    words = [*SMALL, "--trainer", "solutions.ch5_rlvr:RlvrTrainer", "--name", "run", *options]
-    data = ["--data", "utils.models.corpus:addition_rows", "--reward", f"{__name__}:graded"]
-    words += [*data, "--runs-dir", tmp_path, "--total-phases", "1", "--gen-len", "40"]
-    history, _ = run(tmp_path, "grpo", *words, "--stop", "\\n")
+@pytest.mark.parametrize("option", ["", "--dynamic-sampling"])
+def test_a_stop_is_no_cut_in_chapter_5s_metric_either(option, tmp_path):
+    options = f"{GRADED} --trainer solutions.ch5_rlvr:RlvrTrainer --total-phases 1 --gen-len 40"
+    history, _ = run("grpo", tmp_path, f"{options} --stop '\\n' {option}")
     assert history[0]["truncated_frac"] < 0.1
 
 
@@ -296,12 +283,10 @@ def test_a_stop_is_no_cut_in_chapter_5s_metric_either(options, tmp_path):
 
 
 def test_a_run_keeps_its_arguments(tmp_path):
-    _, folder = train_ppo_or_grpo("ppo", tmp_path, "--total-phases", "1")
+    _, folder = run("ppo", tmp_path, f"{GRADED} --total-phases 1")
     found = read_args(folder)
-    assert found["command"] == "ppo"
-    assert found["data"] == "utils.models.corpus:addition_rows"
-    assert found["reward"] == ["tests.course.test_train_command:graded"]
-    assert found["gen_len"] == 16
+    names = ("command", "data", "reward", "gen_len")
+    assert [found[name] for name in names] == ["ppo", DATA.split()[1], [f"{HERE}:graded"], 16]
     assert "prompts" not in found
     assert re.fullmatch(r"\d+\.\d+", found["version"])
     args = RLHFArgs(runs_dir=tmp_path, name="own", total_phases=1, batch_size=4, gen_len=2,
@@ -310,7 +295,7 @@ def test_a_run_keeps_its_arguments(tmp_path):
     RLHFTrainer(args).train()
     found = read_args(tmp_path / "own")
     assert found["trainer"] == "solutions.ch2_ppo:RLHFTrainer"
-    assert found["reward_fn"] == "tests.course.test_train_command:short"
+    assert found["reward_fn"] == f"{HERE}:short"
     assert (found["dtype"], found["prompts"], found["columns"]) == ("float32", ["a"], {"n": [1]})
     with pytest.raises(ValueError, match="has no args.json"):
         read_args(tmp_path)
@@ -351,112 +336,108 @@ def test_grpo_shows_what_it_reads():
     assert not unread & read
 
 
-def run(folder, *words):
-    """Train as `main` does with these words, and return the history and the folder."""
-    return train(parse([str(word) for word in words])), folder / "run"
-
-
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
+    path, other = tmp_path / "run.yaml", tmp_path / "run.json"
     path.write_text("gen-len: 7\nbase_lr: 1e-3\nprepend_bos: false\nreward: [a:f, b:g]\n"
                     "name: null\nlora_sites:\n  - attn.q\n")  # fmt: skip
     found = parse(["grpo", "--config", str(path), "--gen-len", "9"])
     assert (found.gen_len, found.base_lr, found.prepend_bos) == (9, 1e-3, False)
     assert (found.reward, found.lora_sites, found.name) == (["a:f", "b:g"], ("attn.q",), None)
-    other = tmp_path / "run.json"
     other.write_text('{"trainer": "solutions.ch5_rlvr:RlvrTrainer", "loss_mode": "token"}')
     assert parse(["grpo", "--config", str(other)]).loss_mode == "token"
-    for text, said in (
-        ("gen_length: 7", "'gen_length' is none: did you mean gen_len?"),
-        ("vf_coef: 1", "'vf_coef' is none: did you mean ent_coef?|'vf_coef' is none: did"),
-        ("[1]", "should hold options by name"),
-        ("a: [", "should be YAML or JSON"),
-    ):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=said):
-            parse(["grpo", "--config", str(path)])
-    path.write_bytes("name: schön".encode("latin-1"))
-    with pytest.raises(ValueError, match="run.yaml, line 1 should be UTF-8"):
-        parse(["grpo", "--config", str(path)])
     other.write_text('\ufeff{"gen_len": 9}', encoding="utf-8")
     assert parse(["grpo", "--config", str(other)]).gen_len == 9
-    with pytest.raises(ValueError, match="config should be a file"):
-        parse(["grpo", "--config", str(tmp_path / "none.yaml")])
     for words in (["--gen-len", "x"], ["--weights-dtype", "float16"]):
         with pytest.raises(SystemExit):
             parse(["grpo", *words])
     assert "float16" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"gen_length: 7", "'gen_length' is none: did you mean gen_len?"),
+        (b"vf_coef: 1", "'vf_coef' is none"),
+        (b"[1]", "should hold options by name"),
+        (b"a: [", "should be YAML or JSON"),
+        ("name: schön".encode("latin-1"), "run.yaml, line 1 should be UTF-8"),
+        (None, "config should be a file"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_refused(text, said, tmp_path):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(ValueError, match=said):
+        parse(["grpo", "--config", str(path)])
+
+
 def test_a_run_goes_on_by_its_folder_alone(held, tmp_path, capsys):
-    options = ["--eval-data", held, "--runs-dir", str(tmp_path), "--name", "run"]
-    options += ["--prefix=Q: 12+3", "--reward", "tests.course.test_train_command:short"]
-    words = ["grpo", *SMALL, "--group-size", "4", *options]
-    half, folder = run(tmp_path, *words, "--total-phases", "2")
+    options = f"--eval-data {held} --prefix='Q: 12+3' --reward {HERE}:short --total-phases 2"
+    half, folder = run("grpo", tmp_path, options)
     with pytest.raises(ValueError, match="total_phases should be 2 or more, .* but is 1"):
-        run(tmp_path, "--resume", folder, "--total-phases", "1")
+        resume(folder, "--total-phases 1")
     for path in (folder, folder / "checkpoint.pt"):
-        assert run(tmp_path, "--resume", path)[0] == half
+        assert resume(path) == half
     said = capsys.readouterr().err
     assert "has had all its 2 phases: for more, --total-phases" in said
     assert "reward changed" not in said
-    run(tmp_path, "--resume", folder, "--reward", "tests.course.test_train_command:falling")
-    assert "reward changed: don't compare" in capsys.readouterr().err
-    run(tmp_path, "--resume", folder, "--stop", ".", "--eval-samples", "2")
-    assert "stop and eval_samples changed: don't compare" in capsys.readouterr().err
+    other = write_lines(tmp_path / "moved.jsonl", HELD)
+    fewer = write_lines(tmp_path / "fewer.jsonl", HELD[:1])
+    for given, changed in (
+        (FALLING, "reward changed: don't compare"),
+        ("--stop . --eval-samples 2", "stop and eval_samples changed: don't compare"),
+        (f"--eval-data {other}", None),
+        (f"--eval-data {fewer} --total-phases 3", "eval_data changed: don't compare"),
+        ("", None),
+    ):
+        resume(folder, given)
+        said = capsys.readouterr().err
+        assert changed in said if changed else "changed" not in said
     with pytest.raises(ValueError, match="gen_len should be 16 as in the checkpoint, but is 8"):
-        run(tmp_path, "--resume", folder, "--gen-len", "8")
-    assert parse(["--resume", str(folder)]).prefix == "Q: 12+3"
+        resume(folder, "--gen-len 8")
+    saved = parse(["--resume", str(folder)])
+    assert (saved.prefix, saved.eval_data) == ("Q: 12+3", str(fewer))
     path = tmp_path / "more.yaml"
     path.write_text("eval_data: null")
-    assert parse(["--resume", str(folder)]).eval_data == held
     assert parse(["--resume", str(folder), "--config", str(path)]).eval_data is None
     with pytest.raises(ValueError, match="resume should be a run of ppo, but .*run is of grpo"):
         parse(["ppo", "--resume", str(folder)])
-    other = shutil.copy(held, tmp_path / "moved.jsonl")
-    run(tmp_path, "--resume", folder, "--eval-data", other)
-    assert "changed" not in capsys.readouterr().err
-    other.write_text(json.dumps(HELD[0]) + "\n")
-    run(tmp_path, "--resume", folder, "--eval-data", other, "--total-phases", "3")
-    assert "eval_data changed: don't compare" in capsys.readouterr().err
-    run(tmp_path, "--resume", folder)
-    assert "changed" not in capsys.readouterr().err
+    with pytest.raises(ValueError, match="name should be left out beside resume"):
+        parse(["--resume", str(folder), "--name", "other"])
 
 
 def test_a_run_whose_files_have_moved_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EMBEDDED_MODEL, "base")
-    for name, rows in (("rows.jsonl", HELD), ("others.jsonl", HELD[:1])):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = ["--base-model", "base", "--data", "rows.jsonl", "--eval-data", "rows.jsonl"]
-    options = ["--runs-dir", str(tmp_path), "--name", "run", "--group-size", "4"]
-    options += ["--reward", "tests.course.test_train_command:short", "--total-phases", "1"]
-    _, folder = run(tmp_path, "grpo", *SMALL, *files, *options)
+    write_lines(tmp_path / "rows.jsonl", HELD)
+    write_lines(tmp_path / "others.jsonl", HELD[:1])
+    files = "--base-model base --data rows.jsonl --eval-data rows.jsonl"
+    _, folder = run("grpo", tmp_path, f"{files} --reward {HERE}:short --total-phases 1")
     away = tmp_path / "away"
     away.mkdir()
     monkeypatch.chdir(away)
     for name in ("base", "rows.jsonl", "others.jsonl"):
         shutil.move(tmp_path / name, name)
-    again = ["--resume", folder, "--total-phases", "2"]
+    again = "--total-phases 2"
     with pytest.raises(ValueError, match="^data should be a file.* if it has moved, --data"):
-        run(tmp_path, *again)
-    again += ["--base-model", "base", "--data", "rows.jsonl"]
+        resume(folder, again)
+    again += " --base-model base --data rows.jsonl"
     with pytest.raises(ValueError, match="^eval_data should be a file.* has moved, --eval-data"):
-        run(tmp_path, *again)
-    again += ["--eval-data", "rows.jsonl"]
+        resume(folder, again)
+    again += " --eval-data rows.jsonl"
     with pytest.raises(ValueError, match="^data should hold the rows that the run had"):
-        run(tmp_path, *again, "--data", "others.jsonl")
-    assert [row["phase"] for row in run(tmp_path, *again)[0]] == [0, 1, 2]
+        resume(folder, f"{again} --data others.jsonl")
+    assert [row["phase"] for row in resume(folder, again)] == [0, 1, 2]
     assert read_args(folder)["base_model"] == str(away / "base")
 
 
 def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):
-    options = ["--runs-dir", str(tmp_path), "--base-lr", "0.01", "--final-scale", "0"]
-    words = ["ppo", *SMALL, *options]
-    half, folder = run(tmp_path, *words, "--total-phases", "2", "--name", "run")
-    whole, _ = run(tmp_path, *words, "--total-phases", "4", "--name", "other")
+    options = "--base-lr 0.01 --final-scale 0"
+    half, folder = run("ppo", tmp_path, f"{options} --total-phases 2")
+    whole, _ = run("ppo", tmp_path / "whole", options)
     capsys.readouterr()
-    more, _ = run(tmp_path, "--resume", folder, "--total-phases", "4")
+    more = resume(folder, "--total-phases 4")
     said = " ".join(capsys.readouterr().out.split())
     assert "run goes on to phase 4 in place of 2." in said
     assert "a run of 4 phases from here on: 0.005, and it was 0" in said
@@ -466,19 +447,13 @@ def test_a_finished_run_goes_on_for_more_phases(tmp_path, capsys):
 
 
 def test_a_run_begins_with_the_adapters_of_another(tmp_path):
-    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path)]
-    options += ["--total-phases", "1"]
-    _, folder = run(tmp_path, *options, "--name", "run", "--lora-rank", "2", "--base-lr", "0.1")
-    command = parse([*options, "--name", "second", "--adapter", str(folder)])
-    assert command.lora_rank == 2
-    trainer = make_trainer(command, make_args(command))
-    kept = load_file(folder / "adapter.safetensors")
-    found = trainer.model.trainable_state()
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
-    history = train(command)
-    assert history[0]["kl_k3"] > 1e-3  # from the base
+    _, folder = run("grpo", tmp_path, "--total-phases 1 --lora-rank 2 --base-lr 0.1")
     path = folder / "adapter.safetensors"
-    assert parse([*options, "--adapter", str(path)]).lora_rank == 2
+    assert read("grpo", tmp_path, f"--adapter {path}").lora_rank == 2
+    command = read("grpo", tmp_path, f"--total-phases 1 --name second --adapter {folder}")
+    found, kept = make(command).model.trainable_state(), load_file(path)
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    assert train(command)[0]["kl_k3"] > 1e-3  # from the base
 
 
 class NotATrainer:
@@ -518,33 +493,30 @@ def test_arguments_that_a_trainer_would_ignore_are_refused(tmp_path):
 
 
 def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
-    options = ["grpo", *SMALL, "--group-size", "4", "--runs-dir", str(tmp_path), "--name", "run"]
-    options += ["--reward", "tests.course.test_train_command:graded", "--eval-data", held]
-    options += ["--data", "utils.models.corpus:addition_rows", "--total-phases", "1"]
-    own = [
-        ("solutions.ch5_rlvr:RlvrTrainer", ["--loss-mode", "token", "--dynamic-sampling"],
-         "informative_frac"),
-        ("solutions.ch9_async:StaleTrainer", ["--staleness", "1"], "age"),
-        ("solutions.ch10_tools:ToolTrainer",
-         ["--environment", "solutions.ch10_tools:run_calculator", "--eval-samples", "4"], "calls"),
-    ]  # fmt: skip
-    for i, (path, words, metric) in enumerate(own):
-        folder = tmp_path / str(i)
-        given = [*options, "--runs-dir", folder, "--trainer", path, *words]
-        history, left = run(folder, *given)
+    options = f"{GRADED} --eval-data {held} --total-phases 1"
+    rlvr = "--trainer solutions.ch5_rlvr:RlvrTrainer"
+    tools = (
+        "--trainer solutions.ch10_tools:ToolTrainer "
+        "--environment solutions.ch10_tools:run_calculator"
+    )
+    for i, (own, metric) in enumerate((
+        (f"{rlvr} --loss-mode token --dynamic-sampling", "informative_frac"),
+        ("--trainer solutions.ch9_async:StaleTrainer --staleness 1", "age"),
+        (f"{tools} --eval-samples 4", "calls"),
+    )):  # fmt: skip
+        history, left = run("grpo", tmp_path / str(i), f"{options} {own}")
         assert metric in history[1]
         assert history[0]["eval_reward"] > 0
-        assert read_args(left)["trainer"] == path
-        assert run(folder, "--resume", left)[0] == history
-    for n in ("1", "2"):
-        given[-1] = n
+        assert read_args(left)["trainer"] == own.split()[1]
+        assert resume(left) == history
+    for n in (1, 2):
         with pytest.raises(ValueError, match="eval_samples should be a multiple of group_size"):
-            run(tmp_path, *given, "--name", "uneven")
+            run("grpo", tmp_path, f"{options} {tools} --eval-samples {n}")
     with pytest.raises(ValueError, match="should derive from DataParallel for microbatch_size"):
-        run(tmp_path, *options, "--trainer", own[0][0], "--microbatch-size", "4")
-    for path in ("tests.course.test_train_command:NotATrainer", "solutions.ch2_ppo:RLHFTrainer"):
+        run("grpo", tmp_path, f"{options} {rlvr} --microbatch-size 4")
+    for path in (f"{HERE}:NotATrainer", "solutions.ch2_ppo:RLHFTrainer"):
         with pytest.raises(ValueError, match="should be a class derived from GrpoTrainer for grpo"):
-            parse([*options, "--trainer", path])
+            read("grpo", tmp_path, f"--trainer {path}")
 
 
 # --- Stops ----------------------------------------------------------------------------------------
@@ -552,35 +524,27 @@ def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_completions_end_at_a_stop_and_are_drawn_as_without(kind, tmp_path):
-    words = [kind, *SMALL, "--runs-dir", str(tmp_path), "--prefix", "Q: 47+38\n"]
-    words += ["--group-size", "4"] if kind == "grpo" else []
     stops = ["tens", "A: 8"]
-    sampled = []
-    for given in ([], ["--stop", *stops]):
-        command = parse([*words, *given])
-        trainer = make_trainer(command, make_args(command))
-        sampled.append(trainer.sample(["Q: 47+38\n"] * 64, {}))
-    plain, stopped = sampled
+    stopping = read(kind, tmp_path, f"--prefix 'Q: 47+38\n' --stop {shlex.join(stops)}")
+    trainer = make(stopping)
+    plain, stopped = (
+        x.sample(["Q: 47+38\n"] * 64, {}) for x in (make(read(kind, tmp_path)), trainer)
+    )
     prompt_len, ids = plain.prompt_len, plain.input_ids
-    n_stopped = 0
+    is_stopped = [any(stop in text for stop in stops) for text in stopped.texts]
     for i, (text, whole) in enumerate(zip(stopped.texts, plain.texts, strict=True)):
-        places = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
         n = int(stopped.completion_mask[i].sum())
         drawn = stopped.input_ids[i, prompt_len : prompt_len + n]
         assert torch.equal(drawn, ids[i, prompt_len : prompt_len + n])
-        if places:
-            n_stopped += 1
-            assert any(stop in text for stop in stops)
+        assert is_stopped[i] == any(stop in whole for stop in stops)
+        if is_stopped[i]:
             shorter = trainer.model.tokenizer.decode(drawn[:-1])
             assert not any(stop in shorter for stop in stops)  # the last token completes it
         else:
             assert text == whole
-    assert 10 < n_stopped < 64
-    assert not trainer.find_cut_off(stopped)[
-        [any(s in t for s in stops) for t in stopped.texts]
-    ].any()
-    history = train(parse([*words, "--stop", *stops, "--name", "run"]))
-    assert all(row["grad_norm"] < 1e3 for row in history)  # nothing is nan behind the stop
+    assert 10 < sum(is_stopped) < 64
+    assert not trainer.find_cut_off(stopped)[is_stopped].any()
+    assert all(row["grad_norm"] < 1e3 for row in train(stopping))  # nothing is nan behind the stop
     assert read_args(tmp_path / "run")["stop"] == stops
 
 
@@ -596,7 +560,7 @@ def test_what_a_shell_leaves_of_a_new_line_is_one():
         Stops([""])
     command = parse(["grpo", "--stop", "a", "--environment", "solutions.ch10_tools:run_calculator"])
     with pytest.raises(ValueError, match="environment should be None beside stop"):
-        make_trainer(command, make_args(command))
+        make(command)
 
 
 # --- Preferences ----------------------------------------------------------------------------------
@@ -605,12 +569,10 @@ def test_what_a_shell_leaves_of_a_new_line_is_one():
 def test_preferences_train_by_dpo(tmp_path):
     rows = [{"prompt": f"Q: {a}+11\n", "chosen": f"A: {a + 11}", "rejected": "I like it."}
             for a in range(20, 36)]  # fmt: skip
-    for name, chosen in (("train", rows[:12]), ("held", rows[12:])):
-        lines = "".join(json.dumps(row) + "\n" for row in chosen)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
-    words = ["dpo", "--data", tmp_path / "train.jsonl", "--eval-data", tmp_path / "held.jsonl"]
-    words += ["--runs-dir", tmp_path, "--name", "run", "--batch-size", "4", "--epochs", "2"]
-    words = [*map(str, words), "--device", "cpu"]
+    chosen = write_lines(tmp_path / "train.jsonl", rows[:12])
+    held = write_lines(tmp_path / "held.jsonl", rows[12:])
+    words = f"dpo --data {chosen} --eval-data {held} --runs-dir {tmp_path} --name run --device cpu"
+    words = f"{words} --batch-size 4 --epochs 2".split()
     history = train_on_preferences(parse(words))
     folder = tmp_path / "run"
     assert [row["phase"] for row in history] == list(range(7))
@@ -627,8 +589,7 @@ def test_preferences_train_by_dpo(tmp_path):
         train_on_preferences(parse([*words, "--name", "wrong", "--lora-sites", "none"]))
     assert not (tmp_path / "wrong").exists()
     sample.main([str(folder), "--prompt", "Q: 20+11\n"])  # a length that fits the context
-    command = parse(["grpo", *SMALL, "--adapter", str(folder)])
-    found = make_trainer(command, make_args(command)).model.trainable_state()
+    found = make(read("grpo", tmp_path, f"--adapter {folder}")).model.trainable_state()
     kept = load_file(folder / "adapter.safetensors")
     assert all(torch.equal(found[name], kept[name]) for name in kept)
 
@@ -638,19 +599,18 @@ def test_preferences_train_by_dpo(tmp_path):
 
 def test_two_ranks_evaluate_together_and_stop_together(tmp_path):
     rows = [{"prompt": f"Q: {a}+11\n", "answers": str(a + 11)} for a in range(1, 4)]
-    path = tmp_path / "held.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["--eval-data", str(path), "--eval-every", "1", "--eval-samples", "2", "--name", "run"]
-    given += ["--patience", "2", "--base-lr", "0", "--stop", "tens", "--total-phases", "9"]
-    status, output = finish(start(tmp_path, *given, n_ranks=2))
+    held = write_lines(tmp_path / "held.jsonl", rows)
+    given = f"--eval-data {held} --eval-every 1 --eval-samples 2 --name run"
+    given += " --patience 2 --base-lr 0 --stop tens --total-phases 9"
+    status, output = finish(start(tmp_path, *given.split(), n_ranks=2))
     assert status == 0, output
     assert output.count("Stopped after phase 2") == 1
     found = read_lines(tmp_path / "run" / "samples.jsonl")
     history = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [row["phase"] for row in history] == [0, 1, 2]
+    assert len({row["eval_reward"] for row in history}) == 1  # by the same random numbers
     first = [row for row in found if row["phase"] == 0]
-    prompts = [row["prompt"] for row in first]
-    assert sorted(prompts) == sorted(2 * [row["prompt"] for row in rows])
+    assert sorted(row["prompt"] for row in first) == sorted(2 * [row["prompt"] for row in rows])
     assert history[0]["eval_reward"] == pytest.approx(sum(row["reward"] for row in first) / 6)
     given = ["--resume", str(tmp_path / "run"), "--trainer", "solutions.ch5_rlvr:RlvrTrainer"]
     status, output = finish(start(tmp_path, *given, n_ranks=2))

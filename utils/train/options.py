@@ -15,14 +15,18 @@ from utils.run_folder import load_checkpoint
 from utils.train.data import WeightedRewards, load_function, load_rows
 from utils.validation import require
 
-# Of each argument of the course's trainers, what the command's help says.
-HELP = {
-    "seed": "Decides the initial adapters, the prompts and the samples.",
-    "name": "The run's folder in --runs-dir; None names it after the trainer and the time.",
-    "runs_dir": "The folder in which the run's folder is made.",
-    "checkpoint_every": "Phases between checkpoints; 0 saves only at the end and when stopped.",
-    "samples_every": "Phases from one table of samples to the next; 0 prints none.",
-    "use_wandb": "Log to Weights & Biases, offline unless you are logged in.",
+
+def read_comments(args_class: type) -> dict[str, str]:
+    """Return the comment at the end of each field's line, which is its help."""
+    found: dict[str, str] = {}
+    for one in reversed(args_class.__mro__[:-1]):
+        lines = re.findall(r"^ +(\w+): .*?  # (.+)$", inspect.getsource(one), re.MULTILINE)
+        found |= dict(lines)
+    return found
+
+
+# What the help says where an argument of the course's trainers has no comment, or one for Python.
+HELP = read_comments(RLHFArgs) | {
     "wandb_project_name": "The project's name there.",
     "wandb_entity": "The account or team there; None is your own.",
     "base_model": "'embedded', a local folder, or a name on the Hugging Face hub.",
@@ -31,37 +35,25 @@ HELP = {
     "lora_sites": "Layers that get adapters: attn.q, .k, .v and .o; mlp.in, .out and .gate.",
     "device": "cpu, cuda or mps; None takes a GPU if there is one.",
     "prefix": "The prompt of every completion if there's no --data.",
-    "total_phases": "Phases of the run; one is a rollout and the learning from it.",
     "batch_size": "Completions in a rollout, over all processes: whole groups in each minibatch.",
-    "gen_len": "The most tokens that a completion may have.",
     "temperature": "Logits are divided by it, in sampling and in log-probs alike.",
     "top_k": "Sample only from this many of the likeliest tokens: off-policy then (chapter 9).",
     "top_p": "Sample only from the likeliest tokens that add up to this: off-policy, too.",
     "prepend_bos": "Begin prompts with the tokenizer's bos, unless a chat template wrote them.",
     "num_minibatches": "Parts into which learning cuts a rollout; each is one update.",
-    "batches_per_learning_phase": "How many times learning goes over a rollout (epochs).",
-    "base_lr": "The adapters' learning rate.",
     "max_grad_norm": "Gradients are scaled down to this norm.",
-    "warmup_steps": "Phases, not updates, until the learning rates reach their full size.",
-    "final_scale": "The learning rates fall linearly to this share of their full size.",
     "clip_coef": "How far below 1 ratios are clipped; in a fresh rollout's first update they're 1.",
     "clip_coef_high": "How far above 1 a ratio is clipped; None is as below.",
     "ent_coef": "The weight of the entropy bonus, in nats per token.",
     "kl_coef": "The price of the KL from the base, in nats per token.",
     "kl_in": "Charge the exact KL in the loss, or its estimate k1 in each token's reward.",
-    "normalize_reward": "Give the rewards of each rollout mean 0 and standard deviation 1.",
     "gamma": "What a reward one token later is worth.",
     "lam": "The lambda of generalised advantage estimation.",
-    "head_lr": "The value head's learning rate.",
     "vf_coef": "The weight of the value loss.",
     "vf_clip_coef": "How far a value may move in one phase; None is any distance.",
-    "group_size": "Completions of each prompt, which are compared with one another.",
     "advantage_scale": "Divide by the group's std, the batch's (when length has a price), or 1.",
     "kl_kind": "The estimate k3 of the KL, or the exact one over the whole vocabulary.",
     "environment": "module:function that gets a turn's text and returns what follows, or None.",
-    "turn_end": "The text that ends each of the policy's turns.",
-    "max_calls": "The most answers that the environment gives in a completion.",
-    "environment_seconds": "Seconds to wait for an answer before giving up on it.",
     "advantage_kind": "Compare with the group's mean, or with the mean of the others (RLOO).",
     "loss_mode": "Mean per completion (GRPO), over tokens (DAPO), or by gen_len (Dr. GRPO).",
     "ratio_level": "The ratio of each token, or of the whole completion (GSPO).",
@@ -74,7 +66,6 @@ HELP = {
     "pick_temperature": "A low one picks the best of the pool, a high one picks at random.",
     "baseline": "The advantages are against the mean of the whole pool, or of what is kept.",
     "refresh_every": "Phases from one refreshed reference to the next; 0 keeps the first.",
-    "staleness": "How many phases old the rollouts are.",
     "correction": "How the objective corrects for a policy that isn't the sampler.",
     "cap": "The highest ratio that a correction lets through.",
     "sampler_bits": "Bits to which the sampler's weights are rounded; None rounds nothing.",
@@ -186,15 +177,6 @@ class Options:
         missing = sorted(columns.keys() - rows[0].keys())
         require(not missing, f"eval_data should have the columns of data, but lacks {missing}")
         return rows
-
-
-def read_comments(args_class: type) -> dict[str, str]:
-    """Return the comment at the end of each field's line: the help of a reader's own arguments."""
-    found: dict[str, str] = {}
-    for one in reversed(args_class.__mro__[:-1]):
-        lines = re.findall(r"^ +(\w+): .*?  # (.+)$", inspect.getsource(one), re.MULTILINE)
-        found |= dict(lines)
-    return found
 
 
 def make_command(name: str, args_class: type[RLHFArgs], doc: str) -> type[Options]:

@@ -6,7 +6,6 @@ What the command line doesn't give is taken from the file after --config, else f
 
 import argparse
 import difflib
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Union
@@ -70,16 +69,20 @@ def parse(words: list[str], description: str | None = None) -> Any:
     is_none = {name for name, value in config.items() if value is None}  # null undoes what is saved
     given = write_words({k: x for k, x in saved.items() if k in options and k not in is_none})
     given += write_words(config) + words[words[:1] == [name] :]
-    return tyro.cli(command, prog=f"python -m utils.train {name}", args=given)
+    found: Any = tyro.cli(command, prog=f"python -m utils.train {name}", args=given)
+    if "resume" in first:
+        own = (None, saved.get("name"), find_run(first["resume"]).name)
+        said = f"name should be left out beside resume, as a run keeps its folder: {found.name}"
+        require(found.name in own, said)
+    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options of a YAML or JSON file, by the names that fields have."""
     require(path.is_file(), f"config should be a file, but there is no {path}")
-    text = read_text(path)
     try:
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+        found = yaml.safe_load(read_text(path))  # JSON is YAML, too
+    except yaml.YAMLError as error:
         raise ValueError(f"config should be YAML or JSON, but {path} is not: {error}") from error
     require(isinstance(found, dict), f"config should hold options by name, but holds {found!r}")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
