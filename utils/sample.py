@@ -131,6 +131,12 @@ class Comparison:
     kl: Tensor
 
     @property
+    def kls(self) -> list[list[float]]:
+        """Return the KL of each token of each completion of the policy's."""
+        rows = zip(self.kl, self.after.completion_mask, strict=True)
+        return [kl[mask].tolist() for kl, mask in rows]
+
+    @property
     def mean_kl(self) -> float:
         """Return the KL from the base in nats per token, over all tokens of the policy's."""
         return self.kl[self.after.completion_mask].mean().item()
@@ -173,20 +179,17 @@ def compare(
 
 # --- What is shown ------------------------------------------------------------------------------
 
-Token = tuple[str, float]  # its text, and the KL there
 
-
-def list_tokens(samples: Samples, kl: Tensor, tokenizer: Any) -> list[list[Token]]:
-    """Return the tokens of each completion and their KL, line breaks as ⏎."""
-    found = []
-    for ids, mask, nats in zip(samples.completion_ids, samples.completion_mask, kl, strict=True):
-        texts = (text.replace("\n", "⏎") for text in decode_tokens(tokenizer, ids[mask]))
-        found.append(list(zip(texts, nats[mask].tolist(), strict=True)))
-    return found
+def list_tokens(samples: Samples, tokenizer: Any) -> list[list[str]]:
+    """Return the tokens of each completion, line breaks as ⏎."""
+    rows = zip(samples.input_ids[:, samples.prompt_len :], samples.completion_mask, strict=True)
+    decoded = (decode_tokens(tokenizer, ids[mask]) for ids, mask in rows)
+    return [[token.replace("\n", "⏎") for token in tokens] for tokens in decoded]
 
 
 def list_prompts(comparison: Comparison) -> list[str]:
-    return [show_prompt(prompt).strip().replace("\n", "⏎") for prompt in comparison.prompts]
+    """Return the end of each prompt, which may begin with examples."""
+    return [show_prompt(prompt).strip().replace("\n", "⏎")[-100:] for prompt in comparison.prompts]
 
 
 def paint(text: str, kl: float) -> str:
@@ -202,11 +205,10 @@ def format_texts(
     before, after = comparison.before, comparison.after
     columns = {"prompt": list_prompts(comparison)}
     if after is not before:
-        plain = list_tokens(before, torch.zeros(before.completion_mask.shape), tokenizer)
-        columns["before: the base"] = ["".join(text for text, _ in tokens) for tokens in plain]
+        columns["before: the base"] = ["".join(row) for row in list_tokens(before, tokenizer)]
     columns["completion" if after is before else "after: the run"] = [
-        "".join(paint(*token) if is_coloured else token[0] for token in tokens)
-        for tokens in list_tokens(after, comparison.kl, tokenizer)
+        "".join(map(paint, tokens, kls) if is_coloured else tokens)
+        for tokens, kls in zip(list_tokens(after, tokenizer), comparison.kls, strict=True)
     ]
     return tabulate(columns, "keys", disable_numparse=True, **layout)
 
@@ -229,11 +231,9 @@ def format_for_terminal(
 
 def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: Any) -> None:
     """Write a page with the texts as a table, and a picture of the tokens by their KL."""
-    tokens = list_tokens(comparison.after, comparison.kl, tokenizer)
-    pictured = {
-        f"{i}. {prompt[-60:]}": tuple(map(list, zip(*row, strict=True)))
-        for i, (prompt, row) in enumerate(zip(list_prompts(comparison), tokens, strict=True), 1)
-    }
+    rows = zip(list_tokens(comparison.after, tokenizer), comparison.kls, strict=True)
+    prompts = [f"{i}. {text[-60:]}" for i, text in enumerate(list_prompts(comparison), 1)]
+    pictured = dict(zip(prompts, rows, strict=True))
     figure = plot_tokens(pictured, "KL(policy ‖ base), nats", center=None)
     table = format_texts(comparison, tokenizer, tablefmt="html")
     write_page(path, title, [say_kl(comparison)], table, figure)

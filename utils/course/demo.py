@@ -86,9 +86,8 @@ def run_ppo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dic
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
     trainer, prompts = make_ppo_trainer(out, seed, **overrides), review_prompts()[1]
 
-    def measure(every: int, is_trained: bool) -> dict[str, float]:
-        args = (prompts[::every], trainer.args.reward_fn)
-        return evaluate_reviews(trainer.model, *args, seed=seed, is_trained=is_trained)
+    def measure(every: int) -> dict[str, float]:
+        return evaluate_reviews(trainer.model, prompts[::every], trainer.args.reward_fn, seed=seed)
 
     return _run("PPO on the sentiment of reviews", trainer, seed, prompts, measure, seconds)
 
@@ -102,8 +101,8 @@ def run_grpo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> di
     pairs = held_out_pairs()
     prompts = [addition_prompt(a, b) for a, b in pairs]
 
-    def measure(every: int, is_trained: bool) -> dict[str, float]:
-        return evaluate_additions(trainer.model, pairs[::every], seed=seed, is_trained=is_trained)
+    def measure(every: int) -> dict[str, float]:
+        return evaluate_additions(trainer.model, pairs[::every], seed=seed)
 
     return _run("GRPO on additions", trainer, seed, prompts, measure, seconds)
 
@@ -113,7 +112,7 @@ def _run(
     trainer: RLHFTrainer,
     seed: int,
     prompts: list[str],
-    measure: Callable[[int, bool], dict[str, float]],
+    measure: Callable[[int], dict[str, float]],
     seconds: float,
 ) -> dict[str, Any]:
     """Train between two measurements, and add three prompts with what is written after them."""
@@ -122,7 +121,7 @@ def _run(
     start = time.perf_counter()
     train(trainer, seconds)
     took = time.perf_counter() - start
-    after = measure(every, True)
+    after = measure(every)
     generator = torch.Generator(trainer.device).manual_seed(seed)
     chosen = prompts[:: max(len(prompts) // 3, 1)][:3]
     sampled = sample_completions(trainer.model, chosen, trainer.args.gen_len, generator=generator)
@@ -136,17 +135,17 @@ def _run(
 
 
 def _measure_first(
-    measure: Callable[[int, bool], dict[str, float]], seconds: float
+    measure: Callable[[int], dict[str, float]], seconds: float
 ) -> tuple[int, dict[str, float]]:
     """Measure the untrained model on all prompts (1), or on every eighth (8) if that says that all
     would take more than `MEASURED_SHARE` of the seconds."""
     if seconds < math.inf:
         start = time.perf_counter()
-        before = measure(SOME, False)
+        before = measure(SOME)
         if SOME * (time.perf_counter() - start) > MEASURED_SHARE * seconds:
             print("Only every eighth prompt is measured, because the machine is busy or slow.")
             return SOME, before
-    return 1, measure(1, False)
+    return 1, measure(1)
 
 
 def train(trainer: RLHFTrainer, seconds: float) -> None:

@@ -49,40 +49,27 @@ def sample_prompts(
     return batches
 
 
-@torch.no_grad()
 def measure_kl(model, batches: list) -> float:
     """Measure the exact KL(policy ‖ reference), in nats per token, on states of the policy."""
-    sampling = _load_sampling()
+    return _mean_over_tokens(model, batches, lambda scores: scores.measure_kl())
 
-    def measure(samples):
-        ids, attention_mask = samples.input_ids, samples.attention_mask
-        scores = get_scorer(model).measure(ids, attention_mask, samples.prompt_len)
-        return sampling.masked_mean(scores.measure_kl(), samples.completion_mask)
 
-    return _mean_over_tokens(measure, batches)
+def measure_nll(model, batches: list) -> float:
+    """Measure the base model's negative log-likelihood of the samples, in nats per token."""
+    with model.reference():
+        return _mean_over_tokens(model, batches, lambda scores: -scores.logprobs)
 
 
 @torch.no_grad()
-def measure_nll(model, batches: list) -> float:
-    """Measure the base model's negative log-likelihood of the samples, in nats per token."""
-    sampling = _load_sampling()
-
-    def measure(samples):
-        with model.reference():
-            scores = get_scorer(model).measure(
-                samples.input_ids, samples.attention_mask, samples.prompt_len
-            )
-        return -sampling.masked_mean(scores.logprobs, samples.completion_mask)
-
-    return _mean_over_tokens(measure, batches)
-
-
-def _mean_over_tokens(measure: Callable, batches: list) -> float:
-    """Return the mean over all completion tokens of what `measure` gives as a mean over each
-    batch's."""
-    counts = [batch.completion_mask.sum().item() for batch in batches]
-    total = sum(measure(batch).item() * count for batch, count in zip(batches, counts, strict=True))
-    return total / sum(counts)
+def _mean_over_tokens(model, batches: list, measure: Callable) -> float:
+    """Return the mean over all completion tokens of what `measure` makes of their scores."""
+    mean, total, n_tokens = _load_sampling().masked_mean, 0.0, 0
+    for batch in batches:
+        ids, attention_mask, mask = batch.input_ids, batch.attention_mask, batch.completion_mask
+        scores = get_scorer(model).measure(ids, attention_mask, batch.prompt_len)
+        total += mean(measure(scores), mask).item() * mask.sum().item()
+        n_tokens += mask.sum().item()
+    return total / n_tokens
 
 
 def measure_distinct_bigrams(texts: list[str]) -> float:
@@ -105,19 +92,15 @@ def evaluate_reviews(
     n_samples: int = 32,
     gen_len: int = 30,
     seed: int = 0,
-    is_trained: bool = True,
 ) -> dict[str, float]:
-    """Evaluate reward, KL, fluency and diversity of `n_samples` reviews per prompt.
-
-    Where nothing is trained yet, the KL is 0 and not measured.
-    """
+    """Evaluate reward, KL, fluency and diversity of `n_samples` reviews per prompt."""
     batches = sample_prompts(model, prompts * n_samples, gen_len, seed=seed)
     texts = [text for batch in batches for text in batch.texts]
     rewards = reward_fn(texts)
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std().item(),
-        "kl": measure_kl(model, batches) if is_trained else 0.0,
+        "kl": measure_kl(model, batches),
         "nll": measure_nll(model, batches),
         "distinct_bigrams": measure_distinct_bigrams(texts),
     }
@@ -129,13 +112,11 @@ def evaluate_additions(
     n_samples: int = 8,
     gen_len: int = 40,
     seed: int = 0,
-    is_trained: bool = True,
 ) -> dict[str, float]:
     """Evaluate sampled and greedy accuracy on `pairs`, and how the answers were reached.
 
     `pass` is the share of pairs with at least one right answer among `n_samples`: pass@k with
     k = n_samples. `accuracy_worked` is the accuracy within the sampled answers that show the steps.
-    Where nothing is trained yet, the KL is 0 and not measured.
     """
     prompts = [addition_prompt(a, b) for a, b in pairs]
     answers = [str(a + b) for a, b in pairs]
@@ -155,5 +136,5 @@ def evaluate_additions(
         .float()
         .mean()
         .item(),
-        "kl": measure_kl(model, batches) if is_trained else 0.0,
+        "kl": measure_kl(model, batches),
     }

@@ -98,12 +98,19 @@ class Task:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
 
+def ask(form: str, pairs: list[Pair], answers: list[Any]) -> dict[str, Any]:
+    """Return prompts about pairs of numbers, and their answers as a column."""
+    prompts = [form.format(a=a, b=b) for a, b in pairs]
+    return {"prompts": prompts, "columns": {"answers": answers}}
+
+
 def make_tasks() -> dict[str, Task]:
     """Make the runs by name."""
-    train, held = split_digit_pairs()
-    sums = {
-        "prompts": [f"{SHOTS}{a}+{b}=" for a, b in train],
-        "columns": {"answers": [str(a + b) for a, b in train]},
+    sums = [
+        ask(f"{SHOTS}{{a}}+{{b}}=", pairs, [str(a + b) for a, b in pairs])
+        for pairs in split_digit_pairs()
+    ]
+    learn_sums = sums[0] | {
         "reward_fn": reward_fn_sum,
         "batch_size": 64,
         "gen_len": 4,
@@ -117,11 +124,11 @@ def make_tasks() -> dict[str, Task]:
         "total_phases": 12,
         "base_lr": 2e-3,
     }
-    by_ppo = mood | {"kl_coef": 0.05}
-    products, held_products = split_products()
-    calculator = {
-        "prompts": [f"{CALCULATOR_SHOTS}Q: {a}*{b}\n" for a, b in products],
-        "columns": {"answers": [a * b for a, b in products]},
+    products = [
+        ask(f"{CALCULATOR_SHOTS}Q: {{a}}*{{b}}\n", pairs, [a * b for a, b in pairs])
+        for pairs in split_products()
+    ]
+    calculate = products[0] | {
         "reward_fn": reward_fn_last_line,
         "environment": calculate_line,
         "turn_end": "\n",
@@ -132,29 +139,20 @@ def make_tasks() -> dict[str, Task]:
         "total_phases": 6,
         "kl_coef": 0.0,
     }
-    calculator_held_out = [f"{CALCULATOR_SHOTS}Q: {a}*{b}\n" for a, b in held_products]
-    held_results = {"answers": [a * b for a, b in held_products]}
-    sums_held_out = [f"{SHOTS}{a}+{b}=" for a, b in held]
-    answers = {"answers": [str(a + b) for a, b in held]}
-    on_mood = "on the mood of free text"
+    by_ppo = mood | {"kl_coef": 0.05}
+    moods: dict[str, Any] = {"prompts": OTHER_BEGINNINGS, "n_samples": 16}
+    title = "GRPO on products of two digits, with a calculator"
     return {
-        "sums": Task("GRPO on sums of one digit", GrpoTrainer, sums, sums_held_out, 8, answers),
-        "calculator": Task(
-            "GRPO on products of two digits, with a calculator",
-            GrpoTrainer,
-            calculator,
-            calculator_held_out,
-            1,
-            held_results,
-        ),
-        "mood": Task(f"GRPO {on_mood}", GrpoTrainer, mood, OTHER_BEGINNINGS, 16),
-        "mood_ppo": Task(f"PPO {on_mood}", RLHFTrainer, by_ppo, OTHER_BEGINNINGS, 16),
+        "sums": Task("GRPO on sums of one digit", GrpoTrainer, learn_sums, n_samples=8, **sums[1]),
+        "calculator": Task(title, GrpoTrainer, calculate, n_samples=1, **products[1]),
+        "mood": Task("GRPO on the mood of free text", GrpoTrainer, mood, **moods),
+        "mood_ppo": Task("PPO on the mood of free text", RLHFTrainer, by_ppo, **moods),
     }
 
 
-def measure(trainer: RLHFTrainer, task: Task, seed: int, has_learnt: bool = True) -> dict[str, Any]:
-    """Measure held-out prompts: reward, nll under the base, distinct bigrams, and the KL where
-    anything was learnt; keep samples."""
+def measure(trainer: RLHFTrainer, task: Task, seed: int) -> dict[str, Any]:
+    """Measure held-out prompts: reward, nll under the base, distinct bigrams and the KL; keep
+    samples."""
     model, gen_len, reward_fn = trainer.model, trainer.args.gen_len, task.setup["reward_fn"]
     environment = trainer.environment if isinstance(trainer, GrpoTrainer) else None
     prompts = task.prompts * task.n_samples
@@ -165,9 +163,8 @@ def measure(trainer: RLHFTrainer, task: Task, seed: int, has_learnt: bool = True
         "heldout": reward_fn(texts, **columns).mean().item(),
         "nll": measure_nll(model, batches),
         "distinct_bigrams": measure_distinct_bigrams(texts),
+        "kl": measure_kl(model, batches),
     }
-    if has_learnt:
-        found["kl"] = measure_kl(model, batches)
     if task.columns and environment is None:
         greedy = sample_prompts(model, task.prompts, gen_len, temperature=0, rows=64)
         answers = [text for batch in greedy for text in batch.texts]
@@ -182,7 +179,7 @@ def run_task(name: str, task: Task, folder: Path, out: Path, seed: int, **overri
     args = task.trainer_class.args_class(**SETUP | task.setup | run | overrides)
     trainer = task.trainer_class(args)
     print(f"\n{task.label}, seed {seed}: measure, train, measure again", flush=True)
-    before = measure(trainer, task, seed, has_learnt=False)
+    before = measure(trainer, task, seed)
     start = time.perf_counter()
     history = trainer.train()
     seconds = time.perf_counter() - start
@@ -248,13 +245,6 @@ def format_summary(summary: list[dict]) -> str:
     return tabulate(table, ("run", "", "before", "after"), tablefmt="github", disable_numparse=True)
 
 
-def read_seed(text: str) -> int:
-    seed = int(text)
-    if not 0 <= seed < 2**31:
-        raise argparse.ArgumentTypeError(f"a seed should be in [0, 2**31), but is {seed}")
-    return seed
-
-
 def main() -> None:
     tasks = make_tasks()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -266,7 +256,7 @@ def main() -> None:
         metavar="RUN",
         help=f"one or more of {', '.join(tasks)} (default: {' '.join(SHOWN)})",
     )
-    parser.add_argument("--seeds", nargs="+", type=read_seed, default=[1], metavar="SEED")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="SEED")
     parser.add_argument("--out", type=Path, default=Path("runs/real"))
     args = parser.parse_args()
     try:
@@ -276,18 +266,11 @@ def main() -> None:
     choose_threads()
     print(f"{MODELS[MODEL].title}, {MODELS[MODEL].licence}: {folder}")
     file = args.out / "summary.json"
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        if not file.exists() and any(args.out.iterdir()):
-            parser.error(
-                f"--out should be a new folder, or one of earlier runs, but {args.out} is not"
-            )
-        summary = json.loads(file.read_text()) if file.exists() else []
-        if not isinstance(summary, list):  # the demonstration's
-            parser.error(f"--out should be new, or hold earlier runs, but {file} is of others")
-        file.write_text(json.dumps(summary, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        parser.error(f"--out: {error}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not file.exists() and any(args.out.iterdir()):
+        parser.error(f"--out should be a new folder, or one of earlier runs, but {args.out} is not")
+    summary = json.loads(file.read_text()) if file.exists() else []
+    file.write_text(json.dumps(summary, indent=1) + "\n")
     for seed, name in dict.fromkeys((seed, name) for seed in args.seeds for name in args.only):
         out = args.out if len(args.seeds) == 1 else args.out / f"seed-{seed}"
         try:
