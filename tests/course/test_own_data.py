@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -18,7 +20,8 @@ from solutions.ch0_sampling import get_completion_mask, sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import find_finished
-from tests.course.helpers import randomize
+from tests.course.helpers import ONE_STEP, randomize
+from utils.course import session
 from utils.models.decoding import get_end_ids
 from utils.models.export import save_merged
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
@@ -30,10 +33,7 @@ from utils.train import load_rows
 from utils.train.data import load_function
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "batch_size": 8, "group_size": 4, "num_minibatches": 1, "batches_per_learning_phase": 1,
-    "total_phases": 1, "gen_len": 4, "device": "cpu", "samples_every": 0, "warmup_steps": 0,
-}  # fmt: skip
+SMALL = ONE_STEP | {"batch_size": 8, "group_size": 4, "total_phases": 1, "gen_len": 4}
 
 
 def length(samples):
@@ -47,34 +47,20 @@ def make_trainer(folder, **given):
 # --- Data -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [lambda t: t.iloc[[2, 0, 3, 1]], lambda t: t.sort_values("answer", ascending=False),
-     lambda t: t[t.answer > "a1"]],
-    ids=["shuffled", "sorted", "filtered"],
-)  # fmt: skip
-def test_rows_of_a_table_stay_together(choose, tmp_path):
-    table = choose(
-        pd.DataFrame({"prompt": ["p0", "p1", "p2", "p3"], "answer": ["a0", "a1", "a2", "a3"]})
-    )
-    met = []
+@pytest.mark.parametrize("kind", [list, tuple, lambda c: c, lambda c: c.to_numpy()])
+def test_rows_of_a_table_stay_together(kind, tmp_path):
+    table = pd.DataFrame({"prompt": ["p0", "p1", "p2"], "answer": ["a0", "a1", "a2"]})
+    table = table.iloc[[2, 0]]  # as after sorting or filtering
+    met = set()
 
     def reward_fn(samples, prompts, answer):
-        met.extend(zip(prompts, answer, strict=True))
+        met.update(zip(prompts, answer, strict=True))
         return length(samples)
 
-    columns = {"answer": table["answer"]}
-    prompts = table["prompt"].tolist()
-    make_trainer(tmp_path, prompts=prompts, columns=columns, reward_fn=reward_fn).train()
-    assert len(met) == 8
-    assert all(prompt[1] == answer[1] for prompt, answer in met)
-
-
-@pytest.mark.parametrize("kind", [lambda c: c, tuple, lambda c: c.to_numpy()])
-def test_prompts_may_be_a_column_of_a_table(kind, tmp_path):
-    table = pd.DataFrame({"prompt": ["p0", "p1", "p2"], "answer": [0, 1, 2]}).iloc[[2, 0]]
-    args = {"prompts": kind(table["prompt"]), "columns": {"answer": table["answer"]}}
-    assert make_trainer(tmp_path, **args).args.prompts == ["p2", "p0"]
+    args = {"columns": {"answer": table["answer"]}, "reward_fn": reward_fn}
+    trainer = make_trainer(tmp_path, prompts=kind(table["prompt"]), batch_size=32, **args)
+    trainer.train()
+    assert met == {("p2", "a2"), ("p0", "a0")}
     with pytest.raises(ValueError, match="prompts should be None or a list"):
         make_trainer(tmp_path, prompts=table)
 
@@ -133,12 +119,8 @@ def test_lines_end_with_a_newline_alone(tmp_path):
     jsonl.write_bytes('{"prompt": "x"}\n{"prompt": "schön"}\n'.encode("latin-1"))
     with pytest.raises(ValueError, match="a.jsonl, line 2 should be UTF-8"):
         load_rows(str(jsonl))
-    for text in ('"\\ud800"', "[" * 100_000, "9" * 5000):
-        jsonl.write_text(f'{{"prompt": {text}')
-        with pytest.raises(ValueError, match=r"a\.jsonl, line 1 should be JSON"):
-            load_rows(str(jsonl))
-    jsonl.write_text('{"prompt": "half of a character, \\ud800"}')
-    with pytest.raises(ValueError, match="line 1 should be JSON.*surrogates not allowed"):
+    jsonl.write_text('{"prompt": "x"')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 should be JSON"):
         load_rows(str(jsonl))
     jsonl.write_text('{"question": "x"}\n')
     with pytest.raises(ValueError, match="rename 'question' to prompt"):
@@ -266,22 +248,15 @@ def test_a_checkpoint_of_another_kind_of_device_goes_on_with_new_random_numbers(
     assert not torch.equal(resume(1), resume(2))
 
 
-NOTE = """
-import sys
-from utils.course import session
-session.is_solved, session.count_points = lambda _: True, lambda _: 1.0
-check = type("Check", (), {"is_core": True, "points": 1, "chapter": "ch0_sampling"})
-verdict = type("Verdict", (), {"check": check, "passed": True})
-for i in range(50):
-    session._save_progress(f"{sys.argv[1]}::{i}", [verdict])
-"""
-
-
-@pytest.mark.takes_long
-def test_two_kernels_lose_no_notes(tmp_path):
-    env = os.environ | {"COURSE_PROGRESS": str(tmp_path / "progress.json"), "PYTHONPATH": str(ROOT)}
-    kernels = [subprocess.Popen([sys.executable, "-c", NOTE, name], env=env) for name in "AB"]
-    assert [kernel.wait() for kernel in kernels] == [0, 0]
+def test_two_kernels_lose_no_notes(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "PROGRESS", tmp_path / "progress.json")
+    monkeypatch.setattr(session, "is_solved", lambda _: True)
+    monkeypatch.setattr(session, "count_points", lambda _: 1.0)
+    check = SimpleNamespace(is_core=True, points=1, chapter="ch0_sampling")
+    verdict = SimpleNamespace(check=check, passed=True)
+    with ThreadPoolExecutor(2) as kernels:
+        done = kernels.map(lambda i: session._save_progress(str(i), [verdict]), range(100))
+    assert [*done] == [None] * 100
     assert len(json.loads((tmp_path / "progress.json").read_text())) == 100
 
 

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from utils.course import in_bundle
@@ -31,6 +32,7 @@ Grade = tuple[str, str, list[Verdict]]  # chapter, exercise, how each check went
 GREEN, RED, YELLOW, BOLD = 32, 31, 33, 1
 
 
+@usual_settings()
 def run_and_print(
     answer: Any, caller: dict[str, Any], slow: bool = False, hardening: bool = False
 ) -> Grade:
@@ -41,11 +43,6 @@ def run_and_print(
 
     Raises ValueError for something that is no exercise.
     """
-    with usual_settings():
-        return _run_and_print(answer, caller, slow, hardening)
-
-
-def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: bool) -> Grade:
     exercise = _get_exercise(answer, caller)
     chapter = find_chapter(exercise)
     if "." not in exercise and "." in getattr(answer, "__qualname__", ""):
@@ -59,13 +56,10 @@ def _run_and_print(answer: Any, caller: dict[str, Any], slow: bool, hardening: b
     rest = vars(get_reference(chapter)) if has_reference(chapter) else {}
     student = StudentNames(given, caller, home, rest)
 
-    def grade_it(answers: StudentNames) -> tuple[list[Verdict], str | None]:
-        # A half of the time for the search is left for the exercise alone.
-        half = SEARCH_SECONDS / 2
-        return grade_exercise(
-            chapter, exercise, answers, slow=slow, hardening=hardening, seconds=half
-        )
-
+    half = SEARCH_SECONDS / 2  # the other half is for the exercise alone
+    grade_it = partial(
+        grade_exercise, chapter, exercise, slow=slow, hardening=hardening, seconds=half
+    )
     verdicts, sentence = grade_it(student)
     first = note = None
     if not has_reference(chapter):

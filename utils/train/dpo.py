@@ -1,6 +1,5 @@
 """Training on preferences from the command line, by chapter 6's DPO."""
 
-import contextlib
 import json
 import os
 from dataclasses import dataclass, fields
@@ -11,7 +10,7 @@ import torch
 
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
-from utils.preferences import Preferences, load_preferences
+from utils.preferences import load_preferences
 from utils.run_folder import create_run_folder, name_value, save_checkpoint, write_options
 from utils.train.options import HELP, Adapter, Config, Dtype, find_adapter, say
 from utils.validation import Count, CountOrZero, Positive, check_fields, require
@@ -53,24 +52,13 @@ def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     check_fields(command)
     preferences = load_preferences(command.data)
     held_out = None if command.eval_data is None else load_preferences(command.eval_data)
-    folder = create_run_folder(command.runs_dir, command.name, "dpo")
-    try:
-        return _train(command, preferences, held_out, folder)
-    except BaseException:
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
-        raise
-
-
-def _train(
-    command: DpoCommand, preferences: Preferences, held_out: Preferences | None, folder: Path
-) -> list[dict[str, float]]:
     dtype = command.weights_dtype and getattr(torch, command.weights_dtype)
     torch.manual_seed(command.seed)  # of the adapters
     size = (command.lora_rank, command.lora_alpha, command.lora_sites)
     model = TransformerWithLora.from_pretrained(command.base_model, *size, command.device, dtype)
     if command.adapter is not None:
         model.load_adapter(find_adapter(command.adapter))
+    folder = create_run_folder(command.runs_dir, command.name, "dpo")
 
     def measure() -> dict[str, float]:
         if held_out is None:
