@@ -87,9 +87,10 @@ def call_reward_fn(
     """Call `reward_fn(samples)`, with those `columns` that it names, each of one value a
     sample.
 
-    Its first parameter that is no column gets the samples; `**kwargs` get every column, and the
-    samples as `completions` where no parameter takes them. Lists and dicts are copies: a function
-    that adds its judge's messages to a chat doesn't change what is trained on.
+    The samples go to its first parameter or, where that's a column, to the one that is none and has
+    no default; `**kwargs` get every column, and the samples as `completions` where no parameter
+    takes them. Lists and dicts are copies: a function that adds its judge's messages to a chat
+    doesn't change what is trained on.
 
     Raises ValueError if it needs another argument, or does not return finite rewards.
     """
@@ -99,34 +100,27 @@ def call_reward_fn(
         "the column another name",
     )
     function = reward_fn.forward if isinstance(reward_fn, nn.Module) else reward_fn
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = [*inspect.signature(function).parameters.values()]
     kinds = {p.kind for p in parameters}
-    explicit = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    named = {p.name for p in explicit}
-    takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-    chosen = {name: _copy(column) for name, column in columns.items() if takes_all or name in named}
-    free = [p for p in explicit if p.name not in columns]
-    is_other = free and free[0] is not parameters[0] and free[0].default is not free[0].empty
-    if is_other or (explicit and not free and kinds == {p.kind for p in explicit}):
-        name = explicit[0].name  # meant for the samples, most likely
-        require(
-            name not in columns or name == "prompts",
-            f"reward_fn should take the samples, but its first parameter, {name!r}, has the name "
-            f"of a column: rename one of them",
-        )
-    for parameter in free[1:]:
-        require(
-            parameter.default is not parameter.empty,
-            f"reward_fn should need no more than the samples and {sorted(columns)}, but needs "
-            f"{parameter.name!r}",
-        )
-    if not free and inspect.Parameter.VAR_POSITIONAL in kinds:  # a plain decorator
-        rewards = reward_fn(list(samples))
-    elif not free:
-        require(takes_all, f"reward_fn should take the samples, but takes {sorted(named)}")
-        rewards = reward_fn(completions=list(samples), **chosen)
-    elif free[0] is parameters[0] and free[0].kind is not free[0].KEYWORD_ONLY:
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names, takes_all = {p.name for p in named}, inspect.Parameter.VAR_KEYWORD in kinds
+    chosen = {name: _copy(column) for name, column in columns.items() if takes_all or name in names}
+    needed = [p for p in named if p is parameters[0] or p.default is p.empty]
+    free = [p for p in needed if p.name not in columns]
+    if len(free) > 1:
+        said = f"reward_fn should need no more than the samples and {sorted(columns)}"
+        raise ValueError(f"{said}, but needs {free[1].name!r}")
+    if free and free[0] is parameters[0] and free[0].kind is not free[0].KEYWORD_ONLY:
         rewards = reward_fn(list(samples), **chosen)
-    else:
+    elif free:
         rewards = reward_fn(**{free[0].name: list(samples)}, **chosen)
+    elif inspect.Parameter.VAR_POSITIONAL in kinds:  # a plain decorator
+        rewards = reward_fn(list(samples))
+    else:
+        require(
+            takes_all,
+            f"reward_fn should take the samples, but its parameters {sorted(names)} are columns or "
+            "have defaults: rename the one that's meant, or the column",
+        )
+        rewards = reward_fn(completions=list(samples), **chosen)
     return check_rewards(rewards, samples)

@@ -12,6 +12,7 @@ from solutions.ch0_sampling import sample_completions
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch7_scale import RefreshArgs, RefreshTrainer
+from tests.course.helpers import ONE_STEP
 from utils import sample, watch
 from utils.models.loading import load_base_model
 from utils.run_folder import load_checkpoint
@@ -20,10 +21,7 @@ from utils.train.options import find_adapter
 
 pytestmark = pytest.mark.takes_long
 
-SMALL = {
-    "batch_size": 8, "num_minibatches": 1, "batches_per_learning_phase": 1, "total_phases": 2,
-    "gen_len": 6, "device": "cpu", "samples_every": 0, "warmup_steps": 0,
-}  # fmt: skip
+SMALL = ONE_STEP | {"batch_size": 8, "total_phases": 2, "gen_len": 6}
 PROMPTS = ["Q: 12+34\n", "This movie is", "Q: 50+11\n"]
 
 
