@@ -1,6 +1,7 @@
 """The examples: rewards, data that fits them, options that are read, and the notebook."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -10,6 +11,7 @@ import nbformat
 import pytest
 
 from utils.authoring import own
+from utils.authoring.notebooks import run_cells
 from utils.rewards import call_reward_fn
 from utils.train.data import load_function, load_rows
 from utils.train.options import make_args
@@ -84,7 +86,7 @@ def test_running_the_notebook_trains_and_exports(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder.mkdir()
     try:
-        done = own.execute(own.build(), folder)
+        done = run_cells(own.build(), folder, os.environ)
         names = {p.name for p in (folder / "own").iterdir()}
     finally:
         shutil.rmtree(folder)

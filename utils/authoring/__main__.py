@@ -35,7 +35,7 @@ from utils.authoring.notebooks import (
 from utils.authoring.sums import fill_pages, read_exercises
 from utils.course.session import CORE_PATH
 from utils.grading.checks import get_chapters, get_checks
-from utils.grading.points import FILE, fill_points
+from utils.grading.points import FILE, fill_points, load_points
 
 FORM = ROOT / ".github" / "ISSUE_TEMPLATE" / "right-answer-rejected.yml"
 OFFERED = re.compile(r"(?<=      options:\n)(?: {8}- ch\d+_\w+\n)+")
@@ -95,6 +95,19 @@ def sum_points() -> dict[str, dict[str, float]]:
     }
 
 
+def add_points() -> str:
+    """Give each exercise that tests/points.toml lacks the points of its checks, and say which."""
+    worth, known = sum_points(), load_points(FILE).table
+    added = [
+        f"added {name}, {points:g} points"
+        for chapter, exercises in worth.items()
+        for name, points in exercises.items()
+        if name not in known.get(chapter, {})
+    ]
+    FILE.write_text(fill_points(worth, FILE), encoding="utf-8")
+    return "\n".join(added) or f"{FILE} had every exercise"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -106,8 +119,7 @@ def main() -> None:
     parser.add_argument("--without-solutions", type=Path, metavar="DIR")
     args = parser.parse_args()
     if args.points:
-        FILE.write_text(fill_points(sum_points()), encoding="utf-8")
-        print(f"{FILE} has every exercise")
+        print(add_points())
         return
     unknown = set(args.chapters) - set(get_written_chapters())
     if unknown:

@@ -39,7 +39,7 @@ import os
 import re
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from tqdm import tqdm
 
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
@@ -310,24 +311,36 @@ def _require_every_exercise(chapter: str, placed: list[str]) -> None:
         raise ValueError(f"{chapter}: {'; '.join(said)}")
 
 
-def execute(notebook: NotebookNode, folder: Path, timeout_s: int = 900) -> NotebookNode:
-    """Run every cell in `folder`. What is written to stderr, as progress bars are, is dropped.
+def execute(notebook: NotebookNode, folder: Path) -> NotebookNode:
+    """Run every cell of a chapter's notebook in `folder`.
 
     Raises nbclient's CellExecutionError with the cell that failed.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        environment = os.environ | {"COURSE_PROGRESS": f"{scratch}/progress.json"}
+        environment = {"COURSE_PROGRESS": f"{scratch}/progress.json"}
         environment["COURSE_MODELS"] = scratch  # none is fetched: recorded runs are shown
         environment |= {"COURSE_SOLVED": "1"} if notebook.metadata["course"]["solved"] else {}
+        run_cells(notebook, folder, os.environ | environment)
+    notebook.metadata = nbformat.from_dict(METADATA | {"course": notebook.metadata["course"]})
+    return notebook
+
+
+def run_cells(notebook: NotebookNode, folder: Path, environment: Mapping[str, str]) -> NotebookNode:
+    """Run every cell in `folder`, with a bar of progress. What is written to stderr, as the cells'
+    own bars are, is dropped."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    with tqdm(total=len(cells), unit="cell", leave=False) as bar:
         client = NotebookClient(
-            notebook, timeout=timeout_s, resources={"metadata": {"path": folder}}
+            notebook,
+            timeout=900,
+            resources={"metadata": {"path": str(folder)}},
+            on_cell_executed=lambda **_: bar.update(),
+            extra_arguments=["--log-level=ERROR"],  # it warns of a socket without encryption
         )
         client.execute(env=environment)
-    notebook.metadata = nbformat.from_dict(METADATA | {"course": notebook.metadata["course"]})
-    for cell in notebook.cells:
+    for cell in cells:
         cell.metadata.pop("execution", None)
-        if cell.cell_type == "code":
-            cell.outputs = [o for o in cell.outputs if o.get("name") != "stderr"]
+        cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     return notebook
 
 

@@ -6,6 +6,7 @@ out.
 """
 
 import ast
+import re
 import textwrap
 from dataclasses import dataclass
 
@@ -103,9 +104,10 @@ def _find_constant(chapter: str, name: str) -> tuple[int, int]:
 
 def _cut(chapter: str, exercise: str) -> str:
     lines = _get_lines(chapter, exercise)
-    if any(line.strip() == START for line in lines):
-        return _cut_marked(lines)
-    (node,) = ast.parse("\n".join(lines)).body
+    text = "\n".join(lines)
+    if START in text:
+        return re.sub(rf"{START}.*?({END}|\Z)", CUT, text, flags=re.DOTALL)
+    (node,) = ast.parse(text).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
     functions = [node] if isinstance(node, ast.FunctionDef) else _list_methods(node)
     for function in reversed(functions):
@@ -121,23 +123,6 @@ def _list_methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
     return [method for method in node.body if isinstance(method, ast.FunctionDef)]
 
 
-def _cut_marked(lines: list[str]) -> str:
-    kept, inside = [], False
-    for line in lines:
-        if line.strip() == START:
-            inside = True
-            kept.append(line.replace(START, CUT))
-        elif line.strip() == END:
-            inside = False
-        elif not inside:
-            kept.append(line)
-    return "\n".join(kept)
-
-
 def _squeeze(text: str) -> str:
     """Leave no more than one empty line in a row, and none at the end."""
-    kept: list[str] = []
-    for line in text.splitlines():
-        if line.strip() or (kept and kept[-1].strip()):
-            kept.append(line)
-    return "\n".join(kept).rstrip()
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip()

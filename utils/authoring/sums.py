@@ -72,11 +72,10 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
         options = yaml.safe_load(part["body"])
         if "minutes" not in options:
             raise ValueError(f"{chapter}.md: the block of {part['name']} should have minutes")
-        optional = bool(options.get("optional"))
+        optional, inherited = bool(options.get("optional")), bool(options.get("inherited"))
         is_core = not (optional or is_deeper)
-        inherited = bool(options.get("inherited"))
-        minutes = options["minutes"]
-        found.append(Exercise(part["name"], section, minutes, optional, is_core, inherited))
+        exercise = (part["name"], section, options["minutes"], optional, is_core, inherited)
+        found.append(Exercise(*exercise))
     return tuple(found)
 
 
