@@ -456,10 +456,6 @@ def test_a_run_begins_with_the_adapters_of_another(tmp_path):
     assert train(command)[0]["kl_k3"] > 1e-3  # from the base
 
 
-class NotATrainer:
-    pass
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -514,7 +510,7 @@ def test_trainers_of_other_chapters_and_of_ones_own(held, tmp_path):
             run("grpo", tmp_path, f"{options} {tools} --eval-samples {n}")
     with pytest.raises(ValueError, match="should derive from DataParallel for microbatch_size"):
         run("grpo", tmp_path, f"{options} {rlvr} --microbatch-size 4")
-    for path in (f"{HERE}:NotATrainer", "solutions.ch2_ppo:RLHFTrainer"):
+    for path in (f"{HERE}:short", "solutions.ch2_ppo:RLHFTrainer"):
         with pytest.raises(ValueError, match="should be a class derived from GrpoTrainer for grpo"):
             read("grpo", tmp_path, f"--trainer {path}")
 
