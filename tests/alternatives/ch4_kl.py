@@ -95,26 +95,3 @@ def by_hand(logits, ref_logits, kind, place, sampler_logits=None):
         factor = {"k1": x, "k2": x**2 / 2, "k3": torch.expm1(-x) + x, "k4": ratio * x}
     weights = sampler * factor[kind]
     return weights - weights.sum() * p
-
-
-@right("calc_expected_gradient")
-def token_by_token(logits, ref_logits, kind, place, sampler_logits=None):
-    _check_kind(kind)
-    if place not in {"loss", "reward"}:
-        raise ValueError(f"the place should be loss or reward: {place}")
-    total = torch.zeros_like(logits.detach())
-    old = (logits if sampler_logits is None else sampler_logits).detach().log_softmax(-1)
-    for v in range(len(logits)):
-        with torch.enable_grad():
-            copy = logits.detach().clone().requires_grad_()
-            logprob = copy.log_softmax(-1)[v]
-            x = logprob - ref_logits.detach().log_softmax(-1)[v]
-            k = {
-                "k1": x,
-                "k2": x**2 / 2,
-                "k3": torch.expm1(-x) + x,
-                "k4": (logprob - old[v]).exp() * x,
-            }[kind]
-            (k if place == "loss" else k.detach() * logprob).backward()
-        total += old[v].exp() * copy.grad
-    return total

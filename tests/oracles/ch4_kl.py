@@ -34,14 +34,6 @@ def estimate_number_by_number(logprobs, ref_logprobs, kind, old_logprobs=None):
     return torch.tensor(found).reshape(logprobs.shape)
 
 
-def estimate_in_plain_terms(logprobs, ref_logprobs, kind, old_logprobs=None):
-    """Write the formulas as printed, where in float64 the digits lost do not count."""
-    x = logprobs - ref_logprobs.detach()
-    old_logprobs = (logprobs if old_logprobs is None else old_logprobs).detach()
-    k4 = (logprobs - old_logprobs).exp() * x
-    return {"k1": x, "k2": x * x / 2, "k3": (-x).exp() - 1 + x, "k4": k4}[kind]
-
-
 def kl_by_distributions(logits, ref_logits):
     """Return torch.distributions' own, in which a reference without gradient is a constant."""
     return kl_divergence(Categorical(logits=logits), Categorical(logits=ref_logits.detach()))
