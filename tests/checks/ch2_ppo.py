@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from solutions import ch2_ppo
-from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
+from solutions.ch1_lora import TransformerWithLora
 from tests.oracles.ch2_ppo import (
     advantages_at_the_ends,
     advantages_by_double_sum,
@@ -63,6 +63,13 @@ def poison_all(mask, fill, **tensors: Tensor) -> dict[str, Tensor]:
 def by_case(found: dict[str, dict]) -> dict:
     """One level less: a message then says in which case what is wrong."""
     return {f"{name} ({case})": x for case, parts in found.items() for name, x in parts.items()}
+
+
+def weighted_gradients(rng, function, **tensors: Tensor) -> dict:
+    """The gradients of a weighted sum of function(**tensors): zeros where it is detached."""
+    leaves = {name: leaf(x) for name, x in tensors.items()}
+    output = function(**leaves)
+    return gradients(output * rng.normal(*output.shape), **leaves)
 
 
 def in_every_form(call, mask, **tensors: Tensor) -> dict:
@@ -188,11 +195,11 @@ def worked_sentiments(student, rng):
 
 @check("reward_fn_sentiment", public=True, points=2, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
-    """Words in any case and punctuation, such as "great", *lovely* or dull-[bad]"""
+    """Words in any case and punctuation, such as "great", *lovely* or dull-[bad]; repeated ones"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
     kinds = (NEGATIVE_WORDS, POSITIVE_WORDS)[:: choose(rng, (1, -1))]  # what it ends with
     long = "".join(random_review(rng, kind, rng.integer(300, 600)) for kind in kinds)
-    found = reward_each(student, [random_review(rng, words, n) for n in range(12)])
+    found = reward_each(student, ["...", *(random_review(rng, words, n) for n in range(12))])
     return found | {"a long review": of_default_dtype(student.reward_fn_sentiment([long]))}
 
 
@@ -212,34 +219,6 @@ def words_inside_words(student, rng):
     mixed = (choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS), *OTHER_WORDS)
     return reward_each(
         student, [*OTHER_WORDS, *(random_review(rng, mixed, n) for n in range(3, 12))]
-    )
-
-
-@check("reward_fn_sentiment", public=True, expected=sentiment_by_word)
-def repeated_words(student, rng):
-    """A word that is repeated counts each time; "not" and "very" before it change nothing"""
-    pairs = [(choose(rng, POSITIVE_WORDS), choose(rng, NEGATIVE_WORDS)) for _ in range(5)]
-    before = {"alone": "", "after not": "not ", "after very": "very "}
-    found = {
-        name: reward_each(
-            student,
-            [" ".join([word + a] * rng.integer(1, 6) + [b] * rng.integer(1, 6)) for a, b in pairs],
-        )
-        for name, word in before.items()
-    }
-    return by_case(found)
-
-
-@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening", beside=True)
-def no_word_of_the_lists(student, rng):
-    """Texts with none of the words, and empty ones, earn 0.0"""
-    texts = ["", "  ", "...", *(random_review(rng, NEUTRAL_WORDS, n) for n in (1, 5))]
-    other = random_review(rng, POSITIVE_WORDS + NEGATIVE_WORDS, rng.integer(2, 7))
-    return by_case(
-        {
-            "only such texts": reward_each(student, texts),
-            "others among them": reward_each(student, [*texts, other]),
-        }
     )
 
 
@@ -264,20 +243,9 @@ def random_rewards(student, rng):
     ) | {
         "two rewards": f(rewards[:2]),
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
-        "the first equals the last": f(rewards[[0, 1, 2, 0]]),
-        "of one size": f(rewards[:1].abs() * rng.tensor([1.0, -1.0, 1.0, 1.0])),
-        "of mean 0": f(rewards[:1] * rng.tensor([1.0, -1.0, 2.0, -2.0])),
-        "true zeros": f(torch.cat([rewards, torch.zeros_like(rewards)])),
+        "x, -x, -x, x": f(rewards[:1] * rng.tensor([1.0, -1.0, -1.0, 1.0])),
         "float64": f(rewards.double()).to(rng.dtype),
     }
-
-
-@check("normalize_reward", expected=reward_by_statistics, atol=1e-3, tier="hardening")
-def rewards_far_from_zero(student, rng):
-    """Rewards around 1000 with a std of 1, and around 1 with one of 2e-6: no digits are lost"""
-    close = 1 + rng.permutation(8).to(rng.dtype) / 2**20  # exact in float32, as is their mean
-    f = student.normalize_reward
-    return {"around 1000": f(rng.normal(8, mean=1000)), "around 1": f(close)}
 
 
 @check("normalize_reward", public=True, expected=reward_by_statistics, tier="hardening")
@@ -293,17 +261,12 @@ def eps_is_visible(student, rng):
 
 @check("normalize_reward", public=True, expected=reward_by_statistics)
 def equal_rewards(student, rng):
-    """Equal rewards, or a single one: new zeros, even if their mean is rounded"""
-    f, x = student.normalize_reward, rng.normal(1)
-    after = {"one": with_inputs_after(f, x), "equal": with_inputs_after(f, x.repeat(5))}
-    return (
-        by_case(after)
-        | {
-            f"{n} times {value}": f(rng.tensor([value] * n))
-            for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
-        }
-        | {"one": f(x), "equal": f(x.repeat(rng.integer(3, 90))), "not equal": f(rng.normal(5))}
-    )
+    """Equal rewards, or a single one: zeros, even if their mean is rounded"""
+    f = student.normalize_reward
+    return {
+        f"{n} times {value}": f(rng.tensor([value] * n))
+        for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
+    } | {"one": f(rng.normal(1)), "not equal": f(rng.normal(5))}
 
 
 # --- compute_token_rewards ----------------------------------------------------------------------
@@ -333,13 +296,15 @@ def token_logprobs(rng, mask):
 
 @check("compute_token_rewards", public=True, points=2, seeds=2, expected=token_rewards_by_loops)
 def ragged_token_rewards(student, rng):
-    """Completions of different lengths, anything beyond the mask; inputs stay as they were"""
+    """Different lengths, anything beyond the mask: a reward is a number, with no gradient"""
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
-    f = student.compute_token_rewards
+    f, tensors = student.compute_token_rewards, token_logprobs(rng, mask)
     return in_every_form(
         lambda **x: with_inputs_after(f, scores, mask, *map(sliced, x.values()), kl_coef=0.3),
         mask,
-        **token_logprobs(rng, mask),
+        **tensors,
+    ) | weighted_gradients(
+        rng, lambda **x: f(scores, mask, **x, kl_coef=0.3), **poison_all(mask, NAN, **tensors)
     )
 
 
@@ -353,7 +318,6 @@ def scores_alone(student, rng):
         "None": f(scores, mask, None, None, 0.0),
         "with": f(scores, mask, logprobs, ref_logprobs),
         "kl_coef 0.3 without a reference": is_error(f, scores, mask, logprobs, None, 0.3),
-        "with, and 0": f(scores, mask, logprobs=logprobs, ref_logprobs=ref_logprobs, kl_coef=0.0),
     }
 
 
@@ -362,44 +326,19 @@ def token_reward_edges(student, rng):
     """One row of one token, no tokens at all, rows without an end, 150 rows"""
     masks = {
         "one token": torch.tensor([[True]]),
-        "one of three": torch.tensor([[True, False, False]]),
         "none": torch.zeros(2, 3, dtype=torch.bool),
         "all": torch.ones(2, 3, dtype=torch.bool),
         "150 rows": ragged_mask(rng, 150, 3),
     }
-    f = student.compute_token_rewards
     return {
-        name: f(
+        name: student.compute_token_rewards(
             rng.normal(len(mask), mean=1),
             mask,
             **poison_all(mask, NAN, **token_logprobs(rng, mask)),
-            kl_coef=kl_coef,
+            kl_coef=0.5,
         )
-        for (name, mask), kl_coef in zip(masks.items(), (0.5, 2.0, 0.5, 0.1, 0.2), strict=True)
+        for name, mask in masks.items()
     }
-
-
-@check("compute_token_rewards", expected=token_rewards_by_loops, tier="hardening")
-def large_token_rewards(student, rng):
-    """Scores around 1000, log-probs of 0, -18 and -110, log-ratios of 30: all exact"""
-    mask = torch.ones(3, 4, dtype=torch.bool)
-    scores = rng.normal(3) + rng.tensor([1000.0, -1000.0, 0.0])
-    ref_logprobs = rng.tensor([[-18.0, -18.0, -110.0, -1.0], [-40.0] * 4, [-2.0] * 4])
-    logratios = rng.uniform(3, 4, high=0.5) + rng.tensor([[0.0] * 4, [30.0] * 4, [-30.0] * 4])
-    logprobs = ref_logprobs + logratios
-    logprobs[:, 1] = 0.0  # certain tokens
-    return student.compute_token_rewards(scores, mask, logprobs, ref_logprobs, 0.3)
-
-
-@check("compute_token_rewards", public=True, expected=token_rewards_by_loops)
-def token_rewards_carry_no_gradient(student, rng):
-    """Log-probs that require a gradient: a reward is a number, so no gradient comes out"""
-    mask, scores = ragged_mask(rng), rng.normal(6)
-    weights = rng.normal(6, 7)
-    return call_with_gradients(
-        lambda p, q: student.compute_token_rewards(scores, mask, p, q, 0.3) * weights,
-        **poison_all(mask, NAN, **token_logprobs(rng, mask)),
-    )
 
 
 # --- compute_advantages -------------------------------------------------------------------------
@@ -419,12 +358,12 @@ def worked_advantages(student, rng):
     return student.compute_advantages(values, token_rewards, ~values.isnan(), 1.0, 0.5)
 
 
-@check("compute_advantages", public=True, points=2, seeds=2, expected=advantages_by_double_sum)
+@check("compute_advantages", public=True, points=3, seeds=2, expected=advantages_by_double_sum)
 def ragged_advantages(student, rng):
-    """Completions of different lengths, anything beyond the mask; inputs stay as they were"""
+    """Completions of different lengths, anything beyond the mask; no gradient to the inputs"""
     mask, f = ragged_mask(rng), student.compute_advantages
     tensors = rollouts(rng, mask)
-    return in_every_form(
+    found = in_every_form(
         lambda **x: with_inputs_after(f, *map(sliced, x.values()), mask, gamma=0.9, lam=0.8),
         mask,
         **tensors,
@@ -433,6 +372,8 @@ def ragged_advantages(student, rng):
         "gamma alone": f(*tensors.values(), mask, 0.7),
         "lam alone": f(*tensors.values(), mask, lam=0.7),
     }
+    poisoned = poison_all(mask, NAN, **tensors)
+    return found | weighted_gradients(rng, lambda **x: f(**x, mask=mask, gamma=0.9), **poisoned)
 
 
 @check("compute_advantages", public=True, expected=advantages_at_the_ends)
@@ -446,40 +387,21 @@ def the_ends_of_lambda(student, rng):
     }
 
 
-@check("compute_advantages", public=True, expected=advantages_by_double_sum)
-def rows_that_were_cut_short(student, rng):
-    """Rows that were cut off: after the last token the value is 0 there too"""
-    mask = torch.ones(4, 6, dtype=torch.bool)
-    return student.compute_advantages(*rollouts(rng, mask).values(), mask, gamma=0.95, lam=0.9)
-
-
 @check("compute_advantages", expected=advantages_by_double_sum, tier="hardening")
 def advantage_edges(student, rng):
-    """One token, none, 1,100; 150 rows; empty columns; a reward and a value near 1000"""
-    ended = (torch.arange(6) < torch.tensor([[4], [2]])).float()
-    masks = {"one token": torch.ones(1, 1), "none": torch.zeros(2, 3), "all have ended": ended}
-    masks |= {"150 rows": ragged_mask(rng, 150, 3), "1,100 tokens": torch.ones(2, 1100)}
-    masks["1,100 tokens"][1, 200:] = 0
+    """One token, none, 1,100; 150 rows; empty columns"""
+    masks = {
+        "one token": torch.ones(1, 1),
+        "none": torch.zeros(2, 3),
+        "all have ended": (torch.arange(6) < torch.tensor([[4], [2]])),
+        "150 rows": ragged_mask(rng, 150, 3),
+        "1,100 tokens": torch.arange(1100) < torch.tensor([[1100], [200]]),
+    }
     found = {}
     for name, mask in masks.items():
         tensors = poison_all(mask.bool(), NAN, **rollouts(rng, mask))
         found[name] = student.compute_advantages(*tensors.values(), mask.bool(), 0.97, 0.6)
-    found["1,100 tokens, by default"] = student.compute_advantages(*tensors.values(), mask.bool())
-    large, mask = rollouts(rng, torch.ones(2, 5)), torch.ones(2, 5, dtype=torch.bool)
-    large["token_rewards"][0, rng.integer(0, 5)] += 1000
-    large["values"][1, rng.integer(0, 5)] -= 1000
-    return found | {"large": student.compute_advantages(*large.values(), mask, 0.9, 0.8)}
-
-
-@check("compute_advantages", public=True, expected=advantages_by_double_sum)
-def advantages_carry_no_gradient(student, rng):
-    """Values and rewards that require a gradient: the advantages have none"""
-    mask = ragged_mask(rng)
-    weights = rng.normal(6, 7)
-    return call_with_gradients(
-        lambda v, r: student.compute_advantages(v, r, mask, 0.9, 0.8) * weights,
-        **poison_all(mask, NAN, **rollouts(rng, mask)),
-    )
+    return found
 
 
 # --- normalize_advantages -----------------------------------------------------------------------
@@ -492,9 +414,9 @@ def worked_normal_advantages(student, rng):
     return student.normalize_advantages(advantages, ~advantages.isnan())
 
 
-@check("normalize_advantages", public=True, points=2, seeds=2, expected=advantages_by_statistics)
+@check("normalize_advantages", public=True, points=3, seeds=2, expected=advantages_by_statistics)
 def ragged_normal_advantages(student, rng):
-    """6 and 150 rows of different lengths and means, anything beyond the mask"""
+    """6 and 150 rows of different lengths and means, anything beyond the mask; no gradient"""
     mask, f = ragged_mask(rng), student.normalize_advantages
     means = (-4.0, 5.0, 1.0, 0.0, 8.0, -2.0)
     advantages = torch.cat([rng.normal(1, 7, mean=mean, std=2) for mean in means])
@@ -505,21 +427,7 @@ def ragged_normal_advantages(student, rng):
     ) | {
         "true zeros": f(poison(rng.normal(6, 7).clamp(min=0), mask), mask),
         "150 rows": f(rng.normal(150, 3), ragged_mask(rng, 150, 3)),
-        "an outlier": f(
-            torch.cat([rng.normal(1, 250), rng.normal(1, 1, mean=1000)], dim=1),
-            torch.ones(1, 251, dtype=torch.bool),
-        ),
-    }
-
-
-@check("normalize_advantages", expected=advantages_by_statistics, atol=1e-3, tier="hardening")
-def advantages_far_from_zero(student, rng):
-    """Around 1000 with a std of 1, and around 1 with one of 2e-6 and an eps of 0: no digits lost"""
-    mask, f = ragged_mask(rng), student.normalize_advantages
-    close = 1 + rng.permutation(8).to(rng.dtype).view(2, 4) / 2**20  # as is their mean, exact
-    return {
-        "around 1000": f(poison(rng.normal(6, 7, mean=1000), mask), mask),
-        "around 1": f(close, torch.ones(2, 4, dtype=torch.bool), 0.0),
+        **weighted_gradients(rng, lambda x: f(x, mask), x=poison(advantages, mask)),
     }
 
 
@@ -531,7 +439,7 @@ def small_advantages(student, rng):
     return {
         "default eps": f(advantages * 0.1, mask),
         "eps 1e-14": [f(advantages * 1e-4, mask, 1e-14), f(advantages * 1e-4, mask, eps=1e-14)],
-        "eps 1e16": [f(advantages, mask, 1e16), f(advantages, mask, eps=1e16)],
+        "eps 1e16": f(advantages, mask, 1e16),
         "eps 0": [f(x, mask, 0.0) for x in (advantages * 1e-7, torch.ones_like(advantages))],
     }
 
@@ -540,31 +448,18 @@ def small_advantages(student, rng):
 def equal_advantages(student, rng):
     """Equal advantages, or a single one, give zeros, whatever is masked out"""
     mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
-    one = torch.zeros_like(mask)
+    one, full = torch.zeros_like(mask), torch.ones(5, 24, dtype=torch.bool)
     one[rng.integer(0, 6), 0] = True
     return {
         f"{value}, {fill} beyond": f(poison(torch.full_like(x, value), mask, fill), mask)
         for value, fill in itertools.product((0.1, -3.3, 1e5 / 3), (NAN, torch.inf, 5.0))
     } | {
-        "12 equal ones": f(rng.tensor([[1e5 / 3] * 4] * 3), torch.ones(3, 4, dtype=torch.bool)),
-        "120 equal ones": f(rng.tensor([[0.1] * 24] * 5), torch.ones(5, 24, dtype=torch.bool)),
+        "120 equal ones": f(rng.tensor([[0.1] * 24] * 5), full),
         "one": f(poison(x, one), one),
         "none": f(x, torch.zeros_like(mask)),
-        "two": f(x[:1, :2], torch.ones(1, 2, dtype=torch.bool)),
-        "two of mean 0": f(x[:1, :1] * rng.tensor([[1.0, -1.0]]), torch.ones(1, 2).bool()),
-        "all": f(x, torch.ones_like(mask)),
+        "two": f(x[:1, :2], full[:1, :2]),
         "float64": f(poison(x, mask).double(), mask).to(rng.dtype),
     }
-
-
-@check("normalize_advantages", public=True, expected=advantages_by_statistics)
-def normal_advantages_carry_no_gradient(student, rng):
-    """Advantages that require a gradient: the result has none"""
-    mask, weights = ragged_mask(rng), rng.normal(6, 7)
-    return call_with_gradients(
-        lambda advantages: student.normalize_advantages(advantages, mask) * weights,
-        advantages=poison(rng.normal(6, 7), mask),
-    )
 
 
 # --- calc_clipped_surrogate_objective -----------------------------------------------------------
@@ -636,52 +531,24 @@ def every_case_of_the_clip(student, rng):
     }
 
 
-@check("calc_clipped_surrogate_objective", public=True, expected=surrogate_by_cases)
-def the_first_update(student, rng):
-    """New and old log-probs are equal: the ratio is 1, the gradient A over the count"""
-    mask = ragged_mask(rng)
-    tensors = surrogate_inputs(rng, mask, spread=0.0)
-    return call_with_gradients(
-        student.calc_clipped_surrogate_objective, mask, **poison_all(mask, NAN, **tensors)
-    )
-
-
 @check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
 def huge_log_ratios(student, rng):
-    """Log-ratios of 20, -20 and 30, and of 1000 and -1000 beyond the mask: 0 where clipped"""
-    signs = rng.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]])
+    """Log-ratios of 20, -20 and 30, and of 1000 and -1000 beyond the mask; rare tokens"""
+    mask = torch.tensor([[True] * 6 + [False] * 2])
+    signs = rng.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0]])
     found = {}
     for largest in (12.0, 30.0):  # among those that are not clipped: it drowns the others
-        logratios = rng.tensor([[20.0, largest, -20.0, -20.0, 0.1, 1000.0, -1000.0]])
-        old_logprobs = -rng.uniform(1, 7, low=35, high=40)
+        old_logprobs = -rng.uniform(1, 8, low=35, high=40)
+        old_logprobs[0, 5] = -110.0
+        logratios = rng.tensor([[20.0, largest, -20.0, -20.0, 0.1, -0.1, 1000.0, -1000.0]])
         found[f"a log-ratio of {largest:g}"] = call_with_gradients(
             student.calc_clipped_surrogate_objective,
-            torch.tensor([[True, True, True, True, True, False, False]]),
+            mask,
             0.2,
             0.3,
             logprobs=old_logprobs + logratios,
             old_logprobs=old_logprobs,
-            advantages=signs * rng.uniform(1, 7, low=0.5, high=2),
-        )
-    return by_case(found)
-
-
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
-def rare_tokens_and_large_advantages(student, rng):
-    """Old log-probs of 0, -18, -110 with ratios near 1; advantages of 1000 and -2000: all exact"""
-    logratios, mask = rng.uniform(2, 3, low=-0.1, high=0.1), torch.ones(2, 3, dtype=torch.bool)
-    sizes = {
-        "rare tokens": ([[-18.0, 0.0, -110.0]] * 2, [[0.0] * 3] * 2),
-        "large advantages": ([[-1.0] * 3] * 2, [[1000.0, 0.0, 0.0], [0.0, -2000.0, 0.0]]),
-    }
-    found = {}
-    for name, (old_logprobs, added) in sizes.items():
-        found[name] = call_with_gradients(
-            student.calc_clipped_surrogate_objective,
-            mask,
-            logprobs=rng.tensor(old_logprobs) + logratios,
-            old_logprobs=rng.tensor(old_logprobs),
-            advantages=rng.normal(2, 3, mean=1) + rng.tensor(added),
+            advantages=signs * rng.uniform(1, 8, low=0.5, high=2),
         )
     return by_case(found)
 
@@ -725,7 +592,7 @@ def worked_value_clip(student, rng):
     return student.calc_value_function_loss(values, old_values, returns, mask, 0.5, 0.5)
 
 
-@check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
+@check("calc_value_function_loss", public=True, points=3, seeds=2, expected=value_loss_by_cases)
 def ragged_value_losses(student, rng):
     """Different lengths, anything beyond the mask: the value, and a gradient for values only"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
@@ -739,47 +606,17 @@ def ragged_value_losses(student, rng):
     }
 
 
-@check("calc_value_function_loss", public=True, points=2, seeds=2, expected=value_loss_by_cases)
+@check("calc_value_function_loss", public=True, points=3, seeds=2, expected=value_loss_by_cases)
 def clipped_value_losses(student, rng):
-    """With clip_coef: each token's larger error, then the mean; value and gradients"""
+    """With clip_coef, 0 too: each token's larger error, then the mean; value and gradients"""
     mask, f = ragged_mask(rng), student.calc_value_function_loss
     tensors = value_inputs(rng, mask)
     return in_every_form(
         lambda **x: call_with_gradients(f, mask, 0.3, 0.2, **x), mask, **tensors
-    ) | {"clip_coef 0.5": f(*tensors.values(), mask, 0.3, 0.5)}
-
-
-@check("calc_value_function_loss", public=True, expected=value_loss_by_cases)
-def every_case_of_the_value_clip(student, rng):
-    """Values far above, near and far below the old ones, returns on either side; a clip of 0 too"""
-    old_values = rng.normal(2, 3)
-    tensors = {
-        "values": old_values + rng.tensor([[0.9, 0.1, -0.8]]),
-        "old_values": old_values,
-        "returns": old_values + rng.tensor([[2.0], [-2.0]]) + rng.uniform(2, 3, high=0.5),
+    ) | {
+        "clip_coef 0": f(*tensors.values(), mask, 0.3, 0.0),
+        "by keyword": f(*tensors.values(), mask, clip_coef=0.5, vf_coef=0.15),
     }
-    mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
-    return by_case(
-        {
-            f"clip_coef {clip_coef}": call_with_gradients(f, mask, 0.5, clip_coef, **tensors)
-            for clip_coef in (0.25, 0.0)
-        }
-    ) | {"by keyword": f(*tensors.values(), mask, clip_coef=0.4, vf_coef=0.15)}
-
-
-@check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
-def large_value_losses(student, rng):
-    """A return, a value and an old value around 1000, each at a different place: no digits lost"""
-    mask, f = torch.ones(2, 3, dtype=torch.bool), student.calc_value_function_loss
-    tensors = value_inputs(rng, mask)
-    for name, column in zip(tensors, rng.permutation(3).tolist(), strict=True):
-        tensors[name][rng.integer(0, 2), column] += rng.integer(900, 1100)
-    return by_case(
-        {
-            f"clip_coef {clip_coef}": call_with_gradients(f, mask, 0.3, clip_coef, **tensors)
-            for clip_coef in (None, 2.0)
-        }
-    )
 
 
 @check("calc_value_function_loss", expected=value_loss_by_cases, tier="hardening")
@@ -888,24 +725,22 @@ def ragged_kl_penalties(student, rng):
 # With logits around 200, what is subtracted is rounded by up to 3e-5.
 @check("calc_kl_penalty", expected=kl_penalty_by_distributions, atol=1e-5, tier="hardening")
 def hard_kl_penalties(student, rng):
-    """Logits around 200 and -200, or 100 times as large; a KL of 85; equal policies: 0"""
-    mask, f = ragged_mask(rng), student.calc_kl_penalty
+    """Logits around 200 and -200, or 100 times as large; equal policies: 0"""
+    mask = ragged_mask(rng)
     same = policy_logits(rng, mask)["logits"]
-    equal = {"logits": same, "ref_logits": same + 1}
     draw = [rng.normal(*mask.shape, 5, mean=mean, std=3) for mean in (200, -200)]
     draw[1][..., 0] -= 80  # the reference hardly ever says what the policy may say
-    far = {"logits": draw[0], "ref_logits": draw[1]}
-    apart = two_logits(rng, mask, vocab=5)
     sure = two_logits(rng, mask, vocab=5)
     sure["logits"] = 100 * sure["logits"]  # most probabilities are 0 in float32
-    row, t = choose(rng, mask.nonzero().tolist())
-    apart["logits"][row, t, 0], apart["ref_logits"][row, t, 0] = 20, -83
+    cases = {
+        "logits around 200": {"logits": draw[0], "ref_logits": draw[1]},
+        "equal": {"logits": same, "ref_logits": same + 1},
+        "logits 100 times as large": sure,
+    }
     return by_case(
         {
-            "logits around 200": call_with_gradients(f, mask, 0.5, **far),
-            "a KL of 85": call_with_gradients(f, mask, 0.5, **apart),
-            "equal": call_with_gradients(f, mask, 0.5, **equal),
-            "logits 100 times as large": call_with_gradients(f, mask, 0.5, **sure),
+            name: call_with_gradients(student.calc_kl_penalty, mask, 0.5, **tensors)
+            for name, tensors in cases.items()
         }
     )
 
@@ -939,28 +774,14 @@ def _logits_and_values(student, rng, kind):
     attention[0, -2:] = 0  # the other rows are padded on the left
     logits, values = model.forward_with_value_head(ids, attention)
     real = attention.bool()
-    weights = rng.normal(*ids.shape)
+    objective = (values * rng.normal(*ids.shape))[real].sum() + logits[real].sum()
     found = {"the tensor of logits": logits[real], "the tensor of values": values[real]}
     found |= {"input_ids afterwards": ids, "attention_mask afterwards": attention}
-    gradient = trainers.adapter_gradients(
-        (values * weights)[real].sum() + logits[real].sum(), model
-    )
-    first = ids[:1, -4:].repeat(130, 1)
-    for parameter in model.trainable_parameters():
-        if len(parameter) == 1:
-            parameter.data *= 30  # the head: values far from 0
-    for name, rows in {"without a mask": first, "of one token": first[:1, :1]}.items():
+    found |= trainers.adapter_gradients(objective, model)
+    for name, rows in {"without a mask": ids[1:3], "of one token": ids[:1, :1]}.items():
         logits, values = model.forward_with_value_head(rows)
         found |= {f"logits {name}": logits, f"values {name}": values}
-    row = attention[1:2].bool()
-    logits, values = model.forward_with_value_head(ids[1:2], attention[1:2])
-    found |= {"logits of a padded row": logits[row], "values of a padded row": values[row]}
-    with torch.no_grad():  # the shape and the mask of the first call
-        others = model.forward_with_value_head(rng.integers(3, 512, *ids.shape), attention)
-    for name, x in zip(("logits", "values"), others, strict=True):
-        found[f"{name} of other tokens, under no_grad"] = x[real]
-    with_none = model.forward_with_value_head(first[:2], attention_mask=None)
-    return found | gradient | {"values with None": with_none[1]}
+    return found
 
 
 @check(
@@ -992,7 +813,6 @@ def values_of_llama(student, rng):
 def _head_is_a_part_of_the_model(observed, reference):
     pairs = {
         "forward() should give the logits of forward_with_value_head": ("logits", "by forward"),
-        "two identical calls should give the same values": ("values", "values again"),
         "a saved and loaded model should give the same values": ("values", "values loaded"),
         "merged() should give the same logits": ("logits", "logits merged"),
         "merged() should give the same values": ("values", "values merged"),
@@ -1036,7 +856,7 @@ def head_and_model(student, rng):
         logits, values = model.forward_with_value_head(ids, attention)
         found = {"logits": logits[real], "values": values[real]}
         n_hooks = _count_hooks(model)
-        found["values again"] = model.forward_with_value_head(ids, attention)[1][real]
+        model.forward_with_value_head(ids, attention)
         found["hooks more after a second call"] = _count_hooks(model) - n_hooks
         found["by forward"] = model(ids, attention)[real]
         with model.merged():
@@ -1061,31 +881,22 @@ def head_and_model(student, rng):
     return found | {"trainable": sizes}
 
 
-def _are_values_of_float32(observed, reference):
-    expected = reference["in float32"]
-    if not torch.allclose(observed["in float32"], expected, rtol=0, atol=1e-3):
-        return "on a base in float32 the values are wrong"
-    if not torch.allclose(observed["in bfloat16"], expected, rtol=0, atol=0.15):
-        return "on a base in bfloat16 the values are not those of one in float32, rounded"
-    if observed["bytes of what is trained"] != reference["bytes of what is trained"]:
-        return "on a base in bfloat16 the adapters and the head should stay in float32"
-    return None
-
-
 @check(
     "TransformerWithValueHeadLora.forward_with_value_head",
-    holds=_are_values_of_float32,
+    float64=False,
+    rtol=1e-3,
+    atol=1e-3,
     tier="hardening",
 )
 def values_of_a_bfloat16_base(student, rng):
     """On a base in bfloat16: the same values as in float32, up to rounding"""
-    ids, found = rng.integers(3, 512, 2, 6), {}
+    ids, values = rng.integers(3, 512, 2, 6), {}
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(student.TransformerWithValueHeadLora, rng, "llama", dtype=dtype)
-        values = model.forward_with_value_head(ids)[1]
-        found[f"in {str(dtype).removeprefix('torch.')}"] = values.float()  # they differ by 0.02
-    trained = [parameter.element_size() for parameter in model.trainable_parameters()]
-    return found | {"bytes of what is trained": min(trained)}
+        values[dtype] = model.forward_with_value_head(ids)[1].float()
+    off = (values[torch.bfloat16] - values[torch.float32]).abs().max()
+    is_near = bool(off < 0.15)  # they differ by 0.02
+    return {"the values": values[torch.float32], "whether those in bfloat16 are near": is_near}
 
 
 # --- get_optimizer_and_scheduler ----------------------------------------------------------------
@@ -1117,24 +928,8 @@ def _schedule_by_hand(warmup_steps, total_phases, final_scale):
     return rising + [1 - (1 - final_scale) * i / n_left for i in range(n_left + 1)]
 
 
-# warmup_steps, total_phases, final_scale; which of 0 and two drawn rates base_lr and head_lr are
-SCHEDULES = [
-    (3, 7, 0.1, 1, 2),
-    (0, 4, 0.25, 1, 2),
-    (5, 6, 0.5, 1, 0),  # a head that stands still
-    (1, 3, 0.0, 1, 1),
-    (3, 3, 0.5, 0, 1),
-    (5, 3, 0.5, 1, 2),
-]
-# Which no learning rate depends on.
-OTHER_ARGS = {
-    "num_minibatches": 3,
-    "batches_per_learning_phase": 4,
-    "lora_rank": RANK,
-    "lora_alpha": 5,
-    "max_grad_norm": 0.3,
-    "vf_coef": 0.4,
-}
+# warmup_steps, total_phases, final_scale
+SCHEDULES = [(3, 7, 0.1), (0, 4, 0.25), (5, 6, 0.5), (1, 3, 0.0), (3, 3, 0.5), (5, 3, 0.5)]
 
 
 def _adam_by_hand(args, model):
@@ -1171,33 +966,30 @@ def _adam_by_hand(args, model):
 @check("get_optimizer_and_scheduler", public=True, points=2, expected=_adam_by_hand)
 def learning_rates(student, rng):
     """The learning rate of adapters and head at every phase, whether warm-up is 0, short or long"""
-    found = {}
-    model = make_model(student.TransformerWithValueHeadLora, rng)
-    drawn = [0.0, *rng.uniform(2, low=1e-3).tolist()]
-    for warmup_steps, total_phases, final_scale, base, head in SCHEDULES:
+    found, model = {}, make_model(student.TransformerWithValueHeadLora, rng)
+    parameters = list(model.trainable_parameters())
+    adapter, head = (next(p for p in parameters if _is_head(p) == part) for part in (False, True))
+    for warmup_steps, total_phases, final_scale in SCHEDULES:
+        base_lr, head_lr = rng.uniform(2, low=1e-3).tolist()
         args = _make_args(
             student,
-            **OTHER_ARGS,
             warmup_steps=warmup_steps,
             total_phases=total_phases,
             final_scale=final_scale,
-            base_lr=drawn[base],
-            head_lr=drawn[head],
+            base_lr=base_lr,
+            head_lr=head_lr,
         )
         optimizer, scheduler = student.get_optimizer_and_scheduler(args, model)
-        adapters = [p for p in model.trainable_parameters() if not _is_head(p)]
-        heads = [p for p in model.trainable_parameters() if _is_head(p)]
         rates = []
         for phase in range(total_phases + 1):
             if phase > 0:
                 optimizer.step()
                 scheduler.step()
             if phase < total_phases or warmup_steps < total_phases:
-                rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapters[-1], heads[0])]))
+                rates.append(rng.tensor([_lr_of(optimizer, p) for p in (adapter, head)]))
         name = f"warmup_steps {warmup_steps}, total_phases {total_phases}"
-        for part, column in zip(
-            ("adapters", "value head"), torch.stack(rates).unbind(1), strict=True
-        ):
+        columns = torch.stack(rates).unbind(1)
+        for part, column in zip(("adapters", "value head"), columns, strict=True):
             found[f"the learning rate of the {part}, phase by phase ({name}),"] = column
     return found
 
@@ -1283,14 +1075,6 @@ def _every_row_once_an_epoch(observed, reference):
     epochs = [{frozenset(order[i : i + 6]) for i in range(0, 24, 6)} for order in orders]
     if any(a == b for a, b in itertools.combinations(epochs, 2)):
         return "each epoch should mix the rows anew: here the same ones share a minibatch again"
-    together = sum(
-        {row, row + 1} <= rows for epoch in epochs for rows in epoch for row in range(23)
-    )
-    if together > 80:  # of 6 * 23, where 30 are expected and 5 is the standard deviation
-        return "rows that follow one another mostly land in the same minibatch: mix them"
-    lengths = torch.tensor([[row.bit_count() for row in rows] for rows in by_mask.tolist()]).float()
-    if lengths.var(1).mean() < 0.25 * lengths.var():  # by chance: near 1, and 0.13 off
-        return "rows of similar length mostly land in the same minibatch: mix them"
     return None
 
 
@@ -1427,27 +1211,12 @@ def _get_counts(memory) -> list[int]:
     return [len(sizes) // n_epochs, n_epochs]
 
 
-def _make_memory(
-    student,
-    rng,
-    with_reference=True,
-    spread=2.0,
-    mean=6.0,
-    rows=6,
-    completion=5,
-    values=1.0,
-    logprobs=1.0,
-    outlier=0.0,
-    with_gradients=False,
-    **options,
-):
-    args = _make_args(student, batch_size=rows, **options)
-    samples = make_samples(rng, rows, completion=completion)
+def _make_memory(student, rng, with_reference=True, with_gradients=False, mean=6.0, **options):
+    args = _make_args(student, **options)
+    samples = make_samples(rng)
     mask = samples.completion_mask
     drawn = [beyond(rng.normal(*mask.shape, mean=-1), mask) for _ in range(3)]
-    drawn[0], drawn[2] = drawn[0] * logprobs, drawn[2] * values
-    scores = rng.normal(rows, mean=mean, std=spread)
-    scores[0] += outlier
+    scores = rng.normal(6, mean=mean, std=2.0)
     if with_gradients:
         scores, *drawn = (1 * leaf(x) for x in (scores, *drawn))  # no leaves, as of a forward
     if not with_reference:
@@ -1455,24 +1224,22 @@ def _make_memory(
     before = trainers.copy_arguments(args)
     memory = student.make_replay_memory(args, samples, scores, *drawn)
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
-    return (
-        {
-            name: inside(x, mask) if x is not None and x.shape == mask.shape else x
-            for name, x in fields.items()
-            if name != "ref_logprobs" or with_reference
-        }
-        | {
-            f"the requires_grad of {name} in the memory": x is not None and x.requires_grad
-            for name, x in fields.items()
-        }
-        | {
-            "num_minibatches and batches_per_learning_phase of the memory": _get_counts(memory),
-            "whether there are ref_logprobs": getattr(memory, "ref_logprobs", None) is not None,
-            "the list of the arguments that changed": trainers.list_changed(args, before),
-            "scores afterwards": scores,
-            "values afterwards": inside(drawn[2], mask),
-        }
-    )
+    found = {
+        name: inside(x, mask) if x is not None and x.shape == mask.shape else x
+        for name, x in fields.items()
+        if name != "ref_logprobs" or with_reference
+    }
+    found |= {
+        f"the requires_grad of {name} in the memory": x is not None and x.requires_grad
+        for name, x in fields.items()
+    }
+    return found | {
+        "num_minibatches and batches_per_learning_phase of the memory": _get_counts(memory),
+        "whether there are ref_logprobs": fields["ref_logprobs"] is not None,
+        "the list of the arguments that changed": trainers.list_changed(args, before),
+        "scores afterwards": scores,
+        "values afterwards": inside(drawn[2], mask),
+    }
 
 
 @check("make_replay_memory", public=True, points=2, seeds=2, expected=memory_by_loops)
@@ -1495,7 +1262,6 @@ def memory_with_kl_in_the_reward(student, rng):
     """kl_in "reward": every token pays for its k1, after the score is normalised"""
     options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
     cases = {"normalised": {"kl_coef": 0.5}, "raw": {"kl_coef": 2.5, "normalize_reward": False}}
-    cases["normalised"] |= {"logprobs": 30.0}
     return by_case(
         {name: _make_memory(student, rng, **options, **case) for name, case in cases.items()}
     )
@@ -1506,32 +1272,13 @@ def memory_of_raw_rewards(student, rng):
     """normalize_reward off, and no reference because kl_coef is 0, whatever kl_in is; lambda 0"""
     options = {"with_reference": False, "normalize_reward": False, "kl_coef": 0.0, "mean": 12.0}
     # gen_len 5: as many tokens as the longest has.
-    other = {"kl_in": "reward", "gamma": 0.9, "lam": 0.0, "outlier": 500.0, "gen_len": 5}
-    cases = {'kl_in "loss"': {"kl_in": "loss"}, 'kl_in "reward", lambda 0, an outlier': other}
+    cases = {
+        'kl_in "loss"': {"kl_in": "loss"},
+        'kl_in "reward", lambda 0': {"kl_in": "reward", "gamma": 0.9, "lam": 0.0, "gen_len": 5},
+    }
     return by_case(
         {name: _make_memory(student, rng, **options, **case) for name, case in cases.items()}
     )
-
-
-@check("make_replay_memory", expected=memory_by_loops, tier="hardening")
-def memory_with_an_outlier(student, rng):
-    """One outlier among 150 scores: (150 - 1) / sqrt(150) = 12.2 standard deviations, which stay"""
-    return _make_memory(student, rng, rows=150, outlier=1000.0)
-
-
-@check("make_replay_memory", expected=memory_by_loops, rtol=1e-3, tier="hardening")
-def memory_of_nearly_equal_rewards(student, rng):
-    """Scores or advantages that hardly differ, or not at all; a single completion; one token"""
-    cases = {
-        "6 rows": {"spread": 1e-5, "mean": 3e-5},
-        "one row": {"spread": 1e-5, "mean": 3e-5, "rows": 1},
-        "equal scores": {"spread": 0.0, "mean": 1e4 / 3, "rows": 7},
-        "small advantages": {"spread": 1e-5, "values": 1e-5, "normalize_reward": False, "mean": 0},
-    }
-    raw = {"spread": 0.0, "mean": 1 / 3, "normalize_reward": False}
-    cases["one token"] = raw | {"rows": 1, "completion": 1}
-    cases["equal advantages"] = raw | {"rows": 7, "values": 0.0, "lam": 1.0}
-    return by_case({name: _make_memory(student, rng, **case) for name, case in cases.items()})
 
 
 @check("make_replay_memory", public=True, expected=memory_by_loops)
@@ -1545,25 +1292,23 @@ def memory_with_default_gamma(student, rng):
 KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 
-def _roll_out(student, rng, after_another=False, **options):
-    """A rollout, and everything that says where it came from; what one before it sampled."""
+def _roll_out(student, rng, **options):
+    """A second rollout, and everything that says where it came from; what the first one sampled."""
     reward_fn = trainers.RecordingReward()
     args = _make_args(student, **(ROLLOUT | {"reward_fn": reward_fn} | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, "ending")
     trainer = student.RLHFTrainer(args, model)
-    first = {}
-    if after_another:  # of which nothing may be left
-        trainers.roll_out_before(trainer, rng)
-        first = {"texts": reward_fn.samples, "prompts": reward_fn.prompts}
-        reward_fn.start()
+    trainers.roll_out_before(trainer, rng)  # of which nothing may be left
+    found = {"texts of the first rollout": reward_fn.samples}
+    found["prompts of the first rollout"] = reward_fn.prompts
+    reward_fn.start()
     memory = trainer.rollout_phase()
     fields = {name: getattr(memory, name) for name in MEMORY_FIELDS}
     if args.kl_in == "loss":
         fields.pop("ref_logprobs")  # nothing needs them
-    found = {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
     tensors = {name: x for name, x in vars(memory).items() if isinstance(x, torch.Tensor)}
     found["logits"] = [name for name, x in tensors.items() if x.shape[-1:] == (512,)]
-    found |= {f"{name} of the first rollout": x for name, x in first.items()}
+    found |= {"texts": reward_fn.samples, "prompts": reward_fn.prompts, "seed": rng.seed}
     return found | trainers.describe_rollout(fields, args.gen_len)
 
 
@@ -1585,14 +1330,12 @@ def _is_a_rollout(**options):
             return f"a memory should hold no logits, but holds {observed['logits']}"
         if observed["prompts"][::2] == observed["prompts"][1::2]:
             return "each row should have a prompt of its own; here each comes twice in a row"
-        if (others := observed.get("prompts of the first rollout")) is not None:
-            if others == observed["prompts"]:
-                return (
-                    "prompts should be drawn anew for each rollout; here a second one has the same"
-                )
-            # By chance: 8 * (7/8)^180 = 3e-10.
-            if {*observed["prompts"], *others} != set(args.prompts):
-                return "some of args.prompts are never drawn"
+        others = observed["prompts of the first rollout"]
+        if others == observed["prompts"]:
+            return "prompts should be drawn anew for each rollout; here a second one has the same"
+        # By chance: 8 * (7/8)^180 = 3e-10, and 2e-4 of 80 rows.
+        if {*observed["prompts"], *others} != set(args.prompts):
+            return "some of args.prompts are never drawn"
         pairs = zip(observed["texts"], observed["prompts"], strict=True)
         memory = memory_by_loops(
             args,
@@ -1617,7 +1360,7 @@ def _is_a_rollout(**options):
 @check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
 def rollout(student, rng):
     """A second rollout: samples of the adapted policy at temperature 0.5, the memory's fields"""
-    return _roll_out(student, rng, after_another=True)
+    return _roll_out(student, rng)
 
 
 OTHER_ROLLOUT = {
@@ -1635,18 +1378,7 @@ OTHER_ROLLOUT = {
 @check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
 def rollout_with_other_arguments(student, rng):
     """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument; a second rollout"""
-    return _roll_out(student, rng, after_another=True, **OTHER_ROLLOUT)
-
-
-FLAT_ROLLOUT = {"batch_size": 400, "temperature": 3.0}
-
-
-@check(
-    "RLHFTrainer.rollout_phase", slow=True, holds=_is_a_rollout(**FLAT_ROLLOUT), tier="hardening"
-)
-def rollout_at_a_high_temperature(student, rng):
-    """Temperature 3, top_k None: every token of the vocabulary is drawn as often as it should be"""
-    return _roll_out(student, rng, **FLAT_ROLLOUT)
+    return _roll_out(student, rng, **OTHER_ROLLOUT)
 
 
 @check("RLHFTrainer.rollout_phase", public=True, holds=trainers.find_wrong_ratio, beside=True)
@@ -1662,118 +1394,50 @@ def _count_letters(samples) -> Tensor:
     return torch.tensor([float(len(text)) for text in samples])
 
 
-def _make_trainer_of_one(student, rng, reward_fn, **options):
-    """Arguments, a trainer that builds its own model, and that model, filled with random values."""
+@check("RLHFTrainer.rollout_phase", public=True, float64=False)
+def the_model_that_is_built(student, rng):
+    """The trainer's own model: rank, alpha, sites; what is stored of it and of its reference"""
     args = _make_args(
         student,
         batch_size=1,
-        reward_fn=reward_fn,
+        reward_fn=_count_letters,
         prompts=None,
         prefix="I thought",
         base_model=models.get_checkpoint("shallow"),
         lora_rank=RANK,
         lora_alpha=5,
         lora_sites=("attn.q", "attn.o"),
-        **options,
+        kl_in="reward",
+        temperature=0.5,
     )
     trainer = student.RLHFTrainer(args)
-    return args, trainer, trainers.fill(trainer.model, rng)
-
-
-def _see_outputs(model, rng):
-    ids = rng.integers(3, 512, 2, 5).to(next(model.parameters()).device)
-    with torch.no_grad():
-        logits, values = model.forward_with_value_head(ids)
-    return {"logits": logits.float(), "values": values.float()}
-
-
-@check("RLHFTrainer.rollout_phase", public=True, float64=False)
-def the_model_that_is_built(student, rng):
-    """The trainer's own model: rank, alpha, sites; what is stored of it and of its reference"""
-    options = {"kl_in": "reward", "temperature": 0.5}
-    args, trainer, model = _make_trainer_of_one(student, rng, _count_letters, **options)
-    outputs = _see_outputs(model, rng)
+    model, drawn = trainers.fill(trainer.model, rng), rng.integers(3, 512, 2, 5)
     first, second = trainer.rollout_phase(), trainer.rollout_phase()
     ids, attention = first.input_ids, first.attention_mask
     n_prompt = ids.shape[1] - first.mask.shape[1]
     with torch.no_grad():
+        found = dict(zip(("logits", "values"), model.forward_with_value_head(drawn), strict=True))
         logits, values = model.forward_with_value_head(ids, attention)
         with model.reference():
             ref_logits = model(ids, attention)
-    setting = (ids, n_prompt, args.temperature)
+    found["prompts of a rollout, which are args.prefix,"] = ids[:, :n_prompt]
+    is_same = ids.tolist() == second.input_ids.tolist()
+    found["whether a rollout with the same weights is the same"] = is_same
     right = {
-        "logprobs": trainers.score_rows(logits.float(), *setting),
-        "ref_logprobs": trainers.score_rows(ref_logits.float(), *setting),
+        "logprobs": trainers.score_rows(logits, ids, n_prompt, args.temperature),
+        "ref_logprobs": trainers.score_rows(ref_logits, ids, n_prompt, args.temperature),
         "values": values[:, n_prompt - 1 : -1],
     }
-    return (
-        outputs
-        | {
-            "prompts of a rollout, which are args.prefix,": ids[:, :n_prompt],
-            "whether a rollout with the same weights is the same": ids.tolist()
-            == second.input_ids.tolist(),
-        }
-        | {
-            f"whether {name} of the memory are the model's": _is_near(
-                getattr(first, name), x, first
-            )
-            for name, x in right.items()
-        }
-    )
+    return found | {
+        f"whether {name} of the memory are the model's": _is_near(getattr(first, name), x, first)
+        for name, x in right.items()
+    }
 
 
 def _is_near(x, other, memory) -> bool:
     """Whether a field of a memory is this where it counts."""
     is_there = isinstance(x, Tensor) and x.shape == other.shape
     return is_there and bool(((x - other)[memory.mask].abs() < 1e-3).all())
-
-
-@check("RLHFTrainer.rollout_phase", float64=False, tier="hardening")
-def the_model_that_learns(student, rng):
-    """The trainer's own model: what is stored is its own; it learns; rewards; model_class"""
-    rewarded = []
-
-    def reward_fn(samples, scale=1.0):
-        rewarded.extend(samples)
-        return torch.tensor([scale * len(text) for text in samples])
-
-    args, trainer, model = _make_trainer_of_one(student, rng, reward_fn)
-    outputs = _see_outputs(model, rng)
-    before = trainers.canonical(list(model.trainable_parameters()))
-
-    class OnTheSameBase(TransformerWithLora):
-        @classmethod
-        def from_pretrained(cls, name, rank=4, alpha=32, sites=ATTENTION_SITES, *args, **kwargs):
-            return cls(model.base, rank, alpha, sites)
-
-    class WithoutHead(student.RLHFTrainer):
-        model_class = OnTheSameBase
-
-    memory = trainer.rollout_phase()
-    n_prompt = memory.input_ids.shape[1] - memory.mask.shape[1]
-    with torch.no_grad():
-        logits, values = model.forward_with_value_head(memory.input_ids, memory.attention_mask)
-    stored = {
-        "the old log-probs": memory.logprobs
-        - trainers.score_rows(logits.float(), memory.input_ids, n_prompt),
-        "the stored values": memory.values - values[:, n_prompt - 1 : -1],
-    }
-    trainer.learning_phase(memory)
-    learned = trainers.canonical(list(model.trainable_parameters()))
-    without = [p.numel() for p in WithoutHead(args).model.trainable_parameters()]
-    trainers.make_end_likely(model)
-    trainer.learning_phase(trainer.rollout_phase())
-    return outputs | {
-        **{
-            f"whether {name} are the model's": bool((off[memory.mask].abs() < 1e-3).all())
-            for name, off in stored.items()
-        },
-        "whether all that is trained has changed": all(
-            not torch.equal(x, before[name]) for name, x in learned.items()
-        ),
-        "completions that reward_fn got": len(rewarded),
-        "what is trained with model_class TransformerWithLora": sorted(without),
-    }
 
 
 # --- RLHFTrainer: the objective -----------------------------------------------------------------
@@ -1963,55 +1627,20 @@ LEARNING = {
 }
 
 
-def _make_memory_of_all(student, counts, fields):
-    return student.ReplayMemory(**counts, **fields)
-
-
-def _make_memory_of_one_row(student, counts, fields):
-    """The longest row six times, so that it does not matter how rows are shuffled."""
-    longest = int(fields["mask"].sum(-1).argmax())
-    return student.ReplayMemory(**counts, **{name: x[[longest] * 6] for name, x in fields.items()})
-
-
-def _make_memory_in_order(student, counts, fields):
-    """A memory whose minibatches are its rows in order."""
-    chunks = {name: x.chunk(counts["num_minibatches"]) for name, x in fields.items()}
-    minibatches = []
-    for parts in zip(*chunks.values(), strict=True):
-        part = student.ReplayMemory(**dict(zip(chunks, parts, strict=True)))
-        minibatches += part.get_minibatches()
-
-    class InOrder(student.ReplayMemory):
-        def get_minibatches(self, *args, **kwargs):
-            return minibatches
-
-    return InOrder(**counts, **fields)
-
-
-def _learn(
-    student,
-    rng,
-    scales,
-    epochs=1,
-    minibatches=1,
-    rows=6,
-    make_memory=_make_memory_of_all,
-    **options,
-):
-    """Learning phases on memories whose advantages have the given scales, one after the other."""
+def _learn(student, rng, scales, epochs, minibatches, **options):
+    """Learning phases on memories whose advantages have the given scales, one after the other. Each
+    is its longest row six times, so that it does not matter how rows are shuffled."""
     counts = {"num_minibatches": minibatches, "batches_per_learning_phase": epochs}
-    # Of one update, the policy's own log-probs could stand for the memory's, which are others here.
-    several = {"batches_per_learning_phase": max(2, epochs)}
-    args = _make_args(student, **(OBJECTIVE | LEARNING | counts | several | options))
+    args = _make_args(student, **(OBJECTIVE | LEARNING | counts | options))
     model = make_model(student.TransformerWithValueHeadLora, rng, alpha=8)
     trainer = student.RLHFTrainer(args, model)
     found, before = {}, trainers.copy_arguments(args)
     for phase, scale in enumerate(scales, start=1):
-        fields = _make_fields(rng, make_samples(rng, rows), args.temperature)
-        # None at all is 0 beyond the mask too, as a rollout of equal rewards has it.
-        advantages = fields["advantages"]
-        fields["advantages"] = advantages * scale if scale else torch.zeros_like(advantages)
-        trainer.learning_phase(make_memory(student, counts, fields))
+        fields = _make_fields(rng, make_samples(rng), args.temperature)
+        fields["advantages"] = fields["advantages"] * scale
+        longest = int(fields["mask"].sum(-1).argmax())
+        fields = {name: x[[longest] * 6] for name, x in fields.items()}
+        trainer.learning_phase(student.ReplayMemory(**counts, **fields))
         weights = trainers.canonical(list(model.trainable_parameters()))
         found |= {f"{name} after phase {phase}": x for name, x in weights.items()}
     return found | {"the list of the arguments that changed": trainers.list_changed(args, before)}
@@ -2143,30 +1772,8 @@ def epochs_and_minibatches(student, rng):
         scales=(0.1, 0.001),
         epochs=2,
         minibatches=3,
-        make_memory=_make_memory_of_one_row,
         max_grad_norm=0.02,  # clipped at first
         **rates,
-    )
-
-
-@check(
-    "RLHFTrainer.learning_phase",
-    float64=False,
-    expected=learning_by_hand,
-    rtol=1e-3,
-    atol=2e-5,
-)
-def minibatches_count_alike(student, rng):
-    """Three minibatches of 18 rows of different lengths: a step for each, with its tokens' mean"""
-    return _learn(
-        student,
-        rng,
-        scales=(1.0,),
-        minibatches=3,
-        rows=54,
-        make_memory=_make_memory_in_order,
-        batch_size=54,
-        max_grad_norm=1e3,  # nothing is clipped
     )
 
 
@@ -2246,14 +1853,16 @@ def a_short_run_that_learns(student, rng):
 
 @check("RLHFTrainer.train", public=True, slow=True, tier="hardening")
 def every_phase_is_run(student, rng):
-    """Thirteen phases of equal rewards: all are run, once; the last one's weights are kept"""
-    ends = []
+    """Thirteen phases of equal rewards, each run once on new samples; the last weights are kept"""
+    ends, sampled = [], []
 
     def reward_fn(samples):
+        sampled.append(samples)
         return torch.ones(len(samples))
 
     counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 13}
-    args = _make_args(student, reward_fn=reward_fn, **counts)
+    still = {"base_lr": 1e-6, "head_lr": 1e-6}  # the phases differ by what is drawn alone
+    args = _make_args(student, reward_fn=reward_fn, **counts, **still)
     trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
     start = [p.detach().clone() for p in trainer.model.trainable_parameters()]
     learn = trainer.learning_phase
@@ -2263,6 +1872,7 @@ def every_phase_is_run(student, rng):
         ends.append([p.detach().clone() for p in trainer.model.trainable_parameters()])
 
     trainer.learning_phase = learn_and_look
+    trainer.rollout_phase()
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         trainer.train()
         kept = [p.detach().clone() for p in trainer.model.trainable_parameters()]
@@ -2274,6 +1884,7 @@ def every_phase_is_run(student, rng):
         "learning phases of a second train()": len(ends) - n_phases,
         "whether the weights are the last phase's": all(map(torch.equal, kept, ends[n_phases - 1])),
         "whether they have changed": not all(map(torch.equal, kept, ends[0])),
+        "rollouts that repeat the one before": sum(a == b for a, b in itertools.pairwise(sampled)),
     }
 
 
@@ -2299,38 +1910,4 @@ def stopped_by_ctrl_c(student, rng):
         "what is trained, before": trainers.canonical(ends[0]),
         "whether two phases are kept": all(map(torch.equal, kept, ends[2])),
         "whether they have changed the weights": not all(map(torch.equal, ends[0], ends[2])),
-    }
-
-
-@check("RLHFTrainer.train", slow=True, tier="hardening")
-def every_phase_samples_anew(student, rng):
-    """After a rollout, train() samples anew in every phase; it raises an error of reward_fn"""
-    rewarded = []
-
-    def reward_fn(samples):
-        rewarded.append(samples)
-        if len(rewarded) == 3:
-            raise ArithmeticError("no reward")
-        return torch.arange(float(len(samples)))
-
-    still = {"base_lr": 0.0, "head_lr": 0.0}  # the phases differ by what is drawn alone
-    counts = {"batch_size": 4, "num_minibatches": 1, "gen_len": 2, "total_phases": 3}
-    args = _make_args(student, reward_fn=reward_fn, **counts, **still)
-    trainer = student.RLHFTrainer(args, make_model(student.TransformerWithValueHeadLora, rng))
-    start = [p.detach().clone() for p in trainer.model.trainable_parameters()]
-    trainer.rollout_phase()
-    is_raised = False
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        try:
-            trainer.train()
-        except Exception:
-            if len(rewarded) < 3:  # of its own
-                raise
-            is_raised = True
-    return {
-        "what is trained, before": trainers.canonical(start),
-        "whether it is raised": is_raised,
-        "rollouts": len(rewarded),
-        "whether the first phase repeats the rollout before it": rewarded[0] == rewarded[1],
-        "whether the second phase repeats the first": rewarded[1] == rewarded[2],
     }
