@@ -83,20 +83,6 @@ def objective_by_cases(
     return total / len(mask)
 
 
-def single_update_without_kl(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.0,
-):
-    """Return all that is left of the objective at ratio 1."""
-    return reinforce_by_completions(logprobs, advantages, mask)
-
-
 def ppo_without_values(
     logprobs,
     old_logprobs,
