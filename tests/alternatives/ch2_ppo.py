@@ -1,13 +1,12 @@
 """Right answers to chapter 2, written differently."""
 
 import random
-import string
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.distributions import Categorical, kl_divergence
+from torch.distributions import Categorical
 
 from solutions.ch0_sampling import get_logprobs, get_samples
 from solutions.ch2_ppo import (
@@ -27,20 +26,6 @@ from utils.rewards import call_reward_fn
 counted_by_lambda = right("reward_fn_char_count")(
     lambda samples, char=".": torch.tensor([s.count(char) for s in samples], dtype=torch.float32)
 )
-
-
-@right("reward_fn_sentiment")
-def punctuation_replaced_by_spaces(samples):
-    spaces = str.maketrans(string.punctuation, " " * len(string.punctuation))
-    positive, negative = set(POSITIVE_WORDS), set(NEGATIVE_WORDS)
-    rewards = torch.zeros(len(samples))
-    for i, sample in enumerate(samples):
-        words = sample.lower().translate(spaces).split()
-        n_positive = len([word for word in words if word in positive])
-        n_negative = len([word for word in words if word in negative])
-        if n_positive + n_negative > 0:
-            rewards[i] = (n_positive - n_negative) / (n_positive + n_negative)
-    return rewards
 
 
 @right("reward_fn_sentiment")
@@ -76,26 +61,6 @@ def made_in_float32_by_index(scores, mask, logprobs=None, ref_logprobs=None, kl_
     rows = mask.any(-1)
     rewards[rows, mask.sum(-1)[rows] - 1] += scores.detach()[rows]
     return rewards
-
-
-@right("compute_token_rewards")
-def nan_removed_then_masked(scores, mask, logprobs=None, ref_logprobs=None, kl_coef=0.0):
-    position = torch.arange(mask.shape[1]).expand(mask.shape)
-    last = torch.where(mask, position, -1).amax(-1, keepdim=True)
-    rewards = F.one_hot(last.squeeze(-1) + 1, mask.shape[1] + 1)[:, 1:] * scores.detach()[:, None]
-    if kl_coef == 0 or logprobs is None:
-        return rewards
-    return rewards - torch.nan_to_num(kl_coef * (logprobs.detach() - ref_logprobs.detach())) * mask
-
-
-@right("compute_advantages")
-def times_a_matrix_of_discounts(values, token_rewards, mask, gamma=1.0, lam=0.95):
-    values, token_rewards = (x.detach().masked_fill(~mask, 0.0) for x in (values, token_rewards))
-    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
-    deltas = token_rewards + gamma * following - values
-    steps = torch.arange(values.shape[1])[:, None] - torch.arange(values.shape[1])
-    discounts = torch.where(steps >= 0, torch.tensor(gamma * lam) ** steps.clamp(min=0), 0.0)
-    return (deltas @ discounts) * mask
 
 
 @right("compute_advantages")
@@ -167,14 +132,6 @@ def kl_by_logsumexps(logits, ref_logits, mask, kl_coef):
     x, y = logits[mask], ref_logits.detach()[mask]
     kl = (x.softmax(-1) * (x - y)).sum(-1) - x.logsumexp(-1) + y.logsumexp(-1)
     return kl_coef * kl.sum() / mask.sum().clamp(min=1)
-
-
-@right("calc_kl_penalty")
-def kl_divergence_of_torch(logits, ref_logits, mask, kl_coef):
-    if not mask.any():
-        return logits.new_zeros(())
-    policy, reference = (Categorical(logits=x[mask]) for x in (logits, ref_logits.detach()))
-    return kl_coef * kl_divergence(policy, reference).mean()
 
 
 # --- The trainer --------------------------------------------------------------------------------

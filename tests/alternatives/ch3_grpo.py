@@ -5,11 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from solutions.ch0_sampling import get_logprobs, get_samples
-from solutions.ch2_ppo import ReplayMemory
 from solutions.ch3_grpo import (
     calc_grpo_objective,
     calc_single_update_objective,
-    group_advantages,
     make_grpo_memory,
 )
 from utils.grading.known_answers import edit, right
@@ -145,25 +143,6 @@ def without_a_special_case(step_rewards, step_ends, group_size, completion_len, 
 # --- The trainer --------------------------------------------------------------------------------
 
 
-@right("make_grpo_memory")
-def memory_row_by_row(args, samples, scores, logprobs, ref_logprobs):
-    advantages = group_advantages(
-        scores.detach(), group_size=args.group_size, scale=args.advantage_scale
-    )
-    memory = ReplayMemory(
-        args.num_minibatches,
-        args.batches_per_learning_phase,
-        args.group_size,
-        input_ids=samples.input_ids,
-        attention_mask=samples.attention_mask,
-        mask=samples.completion_mask,
-        logprobs=logprobs.detach().clone(),
-        ref_logprobs=ref_logprobs.detach().clone() if ref_logprobs is not None else None,
-        advantages=advantages,
-    )
-    return memory
-
-
 @right("GrpoTrainer.rollout_phase")
 def rollout_in_one_batch(self):
     args = self.args
@@ -188,55 +167,6 @@ def rollout_in_one_batch(self):
                 ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
     scores = call_reward_fn(args.reward_fn, samples.texts, {"prompts": prompts})
     return make_grpo_memory(args, samples, scores, logprobs, ref_logprobs)
-
-
-@right("GrpoTrainer.rollout_phase")
-@torch.no_grad()
-def rewarded_group_by_group(self):
-    args, size = self.args, self.args.group_size
-    prompts = args.get_prompts()
-    chosen = torch.randint(len(prompts), (args.batch_size // size,), generator=self.generator)
-    prompts = [prompts[i] for i in chosen.tolist() for _ in range(size)]
-    how = {"generator": self.generator, "prepend_bos": args.prepend_bos}
-    samples = get_samples(self.model, prompts, args.gen_len, args.temperature, args.top_k, **how)
-    scores = [
-        call_reward_fn(
-            args.reward_fn, samples.texts[i : i + size], {"prompts": prompts[i : i + size]}
-        )
-        for i in range(0, args.batch_size, size)
-    ]
-    return make_grpo_memory(
-        args,
-        samples,
-        torch.cat(scores),
-        self.get_sample_logprobs(samples),
-        self.get_ref_logprobs(samples),
-    )
-
-
-@right("GrpoTrainer.compute_rlhf_objective")
-def reference_scored_anew(self, minibatch):
-    args, mask, ids = self.args, minibatch.mask, minibatch.input_ids
-    prompt_len = ids.shape[1] - mask.shape[1]
-    logits = self.model(ids, minibatch.attention_mask)
-    entropy = args.ent_coef * self.measure_entropy(minibatch, logits)
-    kl, ref_logprobs = 0.0, None
-    if args.kl_kind == "exact" and args.kl_coef > 0:
-        kl = args.kl_coef * self.measure_kl(minibatch, logits)
-    elif args.kl_coef > 0:
-        with torch.no_grad(), self.model.reference():
-            ref_logits = self.model(ids, minibatch.attention_mask)
-        ref_logprobs = get_logprobs(ref_logits, ids, prompt_len, args.temperature)
-    surrogate = calc_grpo_objective(
-        get_logprobs(logits, ids, prompt_len, args.temperature),
-        minibatch.logprobs,
-        ref_logprobs,
-        minibatch.advantages,
-        mask,
-        args.clip_coef,
-        beta=args.kl_coef if ref_logprobs is not None else 0.0,
-    )
-    return surrogate + entropy - kl
 
 
 @right("GrpoTrainer.compute_rlhf_objective")

@@ -1,12 +1,10 @@
 """Right answers to chapter 8, written differently."""
 
-import contextlib
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from solutions.ch0_sampling import at_least_float32
 from utils.grading.known_answers import right
 
 # --- Where --------------------------------------------------------------------------------------
@@ -52,18 +50,6 @@ class OnlyAdapters:
             self.model.adapters[site].lora_A.data = data
 
 
-@right("only_adapters")
-@contextmanager
-def scaled_to_nothing(model, keep):
-    """The factor alpha / rank of the others is 0."""
-    with ExitStack() as stack:
-        for site, layer in model.adapters.items():
-            if not keep(site):
-                stack.callback(setattr, layer, "scaling", layer.scaling)
-                layer.scaling = 0.0
-        yield model
-
-
 @right("truncate_rank")
 @contextmanager
 def projected_onto_its_directions(model, rank):
@@ -86,19 +72,6 @@ def projected_onto_its_directions(model, rank):
 
 
 @right("get_logit_lens")
-def hooks_on_the_base(model, input_ids, attention_mask=None):
-    caught = {}
-    hooks = [
-        (f"blocks.{i}.hook_resid_post", lambda x, hook, i=i: caught.update({i: x}))
-        for i in range(model.cfg.n_layers)
-    ]
-    with torch.no_grad(), model.base.hooks(fwd_hooks=hooks):
-        model(input_ids, attention_mask)
-    streams = torch.stack([caught[i] for i in range(model.cfg.n_layers)])
-    return at_least_float32(model.base.unembed(model.base.ln_final(streams)))
-
-
-@right("get_logit_lens")
 @torch.no_grad()
 def inputs_of_the_next_block(model, input_ids, attention_mask=None):
     """A block's output is the next one's input, and the last one's is that of the final norm."""
@@ -112,20 +85,6 @@ def inputs_of_the_next_block(model, input_ids, attention_mask=None):
 
 
 # --- Causes -------------------------------------------------------------------------------------
-
-
-@right("patch")
-def with_a_mask_of_columns(model, input_ids, hook_name, source, position=None, attention_mask=None):
-    def put(x, hook):
-        if x.shape != source.shape:
-            raise ValueError(f"source has shape {tuple(source.shape)}")
-        columns = torch.zeros(x.shape[1], dtype=torch.bool)
-        columns[slice(None) if position is None else position] = True
-        shape = [1, len(columns)] + [1] * (x.ndim - 2)
-        return torch.where(columns.view(shape), source, x)
-
-    with model.reference(), model.base.hooks(fwd_hooks=[(hook_name, put)]):
-        return model(input_ids, attention_mask)
 
 
 @right("patch")
@@ -154,35 +113,6 @@ def two_means(model, input_ids, hook_name, attention_mask=None):
         with model.reference():
             model(input_ids, attention_mask)
     return means[0] - means[1]
-
-
-@right("find_direction")
-@torch.no_grad()
-def prompt_by_prompt(model, input_ids, hook_name, attention_mask=None):
-    total, caught = 0.0, {}
-    for row in range(len(input_ids)):
-        mask = None if attention_mask is None else attention_mask[row : row + 1]
-        for name in ("policy", "reference"):
-            run = model.reference() if name == "reference" else contextlib.nullcontext()
-            hook = (hook_name, lambda x, hook, name=name: caught.update({name: x[0, -1]}))
-            with run:
-                model._run([hook], input_ids[row : row + 1], mask)
-        total = total + (caught["policy"] - caught["reference"]) / len(input_ids)
-    return total
-
-
-@right("steer")
-@contextmanager
-def by_torch_cat(model, hook_name, direction, scale=1.0):
-    def hook(x, hook):
-        if x.size(1) <= 1:
-            return None
-        return torch.cat([x[:, :-1], x[:, -1:] + scale * direction], dim=1)
-
-    with ExitStack() as stack:
-        stack.enter_context(model.reference())
-        stack.enter_context(model.base.hooks(fwd_hooks=[(hook_name, hook)]))
-        yield model
 
 
 @right("steer")
