@@ -1,6 +1,5 @@
 """Right answers to chapter 9, written differently."""
 
-import cmath
 import math
 
 import torch
@@ -41,15 +40,6 @@ class ListOfRollouts:
 
 
 # --- calc_stable_rate ---------------------------------------------------------------------------
-
-
-@right("calc_stable_rate")
-def where_the_root_leaves(delay):
-    """z = exp(i theta) solves a = z^k - z^(k + 1); the first theta at which that is real."""
-    if not isinstance(delay, int) or delay < 0:
-        raise ValueError(f"the delay {delay!r} is no integer of at least 0")
-    z = cmath.exp(1j * math.pi / (2 * delay + 1))
-    return abs(z**delay - z ** (delay + 1))
 
 
 @right("calc_stable_rate")
@@ -142,34 +132,6 @@ def with_limits_in_logs(logprobs, sampler_logprobs, mask, low=0.5, high=2.0, kin
 
 
 # --- calc_async_objective -----------------------------------------------------------------------
-
-
-@right("calc_async_objective")
-def row_by_row(
-    logprobs, sampler_logprobs, advantages, mask, correction="none", clip_coef=0.2, cap=2.0
-):
-    """Each completion's own tokens alone, on which there is nothing to fill."""
-    if correction not in {"none", "clip", "truncate", "mask"}:
-        raise ValueError(f"no such correction: {correction}")
-    rows = []
-    for new, old, advantage, here in zip(
-        logprobs, sampler_logprobs.detach(), advantages.detach(), mask, strict=True
-    ):
-        new, old = new[here], old[here]
-        logratio = (new - old).clamp(max=80.0)
-        fixed = logratio.detach().exp()
-        if correction == "clip":
-            ratio = logratio.exp()
-            bounded = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-            terms = torch.min(advantage * ratio, advantage * bounded)
-        else:
-            weight = {"none": 1.0, "truncate": fixed.clamp(max=cap), "mask": fixed}[correction]
-            # The weight times 1 + log p - its value: 1, with the slope of log p.
-            terms = advantage * weight * (1 + new - new.detach())
-            if correction == "mask":
-                terms = terms[(fixed >= 1 / cap) & (fixed <= cap)]
-        rows.append(terms.mean() if len(terms) else logprobs.new_zeros(()))
-    return torch.stack(rows).mean()
 
 
 @right("calc_async_objective")

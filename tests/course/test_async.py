@@ -1,4 +1,4 @@
-"""Chapter 9's solutions against roots of polynomials, TRL, chapter 0's sampler, and chapter 3."""
+"""Chapter 9's solutions against TRL, chapter 0's sampler, and chapter 3."""
 
 import itertools
 import json
@@ -18,7 +18,6 @@ from solutions.ch9_async import (
     StaleTrainer,
     calc_async_objective,
     calc_importance_weights,
-    calc_stable_rate,
     get_kept_logprobs,
     mask_mismatched,
     measure_mismatch,
@@ -27,28 +26,9 @@ from solutions.ch9_async import (
     simulate,
 )
 from tests.course.helpers import ONE_STEP, assert_bit_identical, get_base_weights, randomize
-from tests.oracles.ch9_async import find_largest_root, follow, stable_rate_by_roots
 from tests.support.inputs import misfit
 from utils.models.corpus import training_pairs
 from utils.scale.trl import cut, make_qwen, take_trl_step
-
-# --- The stable rate ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("delay", range(33))
-def test_the_stable_rate_is_where_the_largest_root_reaches_one(delay):
-    rate = calc_stable_rate(delay)
-    assert rate == pytest.approx(stable_rate_by_roots(delay), rel=1e-10)
-    assert find_largest_root(0.999 * rate, delay) < 1 < find_largest_root(1.001 * rate, delay)
-
-
-def test_what_grows_and_what_does_not():
-    for delay in (0, 1, 2, 8):
-        rate, n = calc_stable_rate(delay), 4000 * (delay + 1)
-        assert max(follow(0.99 * rate, delay, n)[-delay - 1 :]) < 1e-3
-        assert max(follow(1.01 * rate, delay, n)[-delay - 1 :]) > 1e3
-        assert max(follow(rate, delay, n)) < 10
-
 
 # --- TRL ----------------------------------------------------------------------------------------
 
@@ -129,22 +109,20 @@ def assert_same_step(ours, theirs):
         torch.testing.assert_close(gradient, theirs[1][name], rtol=0, atol=1e-6)
 
 
-def test_none_is_trl_without_its_correction(late):
+@pytest.mark.parametrize(
+    ("ours", "of_trl"),
+    [
+        ({"correction": "none"}, {"correction": False}),
+        ({"correction": "truncate", "cap": 1.5}, {"mode": "token_truncate", "clip_max": 1.5}),
+    ],
+)
+def test_a_correction_is_that_of_trl(late, ours, of_trl):
     trainer = late[1]
     (minibatch,) = trainer.rollout_phase().get_minibatches()
-    trainer.args.correction = "none"
+    vars(trainer.args).update(ours)
     ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
     assert_same_step(ours, take_theirs(late))
-    assert_same_step(ours, take_theirs(late, correction=False))
-
-
-def test_truncate_is_trl_with_token_truncate(late):
-    trainer = late[1]
-    (minibatch,) = trainer.rollout_phase().get_minibatches()
-    trainer.args.correction, trainer.args.cap = "truncate", 1.5
-    ours = differentiate(trainer, trainer.compute_rlhf_objective(minibatch))
-    assert_same_step(ours, take_theirs(late))
-    assert_same_step(ours, take_theirs(late, mode="token_truncate", clip_max=1.5))
+    assert_same_step(ours, take_theirs(late, **of_trl))
 
 
 @pytest.mark.parametrize("cap", [0.8, 1.5])

@@ -56,14 +56,6 @@ def stable_rate_by_roots(delay):
     return low
 
 
-def follow(rate: float, delay: int, n_steps: int) -> list[float]:
-    """|x| of x[t + 1] = x[t] - rate x[t - delay], from a start of ones."""
-    x = [1.0] * (delay + 1)
-    for _ in range(n_steps):
-        x.append(x[-1] - rate * x[-1 - delay])
-    return [abs(value) for value in x]
-
-
 def _list_rows(logprobs, sampler_logprobs, mask):
     """The pairs of log-probs of each completion."""
     rows = zip(logprobs.tolist(), sampler_logprobs.tolist(), mask.tolist(), strict=True)
