@@ -274,15 +274,6 @@ def test_a_microbatch_that_does_not_divide_is_an_error(name, value, tmp_path):
         learn_once("GRPO", tmp_path, **{name: value})
 
 
-def test_a_rank_goes_on_from_another_device_with_one_warning(tmp_path):
-    trainer = DataParallelGrpoTrainer(GrpoArgs(prompts=TRAIN, runs_dir=tmp_path, **ONE_STEP))
-    of_gpu = torch.zeros(16, dtype=torch.uint8)
-    state = trainer.get_state() | {"generator": of_gpu, "generators": [of_gpu]}
-    with pytest.warns(UserWarning, match="another device's") as said:
-        trainer.set_state(state)
-    assert len(said) == 1
-
-
 # --- A sharded model ----------------------------------------------------------------------------
 
 
