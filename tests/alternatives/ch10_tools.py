@@ -6,9 +6,8 @@ import operator
 from collections import defaultdict
 
 import torch
-import torch.nn.functional as F
 
-from solutions.ch0_sampling import encode_prompts, get_logprobs
+from solutions.ch0_sampling import encode_prompts
 from solutions.ch10_tools import Turns, run_calculator
 from utils.grading.known_answers import right
 from utils.models.decoding import draw, get_end_ids
@@ -30,21 +29,6 @@ def taken_apart_by_hand(turn):
 
 
 # --- get_own_mask -------------------------------------------------------------------------------
-
-
-@right("get_own_mask")
-def filled_in_place(turns):
-    """A mask of falses, in which each own turn sets a slice."""
-    if not turns:
-        raise ValueError("turns should not be empty")
-    lengths = [sum(len(ids) for ids, _ in row) for row in turns]
-    mask = torch.zeros(len(turns), max(lengths), dtype=torch.bool)
-    for i, row in enumerate(turns):
-        begin = 0
-        for ids, is_own in row:
-            mask[i, begin : begin + len(ids)] = bool(is_own)
-            begin += len(ids)
-    return mask
 
 
 @right("get_own_mask")
@@ -176,34 +160,6 @@ def mean_rewards(p_right_direct, p_right_called, price):
 
 @right("measure_exactly")
 @torch.no_grad()
-def question_by_question(model, questions):
-    """Two texts per question, without padding; parts are found by their lengths."""
-    found, tokenizer = defaultdict(list), model.tokenizer
-
-    def score(*parts):
-        ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
-        whole = [tokenizer.bos_token_id, *itertools.chain(*ids), tokenizer.eos_token_id]
-        row = torch.tensor([whole], device=next(model.parameters()).device)
-        logprobs = get_logprobs(model(row), row, 1)[0]
-        lengths = [len(part) for part in ids]
-        lengths[-1] += 1
-        return [part.sum().exp() for part in logprobs.split(lengths)]
-
-    for question in questions:
-        numbers = [int(x) for x in question.replace("*", "+").split("+")]
-        result = math.prod(numbers) if "*" in question else sum(numbers)
-        prompt = f"Q: {question}\n"
-        direct = score(prompt, "A", f": {result}")
-        called = score(prompt, "<", f"{question}>", f"={result}\n", f"A: {result}")
-        found["call"].append(called[1])
-        found["exact_call"].append(called[2])
-        found["copied"].append(called[4])
-        found["right_direct"].append(direct[2])
-    return {name: torch.stack(values) for name, values in found.items()}
-
-
-@right("measure_exactly")
-@torch.no_grad()
 def multiplied_as_numbers(model, questions):
     """Token by token, in Python's floats, and so in float32 at the end."""
     tokenizer = model.tokenizer
@@ -227,28 +183,6 @@ def multiplied_as_numbers(model, questions):
 
 
 # --- compare_within_kinds -----------------------------------------------------------------------
-
-
-@right("compare_within_kinds")
-def with_a_matrix_of_parts(p_right, p_call, kinds, n=3):
-    """The part of each question from its rank; then means by a product."""
-    if n < 1:
-        raise ValueError(f"n is {n}")
-    indices = defaultdict(list)
-    for i, kind in enumerate(kinds):
-        indices[kind].append(i)
-    found = {}
-    for kind, chosen in indices.items():
-        m = len(chosen)
-        if m < n:
-            raise ValueError(f"kinds: {m} questions of {kind!r}, which are fewer than {n}")
-        in_order = sorted(chosen, key=lambda i: float(p_right[i]))
-        sizes = torch.full((n,), m // n)
-        sizes[: m % n] += 1
-        part = torch.arange(n).repeat_interleave(sizes)
-        belongs = F.one_hot(part, n).T.to(p_call.dtype)
-        found[kind] = belongs @ p_call[in_order] / sizes
-    return found
 
 
 @right("compare_within_kinds")

@@ -79,15 +79,18 @@ def malformed_calls(student, rng):
     return answers_to(student, [*turns, f"<{a}*{b}>", f"<{a}+{c}>"])
 
 
-@check("run_calculator", expected=calculator_in_decimals, tier="hardening")
+@check("run_calculator", points=2, expected=calculator_in_decimals, tier="hardening")
 def numbers_that_are_none(student, rng):
-    """Spaces, signs, decimal points, underscores, other alphabets' digits, newlines: "=?" """
+    """Spaces, signs, points, other alphabets' digits, newlines, Python code: all get "=?" """
     a, b = draw_number(rng, 2), draw_number(rng, 2)
     numbers = [f" {a}", f"{a} ", f"-{a}", f"+{a}", f"{a}.0", f"{a[0]}_{a[1]}", "0x1f", "1e3", "²"]
     numbers += ["٢٣", "२३", "２３", "x", f"{a}\n", f"\t{a}", f"{a},5", "inf", "True"]
     turns = [f"<{x}*{b}>" for x in numbers] + [f"<{b}+{x}>" for x in numbers]
-    others = [f"<{a}×{b}>", f"<{a}*{b}> ", f" <{a}*{b}>", f"<{a}*{b}>\r", f"\n<{a}+{b}>"]
-    return answers_to(student, [*turns, *others, f"<{a}*{b}>"])
+    code = ["__import__('os').getpid()", f"int('{a}')*{b}", f"[{a}]*{b}", f"({a})+({b})"]
+    code += ["1/0", "raise", f"'{a}'+'{b}'", f"{a}+{b};{a}", f"{a}*{b}#", "9**9**9", f"{a}+{b}if 1"]
+    turns += [f"<{each}>" for each in code]
+    turns += [f"<{a}×{b}>", f"<{a}*{b}> ", f" <{a}*{b}>", f"<{a}*{b}>\r", f"\n<{a}+{b}>"]
+    return answers_to(student, [*turns, f"<{a}*{b}>"])
 
 
 @check("run_calculator", expected=calculator_in_decimals, tier="hardening")
@@ -100,15 +103,6 @@ def lengths_of_numbers(student, rng):
     long = "9" * 300_000
     turns = {"a long first": f"<{long}*{b}>", "a long second": f"<{b}+{long}>", "no call": long}
     return found | {name: student.run_calculator(turn) for name, turn in turns.items()}
-
-
-@check("run_calculator", expected=calculator_in_decimals, tier="hardening")
-def code_in_a_call(student, rng):
-    """Python code inside a call is only text, and gets "=?" """
-    a, b = draw_number(rng, 2), draw_number(rng, 2)
-    code = ["__import__('os').getpid()", f"int('{a}')*{b}", f"[{a}]*{b}", f"({a})+({b})"]
-    code += ["1/0", "raise", f"'{a}'+'{b}'", f"{a}+{b};{a}", f"{a}*{b}#", "9**9**9", f"{a}+{b}if 1"]
-    return answers_to(student, [f"<{each}>" for each in code] + [f"<{a}+{b}>"])
 
 
 # --- get_own_mask -------------------------------------------------------------------------------
@@ -144,48 +138,31 @@ def worked_own_mask(student, rng):
     return student.get_own_mask(turns)
 
 
-@check("get_own_mask", public=True, points=2, seeds=3, expected=own_mask_by_loops)
+@check("get_own_mask", public=True, points=3, seeds=3, expected=own_mask_by_loops)
 def masks_of_random_turns(student, rng):
     """Any number of turns per row, in any order, some empty; ids of both sides; turns that recur"""
     whole = draw_turns(rng)
     whole[rng.integer(0, 6)] = [([1, 2, 2, 0], True), ([2, 0], False), ([0, 2], True)] * 2
-    return student.get_own_mask(whole)
-
-
-@check("get_own_mask", seeds=2, expected=own_mask_by_loops)
-def turns_one_after_another(student, rng):
-    """Two turns in a row by the same side; a single row; a longest row that is all the tool's"""
-    n = rng.integers(1, 4, 6).tolist()
-    rows = [
-        [([3] * n[0], True), ([4] * n[1], True), ([5] * n[2], False), ([6] * n[3], False)],
-        [([3] * n[4], False), ([], True), ([4] * n[5], False), ([5], True)],
-        [([9] * 20, False)],
-    ]
+    n = rng.integers(1, 4, 2).tolist()
+    twice = [([3] * n[0], True), ([4] * n[1], True), ([5], False), ([6, 0], False)]
     return {
-        "three rows": student.get_own_mask(rows),
-        "the first alone": student.get_own_mask(rows[:1]),
-        "the last alone": student.get_own_mask(rows[2:]),
+        "many rows": student.get_own_mask(whole),
+        "two in a row": student.get_own_mask([twice]),
+        "the tool's is the longest": student.get_own_mask([[([9] * 20, False)], twice]),
     }
 
 
-@check("get_own_mask", expected=own_mask_by_loops, tier="hardening")
+@check("get_own_mask", points=2, expected=own_mask_by_loops, tier="hardening")
 def rows_without_a_token(student, rng):
-    """Rows with no turns, or only empty ones, next to others and on their own"""
-    rows = [[], [([], True)], [([], False), ([], True)]]
+    """Rows with no turns, or only empty ones; no rows: a ValueError; the turns stay unchanged"""
+    rows, turns = [[], [([], True)], [([], False), ([], True)]], draw_turns(rng)
     return {
-        "beside others": student.get_own_mask([rows[0], *draw_turns(rng), *rows]),
+        "no row": error_of("turns", student.get_own_mask, []),
+        "beside others": student.get_own_mask([rows[0], *turns, *rows]),
         "by themselves": student.get_own_mask(rows),
         "one row": student.get_own_mask([[]]),
+        "the turns": [[[*ids, -1 - own] for ids, own in row] for row in turns],
     }
-
-
-@check("get_own_mask", expected=own_mask_by_loops, tier="hardening")
-def turns_afterwards(student, rng):
-    """With no rows, a ValueError names turns; the turns are left unchanged"""
-    turns = draw_turns(rng)
-    found = {"no row": error_of("turns", student.get_own_mask, [])}
-    found["the mask"] = student.get_own_mask(turns)
-    return found | {"the turns": [[[*ids, -1 - own] for ids, own in row] for row in turns]}
 
 
 # --- sample_in_turns ----------------------------------------------------------------------------
@@ -274,30 +251,22 @@ def turns_of_random_writers(student, rng):
     return sample(student, rng, max_new_tokens=24)
 
 
-@check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
-def numbers_of_calls(student, rng):
-    """No call allowed, one, three, and the default of two"""
-    model, prompts = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0, ">": 2.0}), draw_prompts(rng, 2)
-    limits = {"max_new_tokens": 20, "model": model, "prompts": prompts}
-    found = {n: sample(student, rng, max_calls=n, **limits) for n in (0, 1, 3)}
-    found = {f"max_calls {n}": value for n, value in found.items()}
-    return found | {"by default": sample(student, rng, **limits)}
-
-
-@check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
-def numbers_of_tokens(student, rng):
-    """Budgets of one to eight tokens, and the default of 40: an answer is cut off at the end"""
+@check("sample_in_turns", points=4, expected=turns_by_plain_calls, float64=False)
+def numbers_of_calls_and_tokens(student, rng):
+    """No call allowed, one, three; budgets of one to eight tokens; both defaults"""
     model, prompts = make_writer(rng, SYMBOLS, OFTEN | {".": -2.0, ">": 2.0}), draw_prompts(rng, 2)
+    options = {"model": model, "prompts": prompts}
     found = {
-        f"max_new_tokens {n}": sample(
-            student, rng, max_new_tokens=n, model=model, prompts=prompts, group_size=3
-        )
-        for n in (1, 2, 3, 5, 8)
+        f"max_calls {n}": sample(student, rng, max_calls=n, max_new_tokens=20, **options)
+        for n in (0, 1, 3)
     }
+    for n in (1, 2, 3, 5, 8):
+        limits = {"max_new_tokens": n, "group_size": 3}
+        found[f"max_new_tokens {n}"] = sample(student, rng, **limits, **options)
     return found | {"by default": sample(student, rng, model=model, prompts=prompts[:1])}
 
 
-@check("sample_in_turns", points=2, seeds=2, expected=turns_by_plain_calls, float64=False)
+@check("sample_in_turns", points=4, seeds=2, expected=turns_by_plain_calls, float64=False)
 def what_the_tool_is_given(student, rng):
     """The tool gets one turn, ">" included: no prompt, no earlier turn, none of its own answers"""
     heard = []
@@ -310,20 +279,6 @@ def what_the_tool_is_given(student, rng):
     model = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0})
     found = sample(student, rng, tool=listen, model=model, **options)
     return found | {"the turns, sorted,": sorted(heard)}
-
-
-@check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False)
-def turns_of_the_tools_model(student, rng):
-    """The chapter's own model writes, calls a calculator and reads its answer"""
-    model = load_base_model("tools", "cpu", torch.float64)
-    a, b = rng.integer(10, 100), rng.integer(10, 100)
-    prompts = [f"Q: {a}*{b}\n<", f"Q: {a}+{b}\n", f"Q: {b}*7\n<{b}"]
-
-    def calculate(turn):
-        digits = [character for character in turn if character in "0123456789"]
-        return f"={''.join(reversed(digits))}\n"
-
-    return sample(student, rng, calculate, prompts=prompts, model=model, max_new_tokens=20)
 
 
 @check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
@@ -350,31 +305,23 @@ def tokens_that_a_text_hides(student, rng):
     return sample(student, rng, answer, 4, max_calls=3, max_new_tokens=24, model=model)
 
 
-@check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
-def rows_do_not_depend_on_others(student, rng):
-    """A prompt draws the same completion alone and among others"""
-    model, seed = make_writer(rng, SYMBOLS, OFTEN), rng.integer(0, 10**6)
-    found = {}
-    for name, prompts in (("alone", ["A"]), ("among others", ["A", "Q: 12+3\n", "=7"])):
-        generator = torch.Generator().manual_seed(seed)
-        turns = student.sample_in_turns(model, prompts, 1, reply, 3, 16, generator)
-        found[name] = describe(turns)
-    torch.manual_seed(seed)
-    turns = student.sample_in_turns(model, ["A", "=7"], 2, reply, max_new_tokens=12)
-    return found | {"without a generator": describe(turns)}
-
-
-@check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
+@check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False, tier="hardening")
 def ends_of_other_tokenizers(student, rng):
-    """A second end token, and a tokenizer without a pad token"""
-    model = make_writer(rng, SYMBOLS, OFTEN)
-    prompts = ["A", "Q: 1\n"]
+    """A second end token; no pad token; no generator; a prompt alone draws as among others"""
+    model, prompts, found = make_writer(rng, SYMBOLS, OFTEN), ["A", "Q: 12+3\n", "=7"], {}
+    for n in (1, 3):
+        generator = torch.Generator().manual_seed(rng.seed % 1000)
+        turns = student.sample_in_turns(model, prompts[:n], 1, reply, 3, 16, generator)
+        found[f"{n} prompts"] = describe(turns)
+    torch.manual_seed(rng.seed % 1000)
+    turns = student.sample_in_turns(model, prompts, 2, reply, max_new_tokens=12)
+    found["without a generator"] = describe(turns)
     model.tokenizer.pad_token = None
-    found = {"no pad token": sample(student, rng, model=model, prompts=prompts, max_new_tokens=12)}
+    options = {"model": model, "prompts": prompts[:2], "max_new_tokens": 12}
+    found["no pad token"] = sample(student, rng, **options)
     config = SimpleNamespace(eos_token_id=[EOS, get_id("\n")])
     model.original_model = SimpleNamespace(generation_config=config)
-    found["two ends"] = sample(student, rng, model=model, prompts=prompts, max_new_tokens=12)
-    return found
+    return found | {"two ends": sample(student, rng, **options)}
 
 
 def _reads_once(observed, reference):
@@ -404,17 +351,16 @@ def one_loop_and_one_cache(student, rng):
     }
 
 
-@check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
+@check("sample_in_turns", points=2, expected=turns_by_plain_calls, float64=False, tier="hardening")
 def sampling_that_is_refused(student, rng):
-    """A ValueError names a bad argument; an error in the tool comes through"""
-    model, f = make_writer(rng, SYMBOLS, {">": 9.0}), student.sample_in_turns
-    long = ["1" * 120]
+    """A ValueError names a bad argument; a tool's error comes through; nothing has a gradient"""
+    model, f, prompts = make_writer(rng, SYMBOLS, {">": 9.0}), student.sample_in_turns, ["A", "=7"]
     found = {
         "group_size 0": error_of("group_size", f, model, ["A"], 0, reply),
         "group_size -1": error_of("group_size", f, model, ["A"], -1, reply),
         "max_calls -1": error_of("max_calls", f, model, ["A"], 1, reply, max_calls=-1),
         "no prompt": error_of("prompts", f, model, [], 2, reply),
-        "too long": error_of("prompts", f, model, long, 1, reply, max_new_tokens=20),
+        "too long": error_of("prompts", f, model, ["1" * 120], 1, reply, max_new_tokens=20),
     }
 
     def fail(turn):
@@ -427,20 +373,9 @@ def sampling_that_is_refused(student, rng):
         found["a tool that raises"] = f"KeyError, after a {str(error)[-2:]}"
     finally:
         found["gradients afterwards"] = torch.is_grad_enabled()
-    return found | {"and then": sample(student, rng, max_new_tokens=6, model=model)}
-
-
-@check("sample_in_turns", expected=turns_by_plain_calls, float64=False, tier="hardening")
-def nothing_to_differentiate(student, rng):
-    """The log-probs carry no gradient; the prompts are left unchanged"""
-    prompts = draw_prompts(rng)
-    model = make_writer(rng, SYMBOLS, OFTEN)
-    turns = student.sample_in_turns(model, prompts, 1, reply, 2, 8, rng.new_generator())
-    return {
-        "the log-probs": turns.logprobs,
-        "a gradient": turns.logprobs.requires_grad,
-        "the prompts": prompts,
-    }
+    turns = f(model, prompts, 1, reply, 2, 8, rng.new_generator())
+    found |= describe(turns) | {"a gradient": turns.logprobs.requires_grad}
+    return found | {"the prompts": prompts}
 
 
 # --- reward_fn_priced ---------------------------------------------------------------------------
@@ -478,25 +413,20 @@ def rewards_of_many_texts(student, rng):
     return student.reward_fn_priced(samples + more, answers + others, price)
 
 
-@check("reward_fn_priced", seeds=2, expected=priced_by_reading)
-def prices_of_many_kinds(student, rng):
-    """No price by default; prices of 0, of 1, and of more than a right answer earns"""
+@check("reward_fn_priced", points=2, seeds=2, expected=priced_by_reading)
+def prices_and_answers_of_many_kinds(student, rng):
+    """No price by default, one above a reward; answers that are words, patterns, or empty"""
     samples, answers = draw_texts(rng)
+    words = ["yes", ".*", "a b", "", "(", "x > y", "1,000", "\\d", str(rng.integer(0, 10**6))]
+    samples += [f"A: {word}" for word in words] + ["A: 7", "A: a", "A: ab", "A: YES"]
+    answers += [*words, "07", ".*", "a b", "yes"]
+    order = rng.permutation(len(samples)).tolist()
+    samples, answers = [samples[i] for i in order], [answers[i] for i in order]
     found = {"by default": student.reward_fn_priced(samples, answers)}
     return found | {
         f"price {price}": student.reward_fn_priced(samples, answers, price=price)
         for price in (0, 1, 1.5)
     }
-
-
-@check("reward_fn_priced", seeds=2, expected=priced_by_reading)
-def answers_that_are_no_numbers(student, rng):
-    """Answers that are words, look like patterns, or are empty"""
-    answers = ["yes", ".*", "a b", "", "(", "x > y", "1,000", "\\d", str(rng.integer(0, 10**6))]
-    samples = [f"A: {answer}" for answer in answers] + ["A: 7", "A: a", "A: ab", "A: YES"]
-    answers += ["07", ".*", "a b", "yes"]
-    order = rng.permutation(len(samples)).tolist()
-    return student.reward_fn_priced([samples[i] for i in order], [answers[i] for i in order], 0.1)
 
 
 @check("reward_fn_priced", expected=priced_by_reading, tier="hardening")
@@ -560,35 +490,28 @@ def tokens_of_nobody(student, rng):
     return found | {"the policy's own": student.calc_tool_objective(*args)}
 
 
-@check("calc_tool_objective", points=2, seeds=2, expected=tool_objective_by_loops)
-def objectives_with_other_clips(student, rng):
-    """Other values of clip_coef, by name and by position, and the default of 0.2"""
-    own = draw_own_mask(rng)
-    found = {f"clip_coef {c}": objective(student, rng, own, clip_coef=c) for c in (0.05, 0.2, 0.5)}
+@check("calc_tool_objective", points=4, seeds=2, expected=tool_objective_by_loops)
+def objectives_of_every_shape(student, rng):
+    """Other shapes, no own token at all, inf where the tool wrote; other values of clip_coef"""
+    found = {
+        f"{name}": objective(student, rng, m, INF) for name, m in masks_of_many_shapes(rng).items()
+    }
+    own, f = draw_own_mask(rng), student.calc_tool_objective
+    found |= {f"clip_coef {c}": objective(student, rng, own, clip_coef=c) for c in (0.05, 0.5)}
     args = (*ragged_logprobs(rng, own).values(), rng.normal(len(own)), own)
-    f = student.calc_tool_objective
     return found | {"by position": f(*args, 0.1), "by default": f(*args)}
 
 
-@check("calc_tool_objective", points=2, seeds=2, expected=tool_objective_by_loops)
-def objectives_of_every_shape(student, rng):
-    """One row, one token, as many rows as tokens, no own token at all; inf where the tool wrote"""
-    return {
-        name: objective(student, rng, mask, INF) for name, mask in masks_of_many_shapes(rng).items()
-    }
-
-
-@check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
+@check("calc_tool_objective", points=3, expected=tool_objective_by_loops, tier="hardening")
 def fills_of_all_kinds(student, rng):
-    """NaN, inf and -inf side by side on the tool's tokens"""
-    own = draw_own_mask(rng)
+    """NaN, inf and -inf side by side, and half of the rows empty; arguments are left unchanged"""
+    own = draw_own_mask(rng, 8)
+    own[rng.permutation(8)[:4]] = False
     fills = rng.tensor([NAN, INF, -INF])[rng.integers(0, 3, *own.shape)]
     pair = {name: torch.where(own, x, fills) for name, x in ragged_logprobs(rng, own).items()}
-    return value_and_gradients(
-        lambda **inputs: student.calc_tool_objective(**inputs, own_mask=own),
-        **pair,
-        advantages=one_zero(rng, own),
-    )
+    args, f = pair | {"advantages": one_zero(rng, own)}, student.calc_tool_objective
+    found = value_and_gradients(lambda **inputs: f(**inputs, own_mask=own), **args)
+    return found | {"inputs": with_inputs_after(f, *args.values(), own.clone())}
 
 
 @check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
@@ -608,23 +531,6 @@ def ratios_far_from_one(student, rng):
     }
 
 
-@check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
-def batches_with_empty_rows(student, rng):
-    """Completions with no token of their own count as 0, whether half of them or all"""
-    own = draw_own_mask(rng, 8)
-    own[rng.permutation(8)[:4]] = False
-    found = {"half": objective(student, rng, own)}
-    return found | {"all": objective(student, rng, torch.zeros_like(own))}
-
-
-@check("calc_tool_objective", expected=tool_objective_by_loops, tier="hardening")
-def arguments_of_the_objective(student, rng):
-    """The log-probs, advantages and mask are left unchanged"""
-    own = draw_own_mask(rng)
-    pair, advantages = ragged_logprobs(rng, own).values(), one_zero(rng, own)
-    return with_inputs_after(student.calc_tool_objective, *pair, advantages, own.clone())
-
-
 # --- calc_call_value ----------------------------------------------------------------------------
 
 
@@ -635,27 +541,16 @@ def worked_values(student, rng):
     return student.calc_call_value(direct, called, 0.125)
 
 
-@check("calc_call_value", public=True, points=2, seeds=2, expected=call_value_by_outcomes)
+@check("calc_call_value", public=True, points=3, seeds=2, expected=call_value_by_outcomes)
 def values_by_outcomes(student, rng):
-    """The mean reward with a call, over right and wrong, less the mean reward without one"""
-    found = {}
-    for price in (0, 0.4, float(rng.uniform(1, high=2.0))):
+    """The mean reward with a call, over right and wrong, less that without; prices per question"""
+    f, found = student.calc_call_value, {}
+    prices = rng.uniform(12, high=2.0)
+    for price in (0, 0.4, prices[3].item(), prices[4], prices):
         p_direct, p_called = rng.uniform(2, 12)
         p_direct[:2], p_called[1:3], p_called[3:5] = 0.0, 1.0, 0.0
-        found[f"price {price}"] = student.calc_call_value(p_direct, p_called, price)
-    return found
-
-
-@check("calc_call_value", expected=call_value_by_outcomes)
-def prices_per_question(student, rng):
-    """A price for each question; one price as a scalar tensor; a single question"""
-    p_direct, p_called, prices = rng.uniform(3, 9)
-    f = student.calc_call_value
-    return {
-        "nine prices": f(p_direct, p_called, prices),
-        "a tensor": f(p_direct, p_called, prices[3]),
-        "one question": f(p_direct[:1], p_called[:1], 0.3),
-    }
+        found[f"price {len(found)}"] = f(p_direct, p_called, price)
+    return found | {"one question": f(p_direct[:1], p_called[:1], 0.3)}
 
 
 @check("calc_call_value", expected=call_value_by_outcomes, tier="hardening")
@@ -708,34 +603,19 @@ def measure(student, model, questions):
 @check(
     "measure_exactly",
     public=True,
-    points=3,
+    points=4,
     seeds=2,
     expected=measured_token_by_token,
     float64=False,
 )
 def probabilities_of_random_models(student, rng):
     """Random models, numbers of different lengths: products of single tokens' probabilities"""
-    model = make_writer(rng, ASKED, {})
-    return measure(student, model, draw_questions(rng))
+    model, questions = make_writer(rng, ASKED, {}), draw_questions(rng)
+    found = {"alone": measure(student, model, questions[:1])}
+    return found | {"among others": measure(student, model, [*questions, "99999*99999"])}
 
 
-@check("measure_exactly", points=2, expected=measured_token_by_token, float64=False)
-def probabilities_of_one_question(student, rng):
-    """A question on its own, and the same one padded to the length of a longer one"""
-    model, (one, *others) = make_writer(rng, ASKED, {}), draw_questions(rng, 4)
-    return {
-        "alone": measure(student, model, [one]),
-        "among others": measure(student, model, [one, *others[:3], "99999*99999"]),
-    }
-
-
-@check(
-    "measure_exactly",
-    points=2,
-    expected=measured_token_by_token,
-    float64=False,
-    rtol=1e-3,
-)
+@check("measure_exactly", points=3, expected=measured_token_by_token, float64=False, rtol=1e-3)
 def probabilities_of_the_tools_model(student, rng):
     """The chapter's model on sums and products, against plain calls without padding"""
     model = load_base_model("tools", "cpu", torch.float64)
@@ -743,19 +623,14 @@ def probabilities_of_the_tools_model(student, rng):
     return measure(student, model, [f"{a}*{b}", f"{a}+{c}", f"7*{c}", f"1{a}+2{b}"])
 
 
-@check("measure_exactly", expected=measured_token_by_token, float64=False, tier="hardening")
+@check(
+    "measure_exactly", points=2, expected=measured_token_by_token, float64=False, tier="hardening"
+)
 def probabilities_that_are_tiny(student, rng):
-    """Probabilities of 1e-5 to 1e-20, which no sample would show"""
-    rare = {"<": -8.0, "A": -6.0, ">": -9.0, ".": -7.0}
-    return measure(student, make_writer(rng, ASKED, rare), draw_questions(rng))
-
-
-@check("measure_exactly", expected=measured_token_by_token, float64=False, tier="hardening")
-def measuring_leaves_no_trace(student, rng):
-    """No gradient is recorded; the questions are left unchanged"""
-    model, questions = make_writer(rng, ASKED, {}), draw_questions(rng, 3)
-    found = student.measure_exactly(model, questions)
-    return in_float64(found) | {
+    """Probabilities of 1e-5 to 1e-20; no gradient is recorded; the questions are left unchanged"""
+    rare, questions = {"<": -8.0, "A": -6.0, ">": -9.0, ".": -7.0}, draw_questions(rng)
+    found = measure(student, make_writer(rng, ASKED, rare), questions)
+    return found | {
         "the questions": questions,
         "gradients": [found[name].requires_grad for name in sorted(found)],
         "gradients afterwards": torch.is_grad_enabled(),
@@ -819,21 +694,13 @@ def questions_known_alike(student, rng):
     return found | {"one value": student.compare_within_kinds(*alike, n=5)}
 
 
-@check("compare_within_kinds", expected=parts_by_sorting, tier="hardening")
+@check("compare_within_kinds", points=2, expected=parts_by_sorting, tier="hardening")
 def too_few_questions(student, rng):
-    """A ValueError names n if it is below 1, and kinds if one has fewer than n questions"""
+    """n below 1, fewer than n questions: a ValueError; no questions at all; arguments unchanged"""
     answers, f = draw_answers(rng, {"many": 9, "few": 2}), student.compare_within_kinds
     found = {f"n {n}": error_of("n", f, *answers, n=n) for n in (0, -1)}
     for n in (3, 10):
         said = [error_of(name, f, *answers, n=n) for name in ("kind", "n")]  # either may be blamed
         found[f"n {n}"] = max(said, key=lambda one: one.endswith("names it"))
-    return found | {"two parts": f(*answers, n=2)}
-
-
-@check("compare_within_kinds", expected=parts_by_sorting, tier="hardening")
-def measurements_afterwards(student, rng):
-    """No questions, no kinds; the probabilities and kinds are left unchanged"""
-    p_right, p_call, kinds = draw_answers(rng, {"x": 5, "y": 6})
-    found = with_inputs_after(student.compare_within_kinds, p_right, p_call, kinds)
-    nothing = student.compare_within_kinds(rng.uniform(0), rng.uniform(0), [])
-    return found | {"the kinds": kinds, "no question": nothing}
+    found["no question"] = f(rng.uniform(0), rng.uniform(0), [])
+    return found | with_inputs_after(f, *answers, n=2) | {"the kinds": answers[2]}
