@@ -372,6 +372,39 @@ def test_a_page_that_may_run_no_worker_says_so(browser, site):
     browser.get_log("browser")
 
 
+def test_what_did_not_load_is_tried_again(browser, site):
+    weights, away = site / "_static" / "play", site / "away.js"
+
+    def read_note(name: str):
+        """Return the note's button, once the file that is missing is back."""
+        end = time.monotonic() + PATIENCE_S
+        while not (buttons := browser.find_elements("css selector", ".play-failure button")):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        note = buttons[0].find_element("xpath", "..")
+        assert note.text == f"This didn’t work: {name}.js couldn’t be loaded. Try again"
+        away.rename(weights / f"{name}.js")
+        return buttons[0]
+
+    for name in ("widgets", "base"):
+        (weights / f"{name}.js").rename(away)
+        browser.get((site / "ch3-phases.html").as_uri())
+        read_note(name).click()
+        widget = Widget(browser)
+    for name in ("ch3_grpo-1", "ch3_grpo-2"):
+        (weights / f"{name}.js").rename(away)
+        widget.move(0, Keys.ARROW_RIGHT)
+        button = read_note(name)
+        if name == "ch3_grpo-1":
+            button.click()
+        else:
+            assert widget.move(0, Keys.ARROW_LEFT) == "1 of 25"
+            widget.move(0, Keys.ARROW_RIGHT)
+        assert widget.count("worked") <= 8
+        assert widget.find(".play-failure") == []
+    browser.get_log("browser")  # says what was missing
+
+
 def test_more_training_more_right_answers(show):
     widget, pairs = show("front"), held_out_pairs()[:6]  # 72 answers
     before = widget.count_right(pairs)

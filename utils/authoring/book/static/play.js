@@ -6,24 +6,32 @@
 
 const play = (() => {
   const FOLDER = new URL("play/", document.currentScript.src);
-  const scripts = new Map(); // promises, by name
+  const promises = new Map(); // of what has been loaded or started, by name
   const received = {}; // weights, by name
   const waiting = new Map(); // what answers to a job, by its id
   const turns = new WeakMap(); // the latest job of each widget
   const owners = new WeakMap(); // numbers of widgets, of which a page may have two of a name
   let worker, lastId = 0, lastOwner = 0;
 
-  function loadScript(name) {
-    if (!scripts.has(name)) {
-      scripts.set(name, new Promise((resolve, reject) => {
-        const script = document.createElement("script");
-        script.src = new URL(`${name}.js`, FOLDER);
-        script.onload = resolve;
-        script.onerror = () => reject(new Error(`${name}.js could not be loaded`));
-        document.head.append(script);
-      }));
+  /** Do what has this name once; what failed is done again when it's asked for again. */
+  function once(name, load) {
+    if (!promises.has(name)) {
+      const promise = load();
+      promise.catch(() => promises.delete(name));
+      promises.set(name, promise);
     }
-    return scripts.get(name);
+    return promises.get(name);
+  }
+
+  function loadScript(name) {
+    const file = `${name}.js`;
+    return once(file, () => new Promise((resolve, reject) => {
+      const script = document.createElement("script");
+      script.src = new URL(file, FOLDER);
+      script.onload = resolve;
+      script.onerror = () => reject(new Error(`${file} couldn’t be loaded`));
+      document.head.append(script);
+    }));
   }
 
   /** Called by the scripts of weights. */
@@ -47,27 +55,50 @@ const play = (() => {
     else resolve(result);
   }
 
-  let started = null;
   /** Start the worker with the base model. Resolves to the vocabulary: texts of tokens, and words. */
-  function start() {
-    started ??= Promise.all(["gpt", "worker", "base"].map(loadScript)).then(async () => {
-      const program = new Blob([`(${work})((${makeEngine})())`], { type: "text/javascript" });
-      worker = new Worker(URL.createObjectURL(program));
-      worker.onmessage = answer;
-      worker.onerror = () => waiting.forEach(({ reject }) => reject(new Error("no worker may run")));
-      const texts = await post({ job: "loadBase", ...received.base });
-      return { texts, words: received.base.words };
-    });
-    return started;
+  const start = () => once("worker", async () => {
+    await Promise.all(["gpt", "worker", "base"].map(loadScript));
+    const program = new Blob([`(${work})((${makeEngine})())`], { type: "text/javascript" });
+    worker = new Worker(URL.createObjectURL(program));
+    worker.onmessage = answer;
+    worker.onerror = () => waiting.forEach(({ reject }) => reject(new Error("no worker may run")));
+    const texts = await post({ job: "loadBase", ...received.base });
+    return { texts, words: received.base.words };
+  });
+
+  const loadAdapter = (adapter) => once(adapter, async () => {
+    await loadScript(adapter);
+    await post({ job: "loadAdapter", adapter, weights: received[adapter].weights });
+  });
+
+  /** Load something for a widget. Where that fails, say so, and try again at the press of a button. */
+  async function insist(element, load, isWanted = () => true) {
+    for (;;) {
+      try {
+        return await load();
+      } catch (error) {
+        if (!isWanted()) return null;
+        console.error(error);
+        await askToTryAgain(element, error.message);
+      }
+    }
   }
 
-  const loaded = new Map();
-  function loadAdapter(adapter) {
-    if (!loaded.has(adapter)) {
-      loaded.set(adapter, loadScript(adapter).then(() =>
-        post({ job: "loadAdapter", adapter, weights: received[adapter].weights })));
-    }
-    return loaded.get(adapter);
+  function askToTryAgain(element, message) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "Try again";
+    const note = document.createElement("p");
+    note.className = "play-warning play-failure";
+    note.setAttribute("role", "alert");
+    note.append(`This didn’t work: ${message}. `, button);
+    element.insertBefore(note, element.querySelector(":scope > .play-figures"));
+    element.removeAttribute("aria-busy");
+    return new Promise((resolve) => button.addEventListener("click", () => {
+      note.remove();
+      element.setAttribute("aria-busy", "true");
+      resolve();
+    }));
   }
 
   /**
@@ -81,12 +112,15 @@ const play = (() => {
     const turn = {};
     turns.set(element, turn);
     const isNewest = () => turns.get(element) === turn;
+    element.querySelector(".play-failure")?.remove();
     element.setAttribute("aria-busy", "true");
-    try {
+    await insist(element, async () => {
       await start();
       const adapters = [job.policy?.adapter, job.steer?.adapter, job.judge].filter(Boolean);
       await Promise.all(adapters.map(loadAdapter));
-      if (!isNewest()) return false;
+    }, isNewest);
+    if (!isNewest()) return false;
+    try {
       const result = await post({ owner, ...job }, (part) => isNewest() && onPart(part));
       return isNewest() && (result ?? true);
     } finally {
@@ -95,16 +129,13 @@ const play = (() => {
   }
 
   async function show(element) {
-    try {
-      for (const name of ["gpt", "widgets", "kl", "policies"]) await loadScript(name);
-      const widget = WIDGETS[element.dataset.play];
-      const vocabulary = widget.length > 1 ? await start() : null; // chapter 4's needs no model
-      element.replaceChildren(...element.querySelectorAll(".play-question"));
-      await widget(element, vocabulary);
-    } catch (error) {
-      element.append(`This could not be started: ${error.message}.`);
-      throw error;
-    }
+    const name = element.dataset.play;
+    const vocabulary = await insist(element, async () => {
+      for (const script of ["gpt", "widgets", "kl", "policies"]) await loadScript(script);
+      return WIDGETS[name].length > 1 ? start() : null; // chapter 4's needs no model
+    });
+    element.replaceChildren(...element.querySelectorAll(".play-question"));
+    await WIDGETS[name](element, vocabulary);
   }
 
   const observer = new IntersectionObserver((entries) => {
