@@ -373,15 +373,13 @@ def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dic
     Where the whole folder is away, as on another machine, a report stays, unless the same work is
     among these.
     """
+    digests = {_digest(path) for path in named.values()} if stored else set()
     gone = {}
-    digests: set[str] = set()
     for name, report in stored.items():
         path = Path(report.get("path", ""))
-        if name in named or not path.name or os.path.lexists(path) or "is_gone" in report:
-            continue
-        if not digests and not path.parent.exists():
-            digests = {_digest(path) for path in named.values()}
-        if path.parent.exists() or report.get("digest") in digests:
+        is_away = bool(path.name) and name not in named and not os.path.lexists(path)
+        is_given_again = report.get("digest") in digests
+        if is_away and "is_gone" not in report and (path.parent.exists() or is_given_again):
             gone[name] = str(path)
     return gone
 
