@@ -1,6 +1,9 @@
 """The filter of calls, run by a small interpreter of BPF."""
 
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,3 +62,44 @@ def test_what_a_call_may_do(machine):
     ):
         number = seccomp.EXAMINED_CALLS[name][0][place]
         assert run(code, number, architecture, *arguments) == verdict, (name, arguments)
+
+
+# --- In the kernel ------------------------------------------------------------------------------
+
+REFUSED = """
+import ctypes, fcntl, os, sys
+
+from utils.autograder import sandbox, seccomp
+
+libc = ctypes.CDLL(None, use_errno=True)
+file = os.open(sys.argv[1], os.O_RDONLY)
+sandbox._prctl(sandbox.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.filter_calls()
+said = []
+for call in (
+    lambda: fcntl.ioctl(file, 0x80086601, bytes(8)),  # FS_IOC_GETFLAGS; to set them needs it
+    lambda: fcntl.ioctl(file, 0x40086602, bytes(8)),  # FS_IOC_SETFLAGS
+    lambda: fcntl.ioctl(file, 0x401C5820, bytes(28)),  # FS_IOC_FSSETXATTR
+    lambda: fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+):
+    try:
+        call()
+    except OSError as error:
+        said.append(error.errno)
+libc.shmctl(-1, 0, None)  # IPC_RMID: there is no such segment, which is another error
+said.append(ctypes.get_errno())
+fcntl.fcntl(file, fcntl.F_GETFL)
+fcntl.ioctl(file, 0x541B, bytes(4))  # FIONREAD
+print(said)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux's")
+def test_a_filter_refuses_what_reaches_files_and_segments_of_others(tmp_path):
+    """Alone: where the system gives no namespaces, nothing else does."""
+    path = tmp_path / "file"
+    path.write_text("x")
+    command = [sys.executable, "-c", REFUSED, str(path)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert result.stdout.strip() == str([1] * 5), result.stderr
