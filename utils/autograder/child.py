@@ -266,17 +266,11 @@ def lay_out(data: list[tuple[str, bytes]]) -> None:
 
 def install(name: str, code: CodeType) -> None:
     """Install a module of this code, in packages that need no files."""
-    package, _, last = name.rpartition(".")
-    while package and package not in sys.modules:
-        sys.modules[package] = parent = ModuleType(package)
-        parent.__path__ = []
-        package = package.rpartition(".")[0]
-    package = name.rpartition(".")[0]
-    module = ModuleType(name)
+    sys.modules[name] = module = ModuleType(name)
     module.__file__ = f"<{name}>"
-    sys.modules[name] = module
+    package, _, last = name.rpartition(".")
     if package:
-        setattr(sys.modules[package], last, module)
+        setattr(facades.make_package(package), last, module)
     exec(code, module.__dict__)
 
 

@@ -13,11 +13,10 @@ from typing import Any
 
 COURSE = ("utils", "solutions", "tests")
 HIDDEN = ("utils", "tests")
-# By chapter, the modules whose functions are answers to its exercises, and the names in them that
-# hold none and are called by what is given. All else in them can be called no more.
-ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "ch0_sampling": {"utils.models.decoding": (), "utils.models.forward": ()},
-    "ch10_tools": {"utils.models.turns": ()},
+# By chapter, the modules whose functions are answers to its exercises: they can be called no more.
+ANSWERS = {
+    "ch0_sampling": ("utils.models.decoding", "utils.models.forward"),
+    "ch10_tools": ("utils.models.turns",),
 }
 # And exercises of other chapters whose probes do without them, though the chapter gives them.
 ANSWERED = ("calc_entropy_bonus", "calc_kl_penalty")
@@ -26,38 +25,38 @@ ANSWERED = ("calc_entropy_bonus", "calc_kl_penalty")
 def shut(chapter: str, exercise: str, given: Mapping[str, Collection[str]]) -> None:
     """Leave of the course what is given, by module. What this process has not loaded stays away."""
     like = "ch0_sampling" if exercise in ANSWERED else chapter
-    for name, kept in ANSWERS.get(like, {}).items():
+    for name in ANSWERS.get(like, ()):
         if name in sys.modules:
-            blank(sys.modules[name], kept, chapter)
+            blank(sys.modules[name], chapter)
     names = [name for name in sys.modules if name.partition(".")[0] in HIDDEN]
     real = {name: sys.modules.pop(name) for name in names}
     for name in sorted({*HIDDEN} | (given.keys() & real.keys())):
-        facade = _make(name)
+        facade = make_package(name)
         for key in given.get(name, ()):
             if not isinstance(value := getattr(real[name], key, facade), ModuleType):
                 setattr(facade, key, value)
 
 
-def _make(name: str) -> ModuleType:
-    """Make an empty module, in packages that lead nowhere else."""
+def make_package(name: str) -> ModuleType:
+    """Return a module, made empty if it is not loaded, in packages that lead nowhere else."""
     if name in sys.modules:
         return sys.modules[name]
     sys.modules[name] = module = ModuleType(name)
     module.__path__ = []  # what is not here is looked for among the submission's own files
     package, _, last = name.rpartition(".")
     if package:
-        setattr(_make(package), last, module)
+        setattr(make_package(package), last, module)
     return module
 
 
-def blank(module: ModuleType, kept: Collection[str], chapter: str) -> None:
+def blank(module: ModuleType, chapter: str) -> None:
     """Take the code out of a module's functions and methods: whatever leads to them gains nothing.
 
     An object that is found through `__globals__` or `gc` is the same object.
     """
     names = vars(module)
     empty = _make_empty(f"it is not given in {chapter}, as it answers exercises of it")
-    waiting = [value for name, value in names.items() if name not in kept]
+    waiting = [*names.values()]
     seen: set[int] = set()
     while waiting:
         value: Any = waiting.pop()

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import importlib
 import os
-import shutil
 import signal
 import sys
 import sysconfig
@@ -53,9 +52,8 @@ def main(descriptor: int) -> None:
     """Fork a pair of processes for each connection that comes, and say their ids."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side says when it is over
     connection = Connection(descriptor)
-    folder = tempfile.mkdtemp(prefix="grading-")
-    os.environ["TMPDIR"] = tempfile.tempdir = folder  # removed with all that is in it
-    try:
+    with tempfile.TemporaryDirectory(prefix="grading-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # removed with all that is in it
         prepare(Path(folder))
         with contextlib.suppress(EOFError, ConnectionResetError):
             while True:
@@ -63,8 +61,6 @@ def main(descriptor: int) -> None:
                 connection.send(_start(theirs))
                 theirs.close()
                 _reap()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def prepare(folder: Path) -> None:

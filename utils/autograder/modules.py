@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
@@ -92,6 +93,7 @@ def limit_time(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, left, STOPPED_AGAIN_SECONDS)
 
 
+@dataclass
 class Runner:
     """Runs statements: an error costs what its statement defines, and is kept in `said`.
 
@@ -101,15 +103,13 @@ class Runner:
     without it. skipped: the places of those. `failed` holds what is said of imports.
     """
 
-    def __init__(
-        self, patience: float = MAX_STATEMENT_SECONDS, skipped: Collection[str] = ()
-    ) -> None:
-        self.left = float(MAX_EFFECT_SECONDS)
-        self.patience, self.skipped = patience, skipped
-        self.said: list[str] = []
-        self.failed: list[str] = []
-        self.stopped: list[str] = []
-        self.slow: list[str] = []
+    patience: float = MAX_STATEMENT_SECONDS
+    skipped: Collection[str] = ()
+    left: float = MAX_EFFECT_SECONDS
+    said: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
 
     def run(self, place: str, code: CodeType, names: dict[str, Any], kind: str) -> bool:
         """Run one statement of a place, which is of a kind (`get_kind`), and return whether it ran
@@ -216,9 +216,6 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module)["__getattr__"] = _make_fallback(name)
             self.exec_module(module)
         return module
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """Leave it to Python."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Run what a module defines, and what others may take from it."""
