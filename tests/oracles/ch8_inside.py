@@ -24,10 +24,18 @@ def get_deltas(model):
     }
 
 
+def get_kind(model):
+    """Which of the checkpoints a model was loaded from."""
+    if "Llama" in type(model.base.original_model).__name__:
+        return "llama"
+    return {1: "shallow", 2: "gpt2", 11: "deep"}[model.cfg.n_layers]
+
+
 @torch.no_grad()
-def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
+def run_plain(model, deltas, ids, attention=None, edit=None):
     """Logits, and each block's output. `edit` is (layer, function of that block's output)."""
-    hf = models.load_hf(kind, dtype)
+    kind = get_kind(model)
+    hf = models.load_hf(kind, get_dtype(model))
     blocks = hf.model.layers if kind in models.D_HEAD else hf.transformer.h
     weights = dict(hf.named_parameters())
     for site, delta in deltas.items():
@@ -56,6 +64,15 @@ def run_plain(kind, dtype, deltas, ids, attention=None, edit=None):
     return logits, [outputs[layer] for layer in range(len(blocks))]
 
 
+def compute_with(model, deltas):
+    """A context in which the model's forward pass is that of plain Hugging Face with these."""
+
+    def forward(ids, attention=None):
+        return run_plain(model, deltas, ids, attention)[0]
+
+    return computing(model, forward)
+
+
 def get_dtype(model):
     return next(model.base.original_model.parameters()).dtype
 
@@ -70,137 +87,95 @@ def get_layer(hook_name):
 # --- Oracles ------------------------------------------------------------------------------------
 
 
-def kl_by_rows(kind):
+def kl_by_rows(model, samples):
     """One row at a time, without its padding; torch.distributions."""
-
-    def measure(model, samples):
-        sums = torch.zeros(samples.completion_mask.shape[1], dtype=get_dtype(model))
-        counts = torch.zeros_like(sums)
-        deltas, dtype, start = get_deltas(model), get_dtype(model), samples.prompt_len
-        rows = zip(samples.input_ids, samples.attention_mask, samples.completion_mask, strict=True)
-        for ids, attention, mask in rows:
-            n_pads = int((attention[:start] == 0).sum())
-            real = ids[None, n_pads:]
-            both = [run_plain(kind, dtype, d, real)[0][0] for d in (deltas, {})]
-            for t in range(len(mask)):
-                if mask[t]:
-                    place = start - n_pads + t - 1
-                    policy, reference = (Categorical(logits=x[place]) for x in both)
-                    sums[t] += kl_divergence(policy, reference)
-                    counts[t] += 1
-        return torch.where(counts > 0, sums / counts.clamp(min=1), torch.zeros_like(sums))
-
-    return measure
+    sums = torch.zeros(samples.completion_mask.shape[1], dtype=get_dtype(model))
+    counts = torch.zeros_like(sums)
+    deltas, start = get_deltas(model), samples.prompt_len
+    rows = zip(samples.input_ids, samples.attention_mask, samples.completion_mask, strict=True)
+    for ids, attention, mask in rows:
+        n_pads = int((attention[:start] == 0).sum())
+        real = ids[None, n_pads:]
+        both = [run_plain(model, d, real)[0][0] for d in (deltas, {})]
+        for t in mask.nonzero().flatten().tolist():
+            policy, reference = (Categorical(logits=x[start - n_pads + t - 1]) for x in both)
+            sums[t] += kl_divergence(policy, reference)
+            counts[t] += 1
+    return torch.where(counts > 0, sums / counts.clamp(min=1), torch.zeros_like(sums))
 
 
-def only_by_folding(kind):
+def only_by_folding(model, keep):
     """Fold in the products that are kept, and no others."""
-
-    def context(model, keep):
-        kept = {site: delta for site, delta in get_deltas(model).items() if keep(site)}
-
-        def forward(ids, attention=None):
-            return run_plain(kind, get_dtype(model), kept, ids, attention)[0]
-
-        return computing(model, forward)
-
-    return context
+    kept = {site: delta for site, delta in get_deltas(model).items() if keep(site)}
+    return compute_with(model, kept)
 
 
-def truncated_by_numpy(kind):
+def truncated_by_numpy(model, rank):
     """Sum up outer products of numpy's singular vectors."""
-
-    def context(model, rank):
-        if rank < 1:
-            raise ValueError("the rank is too small")
-        cut = {}
-        for site, delta in get_deltas(model).items():
-            u, s, v = np.linalg.svd(delta.double().numpy())
-            terms = [s[i] * np.outer(u[:, i], v[i]) for i in range(min(rank, len(s)))]
-            cut[site] = torch.as_tensor(sum(terms)).to(delta.dtype)
-
-        def forward(ids, attention=None):
-            return run_plain(kind, get_dtype(model), cut, ids, attention)[0]
-
-        return computing(model, forward)
-
-    return context
+    cut = {}
+    for site, delta in get_deltas(model).items():
+        u, s, v = np.linalg.svd(delta.double().numpy())
+        terms = [s[i] * np.outer(u[:, i], v[i]) for i in range(min(rank, len(s)))]
+        cut[site] = torch.as_tensor(sum(terms)).to(delta.dtype)
+    return compute_with(model, cut)
 
 
-def lens_by_hugging_face(kind):
+def lens_by_hugging_face(model, input_ids, attention_mask=None):
     """Each block's output through the modules that end the model."""
-
-    def lens(model, input_ids, attention_mask=None):
-        dtype = get_dtype(model)
-        deltas = get_deltas(model) if model._mode == "hooked" else {}
-        _, outputs = run_plain(kind, dtype, deltas, input_ids, attention_mask)
-        hf = models.load_hf(kind, dtype)
-        norm = hf.model.norm if kind in models.D_HEAD else hf.transformer.ln_f
-        with torch.no_grad():
-            logits = [nn.functional.linear(norm(x), hf.lm_head.weight) for x in outputs]
-            return torch.stack(logits).to(torch.promote_types(dtype, torch.float32))
-
-    return lens
+    kind, dtype = get_kind(model), get_dtype(model)
+    deltas = get_deltas(model) if model._mode == "hooked" else {}
+    _, outputs = run_plain(model, deltas, input_ids, attention_mask)
+    hf = models.load_hf(kind, dtype)
+    norm = hf.model.norm if kind in models.D_HEAD else hf.transformer.ln_f
+    with torch.no_grad():
+        logits = [nn.functional.linear(norm(x), hf.lm_head.weight) for x in outputs]
+        return torch.stack(logits).to(torch.promote_types(dtype, torch.float32))
 
 
-def patch_by_hugging_face(kind):
+def patch_by_hugging_face(model, input_ids, hook_name, source, position=None, attention_mask=None):
     """A hook of torch's on a block."""
 
-    def patched(model, input_ids, hook_name, source, position=None, attention_mask=None):
-        def put(x):
-            if position is None:
-                return source
-            columns = [x[:, i] for i in range(x.shape[1])]
-            columns[position] = source[:, position]
-            return torch.stack(columns, dim=1)
+    def put(x):
+        if position is None:
+            return source
+        columns = [x[:, i] for i in range(x.shape[1])]
+        columns[position] = source[:, position]
+        return torch.stack(columns, dim=1)
 
-        edit = (get_layer(hook_name), put)
-        return run_plain(kind, get_dtype(model), {}, input_ids, attention_mask, edit)[0]
-
-    return patched
+    return run_plain(model, {}, input_ids, attention_mask, (get_layer(hook_name), put))[0]
 
 
-def direction_by_rows(kind):
+def direction_by_rows(model, input_ids, hook_name, attention_mask=None):
     """One prompt at a time, without its padding."""
-
-    def find(model, input_ids, hook_name, attention_mask=None):
-        layer, dtype, deltas = get_layer(hook_name), get_dtype(model), get_deltas(model)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        differences = []
-        for ids, attention in zip(input_ids, attention_mask, strict=True):
-            real = ids[attention.bool()][None]
-            policy, reference = (
-                run_plain(kind, dtype, d, real)[1][layer][0, -1] for d in (deltas, {})
-            )
-            differences.append(policy - reference)
-        return torch.stack(differences).mean(0)
-
-    return find
+    layer, deltas = get_layer(hook_name), get_deltas(model)
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    differences = []
+    for ids, attention in zip(input_ids, attention_mask, strict=True):
+        real = ids[attention.bool()][None]
+        policy, reference = (run_plain(model, d, real)[1][layer][0, -1] for d in (deltas, {}))
+        differences.append(policy - reference)
+    return torch.stack(differences).mean(0)
 
 
-def steer_by_hugging_face(kind):
+def steer_by_hugging_face(model, hook_name, direction, scale=1.0):
     """Without a cache: every step reads the whole text anew, and adds at the prompt's end."""
+    layer = get_layer(hook_name)
 
-    def context(model, hook_name, direction, scale=1.0):
-        layer, dtype = get_layer(hook_name), get_dtype(model)
+    def forward(ids, attention_mask=None, past_key_values=None, return_type="logits", **_):
+        seen = past_key_values
+        if seen is None:
+            seen = SimpleNamespace(ids=ids, end=ids.shape[1] - 1)
+        else:
+            seen = SimpleNamespace(ids=torch.cat([seen.ids, ids], dim=1), end=seen.end)
 
-        def forward(ids, attention_mask=None, past_key_values=None, return_type="logits", **_):
-            seen = past_key_values
-            if seen is None:
-                seen = SimpleNamespace(ids=ids, end=ids.shape[1] - 1)
-            else:
-                seen = SimpleNamespace(ids=torch.cat([seen.ids, ids], dim=1), end=seen.end)
+        def add(x):
+            change = torch.zeros_like(x)
+            change[:, seen.end] = scale * direction
+            return x + change
 
-            def add(x):
-                change = torch.zeros_like(x)
-                change[:, seen.end] = scale * direction
-                return x + change
+        logits, _ = run_plain(model, {}, seen.ids, attention_mask, (layer, add))
+        new = logits[:, -ids.shape[1] :]
+        return new if return_type == "logits" else (new, seen)
 
-            logits, _ = run_plain(kind, dtype, {}, seen.ids, attention_mask, (layer, add))
-            new = logits[:, -ids.shape[1] :]
-            return new if return_type == "logits" else (new, seen)
-
-        return computing(model, forward)
-
-    return context
+    return computing(model, forward)
