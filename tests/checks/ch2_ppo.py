@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
@@ -193,7 +192,7 @@ def worked_sentiments(student, rng):
     return of_default_dtype(student.reward_fn_sentiment(texts))
 
 
-@check("reward_fn_sentiment", public=True, points=2, seeds=2, expected=sentiment_by_word)
+@check("reward_fn_sentiment", public=True, points=3, seeds=2, expected=sentiment_by_word)
 def random_reviews(student, rng):
     """Words in any case and punctuation, such as "great", *lovely* or dull-[bad]; repeated ones"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
@@ -203,7 +202,7 @@ def random_reviews(student, rng):
     return found | {"a long review": of_default_dtype(student.reward_fn_sentiment([long]))}
 
 
-@check("reward_fn_sentiment", expected=sentiment_by_word, tier="hardening")
+@check("reward_fn_sentiment", points=2, expected=sentiment_by_word, tier="hardening")
 def every_word_of_the_lists(student, rng):
     """Each word of the corpus's lists on its own, and 150 texts together, one of them twice"""
     words = POSITIVE_WORDS + NEGATIVE_WORDS + NEUTRAL_WORDS
@@ -248,7 +247,7 @@ def random_rewards(student, rng):
     }
 
 
-@check("normalize_reward", public=True, expected=reward_by_statistics, tier="hardening")
+@check("normalize_reward", public=True, points=2, expected=reward_by_statistics, tier="hardening")
 def eps_is_visible(student, rng):
     """A spread as small as eps, and smaller; an eps of 0"""
     rewards, f = rng.normal(7), student.normalize_reward
@@ -294,7 +293,7 @@ def token_logprobs(rng, mask):
     return {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
 
 
-@check("compute_token_rewards", public=True, points=2, seeds=2, expected=token_rewards_by_loops)
+@check("compute_token_rewards", public=True, points=3, seeds=2, expected=token_rewards_by_loops)
 def ragged_token_rewards(student, rng):
     """Different lengths, anything beyond the mask: a reward is a number, with no gradient"""
     mask, scores = ragged_mask(rng), rng.normal(6, mean=1, std=2)
@@ -321,7 +320,7 @@ def scores_alone(student, rng):
     }
 
 
-@check("compute_token_rewards", expected=token_rewards_by_loops, tier="hardening")
+@check("compute_token_rewards", points=2, expected=token_rewards_by_loops, tier="hardening")
 def token_reward_edges(student, rng):
     """One row of one token, no tokens at all, rows without an end, 150 rows"""
     masks = {
@@ -358,7 +357,7 @@ def worked_advantages(student, rng):
     return student.compute_advantages(values, token_rewards, ~values.isnan(), 1.0, 0.5)
 
 
-@check("compute_advantages", public=True, points=3, seeds=2, expected=advantages_by_double_sum)
+@check("compute_advantages", public=True, points=4, seeds=2, expected=advantages_by_double_sum)
 def ragged_advantages(student, rng):
     """Completions of different lengths, anything beyond the mask; no gradient to the inputs"""
     mask, f = ragged_mask(rng), student.compute_advantages
@@ -444,7 +443,13 @@ def small_advantages(student, rng):
     }
 
 
-@check("normalize_advantages", public=True, expected=advantages_by_statistics, tier="hardening")
+@check(
+    "normalize_advantages",
+    public=True,
+    points=2,
+    expected=advantages_by_statistics,
+    tier="hardening",
+)
 def equal_advantages(student, rng):
     """Equal advantages, or a single one, give zeros, whatever is masked out"""
     mask, f, x = ragged_mask(rng), student.normalize_advantages, rng.normal(6, 7)
@@ -494,7 +499,7 @@ def worked_slopes(student, rng):
 
 
 @check(
-    "calc_clipped_surrogate_objective", public=True, points=3, seeds=2, expected=surrogate_by_cases
+    "calc_clipped_surrogate_objective", public=True, points=4, seeds=2, expected=surrogate_by_cases
 )
 def ragged_surrogates(student, rng):
     """Different lengths, anything beyond the mask: the value, and a gradient for logprobs only"""
@@ -531,7 +536,7 @@ def every_case_of_the_clip(student, rng):
     }
 
 
-@check("calc_clipped_surrogate_objective", expected=surrogate_by_cases, tier="hardening")
+@check("calc_clipped_surrogate_objective", points=2, expected=surrogate_by_cases, tier="hardening")
 def huge_log_ratios(student, rng):
     """Log-ratios of 20, -20 and 30, and of 1000 and -1000 beyond the mask; rare tokens"""
     mask = torch.tensor([[True] * 6 + [False] * 2])
@@ -754,60 +759,41 @@ def kl_penalty_edges(student, rng):
 # --- TransformerWithValueHeadLora ---------------------------------------------------------------
 
 
-def _hugging_face_with_a_head(kind):
+def by_hugging_face_and_a_product(self, input_ids, attention_mask=None):
     """Adapters folded into plain Hugging Face, and a product with its last hidden state."""
-
-    def forward_with_value_head(self, input_ids, attention_mask=None):
-        attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        logits, hidden = trainers.run_hugging_face(self, kind, input_ids, attention)
-        return logits, hidden @ self.value_head.weight[0] + self.value_head.bias
-
-    return forward_with_value_head
-
-
-def _logits_and_values(student, rng, kind):
-    model = make_model(student.TransformerWithValueHeadLora, rng, kind)
-    samples = make_samples(rng, rows=4)
-    ids, attention = samples.input_ids, samples.attention_mask
-    special = [models.SPECIAL[f"{name}_token_id"] for name in ("pad", "eos")]
-    ids[:, -3:-1] = torch.tensor(special)  # in the completion: tokens like any other
-    attention[0, -2:] = 0  # the other rows are padded on the left
-    logits, values = model.forward_with_value_head(ids, attention)
-    real = attention.bool()
-    objective = (values * rng.normal(*ids.shape))[real].sum() + logits[real].sum()
-    found = {"the tensor of logits": logits[real], "the tensor of values": values[real]}
-    found |= {"input_ids afterwards": ids, "attention_mask afterwards": attention}
-    found |= trainers.adapter_gradients(objective, model)
-    for name, rows in {"without a mask": ids[1:3], "of one token": ids[:1, :1]}.items():
-        logits, values = model.forward_with_value_head(rows)
-        found |= {f"logits {name}": logits, f"values {name}": values}
-    return found
+    kind = "llama" if "Llama" in type(self.base.original_model).__name__ else "gpt2"
+    attention = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    logits, hidden = trainers.run_hugging_face(self, kind, input_ids, attention)
+    return logits, hidden @ self.value_head.weight[0] + self.value_head.bias
 
 
 @check(
     "TransformerWithValueHeadLora.forward_with_value_head",
     public=True,
-    points=2,
+    points=3,
     float64=False,
-    expected=_hugging_face_with_a_head("gpt2"),
+    expected=by_hugging_face_and_a_product,
     rtol=1e-3,
     atol=1e-3,
 )
-def values_of_gpt2(student, rng):
-    """Rows padded left or right, absolute positions: logits, values and gradients"""
-    return _logits_and_values(student, rng, "gpt2")
-
-
-@check(
-    "TransformerWithValueHeadLora.forward_with_value_head",
-    float64=False,
-    expected=_hugging_face_with_a_head("llama"),
-    rtol=1e-3,
-    atol=1e-3,
-)
-def values_of_llama(student, rng):
-    """Logits, values and gradients: rotary positions, grouped-query attention"""
-    return _logits_and_values(student, rng, "llama")
+def logits_values_and_gradients(student, rng):
+    """A GPT-2 and a Llama, rows padded left or right: logits, values and gradients"""
+    samples = make_samples(rng, rows=4)
+    ids, attention = samples.input_ids, samples.attention_mask
+    special = [models.SPECIAL[f"{name}_token_id"] for name in ("pad", "eos")]
+    ids[:, -3:-1] = torch.tensor(special)  # in the completion: tokens like any other
+    attention[0, -2:] = 0  # the other rows are padded on the left
+    real, weights, found = attention.bool(), rng.normal(*ids.shape), {}
+    for kind in ("gpt2", "llama"):
+        model = make_model(student.TransformerWithValueHeadLora, rng, kind, alpha=8)
+        logits, values = model.forward_with_value_head(ids, attention)
+        found[kind] = {"the tensor of logits": logits[real], "the tensor of values": values[real]}
+        objective = (values * weights)[real].sum() + logits[real].sum()
+        found[kind] |= trainers.adapter_gradients(objective, model)
+        for name, rows in {"without a mask": ids[1:3], "of one token": ids[:1, :1]}.items():
+            logits, values = model.forward_with_value_head(rows)
+            found[kind] |= {f"logits {name}": logits, f"values {name}": values}
+    return by_case(found) | {"input_ids afterwards": ids, "attention_mask afterwards": attention}
 
 
 def _head_is_a_part_of_the_model(observed, reference):
@@ -1033,61 +1019,77 @@ def what_is_trained(student, rng):
 # --- ReplayMemory -------------------------------------------------------------------------------
 
 
+# Rows, the size of their groups, minibatches, epochs.
+MEMORIES = {
+    "24 rows": (24, 1, 4, 3),
+    "9 rows": (9, 1, 4, 2),
+    "24 groups of 4": (96, 4, 2, 2),
+    "3 groups of 4": (12, 4, 2, 2),
+}
+
+
 def _numbered_fields(rng, rows):
     """Every field of a row holds the row's number, in the dtype and shape of that field."""
     numbers = torch.arange(rows)
-    shift = rng.integer(100, 1000)  # unpredictable
+    shifted = (numbers + rng.integer(100, 1000))[:, None]  # unpredictable
     return {
-        "input_ids": (numbers + shift)[:, None].repeat(1, 9),
-        "attention_mask": (numbers + shift)[:, None].repeat(1, 9),
-        "mask": (numbers[:, None] >> torch.arange(5)) % 2 == 1,
-        "logprobs": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
-        "advantages": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
-        "returns": (numbers + shift).to(rng.dtype)[:, None].repeat(1, 5),
+        "input_ids": shifted.repeat(1, 9),
+        "attention_mask": shifted.repeat(1, 9),
+        "mask": (numbers[:, None] >> torch.arange(7)) % 2 == 1,
+        "logprobs": shifted.to(rng.dtype).repeat(1, 7),
+        "advantages": shifted.to(rng.dtype).repeat(1, 7),
+        "returns": shifted.to(rng.dtype).repeat(1, 7),
     }
 
 
 def _decode_rows(minibatch, fields):
     """[row field] the number that each field says a row has; the first and the last column each."""
-    found = []
-    for name in fields:
-        x = getattr(minibatch, name)
-        if name == "mask":
-            found.append((x * 2 ** torch.arange(5)).sum(-1))
-        else:
-            x = x.long().reshape(len(x), -1)
+    found = [(minibatch.mask * 2 ** torch.arange(7)).sum(-1)]
+    for name, field in fields.items():
+        if name != "mask":
+            x = (getattr(minibatch, name) - field[0, 0]).long()
             found += [x[:, 0], x[:, -1]]
     return torch.stack(found, dim=1)
 
 
 def _every_row_once_an_epoch(observed, reference):
-    by_mask, by_numbers = observed["rows"][..., 4], observed["rows"][..., [0, 1, 2, 3, 5, 6, 7, 8]]
-    shift = reference["rows"][..., 0].min()
-    if not torch.equal(by_numbers - shift, by_mask[..., None].expand_as(by_numbers)):
-        return "all fields should be shuffled the same way: a row's fields come from different rows"
-    orders = by_mask.reshape(-1, 24).tolist()  # three epochs of each of two calls
-    if any(sorted(order) != list(range(24)) for order in orders):
-        return "every row should come exactly once per epoch"
-    if list(range(24)) in orders:
-        return "the rows should come in a random order"
-    if len(set(map(tuple, orders))) < len(orders):
-        return "each epoch should have an order of its own"
-    epochs = [{frozenset(order[i : i + 6]) for i in range(0, 24, 6)} for order in orders]
-    if any(a == b for a, b in itertools.combinations(epochs, 2)):
-        return "each epoch should mix the rows anew: here the same ones share a minibatch again"
+    for name, (n_rows, size, _, n_epochs) in MEMORIES.items():
+        rows, places = observed[name]["rows"], observed[name]["the minibatch of each"]
+        numbers = rows[:, 0]
+        if not torch.equal(rows, numbers[:, None].expand_as(rows)):
+            return f"{name}: all fields should be shuffled the same way, which these are not"
+        orders = numbers.reshape(n_epochs, n_rows)
+        if not torch.equal(orders.sort().values, torch.arange(n_rows).expand_as(orders)):
+            return f"{name}: every row should come exactly once per epoch"
+        n_minibatches = int(places.max()) + 1
+        if n_minibatches != reference[name]["the minibatch of each"].max() + 1:
+            return f"{name}: num_minibatches should be how many there are in an epoch"
+        minibatches = [numbers[places == i].tolist() for i in range(n_minibatches)]
+        if any(len(m) != size * len({row // size for row in m}) for m in minibatches):
+            return f"{name}: group_size consecutive rows should be in one minibatch"
+        if n_rows < 24:
+            continue
+        if any((order // size).diff().ge(0).all() for order in orders):
+            return f"{name}: they should come in a random order"
+        n = n_minibatches // n_epochs
+        epochs = [set(map(frozenset, minibatches[i * n : (i + 1) * n])) for i in range(n_epochs)]
+        if any(a == b for a, b in itertools.combinations(epochs, 2)):
+            return f"{name}: each epoch should mix them anew, but they share a minibatch again"
     return None
 
 
-@check("ReplayMemory", public=True, points=3, holds=_every_row_once_an_epoch)
-def rows_with_numbers(student, rng):
-    """24 rows, 3 epochs of 4 minibatches: each row once per epoch, in random order"""
-    fields = _numbered_fields(rng, 24)
-    memory = student.ReplayMemory(num_minibatches=4, batches_per_learning_phase=3, **fields)
-    calls = [memory.get_minibatches() for _ in range(2)]
-    return {
-        "rows": torch.stack([_decode_rows(m, fields) for call in calls for m in call]),
-        "minibatches": [len(call) for call in calls],
-    }
+@check("ReplayMemory", public=True, points=5, holds=_every_row_once_an_epoch)
+def rows_and_groups(student, rng):
+    """24 rows, 9 of them in 4 minibatches, groups of 4: each row once per epoch, whole groups"""
+    found = {}
+    for name, (n_rows, size, n_minibatches, n_epochs) in MEMORIES.items():
+        fields = _numbered_fields(rng, n_rows)
+        counts = {"num_minibatches": n_minibatches, "batches_per_learning_phase": n_epochs}
+        memory = student.ReplayMemory(**counts, group_size=size, **fields)
+        rows = [_decode_rows(minibatch, fields) for minibatch in memory.get_minibatches()]
+        places = [torch.full((len(part),), i) for i, part in enumerate(rows)]
+        found[name] = {"rows": torch.cat(rows), "the minibatch of each": torch.cat(places)}
+    return found
 
 
 @check("ReplayMemory", public=True, tier="hardening")
@@ -1127,64 +1129,6 @@ def rows_that_do_not_fit(student, rng):
         ),
         "the sum of what fits": whole.input_ids.sum(),
     }
-
-
-def _rows_that_do_not_divide(observed, reference):
-    rows = observed["rows"].reshape(2, 9).sort().values
-    if not torch.equal(rows, torch.arange(9).expand(2, 9)):
-        return "9 rows in 4 minibatches: every row should come once an epoch, the last ones too"
-    if observed["minibatches of 9 rows"] != reference["minibatches of 9 rows"]:
-        return (
-            f"9 rows, num_minibatches 4, 2 epochs: {observed['minibatches of 9 rows']} minibatches"
-        )
-    for name, n_groups in (("24 groups", 24), ("3 groups", 3)):
-        minibatches = [rows[rows >= 0] for rows in observed[name]]
-        rows = torch.cat(minibatches)
-        epochs = rows.reshape(2, -1)
-        if not torch.equal(epochs.sort().values, torch.arange(4 * n_groups).expand(2, -1)):
-            return "with groups too, every row should come once an epoch"
-        if not torch.equal(observed[f"x of {name}"], reference["x"][rows]):
-            return "with groups too, all fields should be shuffled the same way"
-        if any(len(rows) != 4 * len((rows // 4).unique()) for rows in minibatches):
-            return "group_size consecutive rows should be in one minibatch"
-        if n_groups == 24 and (epochs[0] // 4).diff().ge(0).all():
-            return "groups should come in a random order"
-    return None
-
-
-def _rows_and_numbers(n, x):
-    """The fields of n rows: the number of each, and of `x` one for each."""
-    rows = torch.arange(n)
-    ids, mask = rows[:, None].repeat(1, 3), torch.ones(n, 1, dtype=torch.bool)
-    logprobs = torch.zeros(n, 1, dtype=x.dtype)
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "mask": mask,
-        "logprobs": logprobs,
-        "advantages": x[:n],
-    }
-
-
-@check("ReplayMemory", public=True, points=2, holds=_rows_that_do_not_divide)
-def groups_and_odd_numbers(student, rng):
-    """9 rows in 4 minibatches; 24 groups of 4 rows in 2, and 3 in 2, for 2 epochs: whole groups"""
-    x = rng.normal(96)
-    memory = student.ReplayMemory(
-        num_minibatches=4, batches_per_learning_phase=2, **_rows_and_numbers(9, x)
-    )
-    rows = [minibatch.input_ids[:, 0] for minibatch in memory.get_minibatches()]
-    found = {"rows": torch.cat(rows), "x": x, "minibatches of 9 rows": len(rows)}
-    for n_groups in (24, 3):
-        fields = _rows_and_numbers(4 * n_groups, x)
-        grouped = student.ReplayMemory(
-            num_minibatches=2, batches_per_learning_phase=2, group_size=4, **fields
-        )
-        drawn = [(m.input_ids[:, 0], m.advantages) for m in grouped.get_minibatches()]
-        padded = [F.pad(row, (0, 4 * n_groups - len(row)), value=-1) for row, _ in drawn]
-        found[f"{n_groups} groups"] = torch.stack(padded)
-        found[f"x of {n_groups} groups"] = torch.cat([part for _, part in drawn])
-    return found
 
 
 # --- make_replay_memory -------------------------------------------------------------------------
@@ -1242,7 +1186,7 @@ def _make_memory(student, rng, with_reference=True, with_gradients=False, mean=6
     }
 
 
-@check("make_replay_memory", public=True, points=2, seeds=2, expected=memory_by_loops)
+@check("make_replay_memory", public=True, points=3, seeds=2, expected=memory_by_loops)
 def memory_of_a_rollout(student, rng):
     """Normalised rewards, gamma 0.9, lambda 0.8, rows empty, ragged and of full length"""
     return _make_memory(
@@ -1257,7 +1201,7 @@ def memory_of_a_rollout(student, rng):
     )
 
 
-@check("make_replay_memory", public=True, points=2, expected=memory_by_loops)
+@check("make_replay_memory", public=True, points=3, expected=memory_by_loops)
 def memory_with_kl_in_the_reward(student, rng):
     """kl_in "reward": every token pays for its k1, after the score is normalised"""
     options = {"kl_in": "reward", "gamma": 0.95, "lam": 0.7}
@@ -1288,8 +1232,6 @@ def memory_with_default_gamma(student, rng):
 
 
 # --- RLHFTrainer: rollouts ----------------------------------------------------------------------
-
-KL_IN_REWARD = {"kl_in": "reward", "kl_coef": 0.3}
 
 
 def _roll_out(student, rng, **options):
@@ -1357,7 +1299,7 @@ def _is_a_rollout(**options):
     return holds
 
 
-@check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout())
+@check("RLHFTrainer.rollout_phase", points=4, holds=_is_a_rollout())
 def rollout(student, rng):
     """A second rollout: samples of the adapted policy at temperature 0.5, the memory's fields"""
     return _roll_out(student, rng)
@@ -1375,7 +1317,7 @@ OTHER_ROLLOUT = {
 }
 
 
-@check("RLHFTrainer.rollout_phase", points=2, holds=_is_a_rollout(**OTHER_ROLLOUT))
+@check("RLHFTrainer.rollout_phase", points=3, holds=_is_a_rollout(**OTHER_ROLLOUT))
 def rollout_with_other_arguments(student, rng):
     """kl_in "reward", raw rewards, top_k 5, gamma 0.9, no bos: every argument; a second rollout"""
     return _roll_out(student, rng, **OTHER_ROLLOUT)
@@ -1540,30 +1482,21 @@ def _objective(student, rng, with_reference=True, rows=(6,), model=None, **optio
     return found | {"the number of logits that pile up in the trainer": piled_up}
 
 
-@check(
-    "RLHFTrainer.compute_rlhf_objective",
-    public=True,
-    points=3,
-    seeds=2,
-    float64=False,
-    expected=objective_by_definition,
-    rtol=1e-3,
-    atol=3e-4,
-)
+OBJECTIVE_CHECK = {
+    "expected": objective_by_definition,
+    "float64": False,
+    "rtol": 1e-3,
+    "atol": 3e-4,
+}
+
+
+@check("RLHFTrainer.compute_rlhf_objective", public=True, points=3, seeds=2, **OBJECTIVE_CHECK)
 def objective_and_gradient(student, rng):
     """Surrogate - value loss + entropy bonus - exact KL at 0.7; one row; large A; no logits kept"""
     return _objective(student, rng, rows=(6, 1))
 
 
-@check(
-    "RLHFTrainer.compute_rlhf_objective",
-    public=True,
-    points=2,
-    float64=False,
-    expected=objective_by_definition,
-    rtol=1e-3,
-    atol=3e-4,
-)
+@check("RLHFTrainer.compute_rlhf_objective", public=True, points=2, **OBJECTIVE_CHECK)
 def objective_with_kl_in_the_reward(student, rng):
     """kl_in "reward": no KL term; vf_coef and clip_coef 0; clip_coef_high and vf_clip_coef set"""
     counts = {"batch_size": 12, "num_minibatches": 2, "batches_per_learning_phase": 1}
@@ -1581,14 +1514,7 @@ def objective_with_kl_in_the_reward(student, rng):
     )
 
 
-@check(
-    "RLHFTrainer.compute_rlhf_objective",
-    public=True,
-    float64=False,
-    expected=objective_by_definition,
-    rtol=1e-3,
-    atol=3e-4,
-)
+@check("RLHFTrainer.compute_rlhf_objective", public=True, **OBJECTIVE_CHECK)
 def objective_by_default(student, rng):
     """The default coefficients, temperature 1; no reference because kl_coef is 0"""
     defaults = {"clip_coef": 0.2, "vf_coef": 0.15, "ent_coef": 0.001, "temperature": 1.0}
@@ -1617,6 +1543,7 @@ def _step_by_hand(trainer, adam, objective: Tensor) -> None:
     adam.step()
 
 
+LEARNED = {"float64": False, "rtol": 1e-3, "atol": 2e-5}
 LEARNING = {
     "vf_coef": 1e-3,
     "ent_coef": 1e-3,
@@ -1689,15 +1616,7 @@ def ascent_by_hand(self, memory):
     self.scheduler.step()
 
 
-@check(
-    "RLHFTrainer.learning_phase",
-    public=True,
-    points=2,
-    float64=False,
-    expected=ascent_by_hand,
-    rtol=1e-3,
-    atol=2e-5,
-)
+@check("RLHFTrainer.learning_phase", public=True, points=3, expected=ascent_by_hand, **LEARNED)
 def three_phases(student, rng):
     """Three phases of three minibatches, uphill: a step for each, clipped or not; falling rates
 
@@ -1732,11 +1651,9 @@ def _learn_by_hand_without_values(self, memory):
 
 @check(
     "RLHFTrainer.learning_phase",
-    float64=False,
     expected=_learn_by_hand_without_values,
-    rtol=1e-3,
-    atol=2e-5,
     tier="hardening",
+    **LEARNED,
 )
 def without_a_value_head(student, rng):
     """A trainer whose model_class has no value head learns, too"""
@@ -1755,14 +1672,7 @@ def without_a_value_head(student, rng):
     return trainers.canonical(list(trainer.model.trainable_parameters()))
 
 
-@check(
-    "RLHFTrainer.learning_phase",
-    points=2,
-    float64=False,
-    expected=learning_by_hand,
-    rtol=1e-3,
-    atol=2e-5,
-)
+@check("RLHFTrainer.learning_phase", points=2, expected=learning_by_hand, **LEARNED)
 def epochs_and_minibatches(student, rng):
     """Twice two epochs of three minibatches; the rates fall"""
     rates = {"base_lr": 2.5e-3, "head_lr": 7.5e-3, "warmup_steps": 0, "total_phases": 3}
@@ -1851,7 +1761,7 @@ def a_short_run_that_learns(student, rng):
     return sampled | {"rewarded": len(rewarded), "mean rate": float(mean_rate)}
 
 
-@check("RLHFTrainer.train", public=True, slow=True, tier="hardening")
+@check("RLHFTrainer.train", public=True, points=2, slow=True, tier="hardening")
 def every_phase_is_run(student, rng):
     """Thirteen phases of equal rewards, each run once on new samples; the last weights are kept"""
     ends, sampled = [], []

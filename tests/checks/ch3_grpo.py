@@ -83,7 +83,7 @@ def worked_groups(student, rng):
     }
 
 
-@check("group_advantages", public=True, points=2, seeds=2, expected=advantages_by_statistics)
+@check("group_advantages", public=True, points=3, seeds=2, expected=advantages_by_statistics)
 def several_groups(student, rng):
     """Several groups of different means and spreads, every scale; ties; a high level"""
     found = {
@@ -121,7 +121,7 @@ def rewards_of_small_spread(student, rng):
 @check(
     "group_advantages",
     public=True,
-    points=2,
+    points=3,
     seeds=2,
     holds=constant_groups_are_zeros,
     tier="hardening",
@@ -202,7 +202,9 @@ def ragged_single_updates(student, rng):
     }
 
 
-@check("calc_single_update_objective", expected=reinforce_by_completions, tier="hardening")
+@check(
+    "calc_single_update_objective", points=2, expected=reinforce_by_completions, tier="hardening"
+)
 def single_updates_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
@@ -276,7 +278,7 @@ def small_differences(student, rng):
     return student.calc_per_token_kl(logprobs, add(logprobs, d))
 
 
-@check("calc_per_token_kl", expected=k3_of_differences, tier="hardening")
+@check("calc_per_token_kl", points=2, expected=k3_of_differences, tier="hardening")
 def large_differences(student, rng):
     """Differences from -1000 to 60, where probabilities underflow: the value, and the gradient"""
     d = torch.cat([rng.tensor([-1000.0, -200.0, -50.0, 20.0, 40.0, 60.0]), rng.normal(6, std=8)])
@@ -354,7 +356,7 @@ def worked_completions(student, rng):
     )
 
 
-@check("calc_grpo_objective", public=True, points=2, seeds=2, expected=objective_by_cases)
+@check("calc_grpo_objective", public=True, points=3, seeds=2, expected=objective_by_cases)
 def ragged_objectives(student, rng):
     """Ragged, NaN or inf beyond the mask: the value, and a gradient for the log-probs alone"""
     mask = ragged_mask(rng)
@@ -454,7 +456,7 @@ def advantages_of_tokens(student, rng):
     return found
 
 
-@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
+@check("calc_grpo_objective", points=3, expected=objective_by_cases, tier="hardening")
 def objectives_of_many_shapes(student, rng):
     """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
     masks = masks_of_many_shapes(rng)
@@ -479,7 +481,7 @@ def ppo_of_each_completion(student, rng):
     )
 
 
-@check("calc_grpo_objective", expected=objective_by_cases, tier="hardening")
+@check("calc_grpo_objective", points=2, expected=objective_by_cases, tier="hardening")
 def far_from_the_reference(student, rng):
     """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A below -15"""
     old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
@@ -563,7 +565,7 @@ def steps_of_small_spread(student, rng):
     ]
 
 
-@check("process_advantages", seeds=2, expected=process_by_statistics, tier="hardening")
+@check("process_advantages", points=2, seeds=2, expected=process_by_statistics, tier="hardening")
 def groups_without_differences(student, rng):
     """All steps with the same reward, or no steps at all: zeros; two steps that differ: no zeros"""
     values = rng.integers(-5, 5, 4).tolist()
@@ -797,7 +799,7 @@ def _find_torn_groups(observed) -> str | None:
     return None
 
 
-@check("GrpoTrainer.rollout_phase", points=3, holds=_is_a_rollout_of_groups())
+@check("GrpoTrainer.rollout_phase", points=4, holds=_is_a_rollout_of_groups())
 def rollout_of_groups(student, rng):
     """A second rollout: groups of the adapted policy at temperature 0.5, the memory's fields"""
     return _roll_out_groups(student, rng)
@@ -1042,7 +1044,7 @@ def grpo_objective_and_gradient(student, rng):
     return _grpo_objective(student, rng)
 
 
-@check("GrpoTrainer.compute_rlhf_objective", public=True, **GRPO_CHECK)
+@check("GrpoTrainer.compute_rlhf_objective", public=True, points=2, **GRPO_CHECK)
 def objective_with_the_exact_kl(student, rng):
     """kl_kind "exact": the KL over the vocabulary in place of k3, minibatch after minibatch"""
     # One more than num_minibatches.

@@ -120,7 +120,7 @@ def look_inside(model, ids, context):
 # --- measure_kl_by_position ---------------------------------------------------------------------
 
 
-@check("measure_kl_by_position", public=True, expected=kl_by_rows, **CLOSE)
+@check("measure_kl_by_position", public=True, points=5, expected=kl_by_rows, **CLOSE)
 def kl_of_ragged_completions(student, rng):
     """Left-padded prompts, completions of several lengths, one of them empty; of one token"""
     samples = make_samples(rng, rows=5)
@@ -155,7 +155,7 @@ def kl_where_no_completion_is_so_long(student, rng):
 # --- only_adapters ------------------------------------------------------------------------------
 
 
-@check("only_adapters", public=True, points=3, expected=only_by_folding, **CLOSE)
+@check("only_adapters", public=True, points=5, expected=only_by_folding, **CLOSE)
 def logits_with_some_adapters(student, rng):
     """The adapters of one layer, of one site, a single one, half of them, all, none"""
     ids, mask = draw_prompts(rng)
@@ -179,7 +179,7 @@ def logits_with_some_adapters(student, rng):
     return in_each_architecture(rng, keep_some)
 
 
-@check("only_adapters", public=True, **CLOSE)
+@check("only_adapters", public=True, points=2, **CLOSE)
 def adapters_after_leaving(student, rng):
     """On leaving, all is back bit for bit, even after an error, which gets passed on"""
     model = make_policy(rng)
@@ -197,7 +197,7 @@ def some_adapters_merged_and_yielded(student, rng):
 # --- truncate_rank ------------------------------------------------------------------------------
 
 
-@check("truncate_rank", public=True, points=3, expected=truncated_by_numpy, **CLOSE)
+@check("truncate_rank", public=True, points=5, expected=truncated_by_numpy, **CLOSE)
 def logits_of_each_rank(student, rng):
     """Adapters of rank 3, one of them untrained, cut to ranks 1, 2, 3 and 4"""
     ids, mask = draw_prompts(rng)
@@ -213,7 +213,7 @@ def logits_of_each_rank(student, rng):
     return in_each_architecture(rng, truncate)
 
 
-@check("truncate_rank", public=True, **CLOSE)
+@check("truncate_rank", public=True, points=2, **CLOSE)
 def adapters_after_truncating(student, rng):
     """On leaving, all is back bit for bit, even after an error, which gets passed on"""
     model = make_policy(rng)
@@ -228,7 +228,7 @@ def truncated_merged_and_yielded(student, rng):
     return look_inside(model, ids, student.truncate_rank(model, 2))
 
 
-@check("truncate_rank", tier="hardening", **CLOSE)
+@check("truncate_rank", points=2, tier="hardening", **CLOSE)
 def ranks_at_the_ends(student, rng):
     """At or above the adapters' rank they stay as they are, to the bit; below 1: a ValueError"""
     model = make_policy(rng, "shallow")
@@ -250,7 +250,7 @@ def ranks_at_the_ends(student, rng):
 # --- get_logit_lens -----------------------------------------------------------------------------
 
 
-@check("get_logit_lens", public=True, points=3, expected=lens_by_hugging_face, **CLOSE)
+@check("get_logit_lens", public=True, points=4, expected=lens_by_hugging_face, **CLOSE)
 def lens_of_every_layer(student, rng):
     """Every layer and position, with left padding and without, for policy and reference"""
     ids, mask = draw_prompts(rng)
@@ -266,7 +266,7 @@ def lens_of_every_layer(student, rng):
     return in_each_architecture(rng, read_layers)
 
 
-@check("get_logit_lens", **CLOSE)
+@check("get_logit_lens", points=2, **CLOSE)
 def lens_of_eleven_layers(student, rng):
     """Eleven layers, in order; no hook is left behind"""
     model = make_policy(rng, "deep")
@@ -300,7 +300,7 @@ def lens_in_float32(student, rng):
 # --- patch --------------------------------------------------------------------------------------
 
 
-@check("patch", public=True, points=3, expected=patch_by_hugging_face, **CLOSE)
+@check("patch", public=True, points=4, expected=patch_by_hugging_face, **CLOSE)
 def patched_blocks(student, rng):
     """Each block's output, at all positions and at one, with left padding and without"""
     ids, mask = draw_prompts(rng)
@@ -322,7 +322,7 @@ def patched_blocks(student, rng):
     return in_each_architecture(rng, patch_blocks)
 
 
-@check("patch", **CLOSE)
+@check("patch", points=2, **CLOSE)
 def patching_everything(student, rng):
     """Everything patched is the policy, nothing patched the reference; nothing is left behind"""
     model = make_policy(rng)
@@ -363,7 +363,7 @@ def sources_of_another_shape(student, rng):
 # --- find_direction -----------------------------------------------------------------------------
 
 
-@check("find_direction", public=True, expected=direction_by_rows, **CLOSE)
+@check("find_direction", public=True, points=4, expected=direction_by_rows, **CLOSE)
 def directions_of_prompts(student, rng):
     """Prompt by prompt: left-padded ones, one alone, some of equal length"""
     ids, mask = draw_prompts(rng)
@@ -401,7 +401,7 @@ def a_direction_is_a_number(student, rng):
 # --- steer --------------------------------------------------------------------------------------
 
 
-@check("steer", public=True, points=3, expected=steer_by_hugging_face, **CLOSE)
+@check("steer", public=True, points=4, expected=steer_by_hugging_face, **CLOSE)
 def steered_prompts(student, rng):
     """The reference's logits at every position, left-padded prompts, several scales"""
     ids, mask = draw_prompts(rng)
