@@ -88,17 +88,12 @@ def scattered_back(advantages, mask, eps=1e-8):
 
 
 @right("calc_clipped_surrogate_objective")
-def clipped_in_log_space(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None
-):
+def plain_exp(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
     high = clip_coef if clip_coef_high is None else clip_coef_high
-    if not mask.any():
-        return torch.zeros(())
-    logratio = logprobs[mask] - old_logprobs[mask].detach()
-    kept = advantages[mask].detach()
-    low_end, high_end = (torch.tensor(x).log().item() for x in (1 - clip_coef, 1 + high))
-    bounded = torch.where(kept > 0, logratio.clamp(max=high_end), logratio.clamp(min=low_end))
-    return (bounded.clamp(max=85).exp() * kept).mean()
+    ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0).exp()
+    a = torch.where(mask, advantages.detach(), 0.0)
+    terms = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, 1 + high) * a)
+    return terms.sum() / mask.sum().clamp(min=1)
 
 
 @right("calc_value_function_loss")
@@ -116,15 +111,6 @@ def entropy_by_categorical(logits, mask, ent_coef):
     if not mask.any():
         return torch.tensor(0.0)
     return Categorical(logits=logits[mask]).entropy().mean().mul(ent_coef)
-
-
-@right("calc_clipped_surrogate_objective")
-def plain_exp(logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None):
-    high = clip_coef if clip_coef_high is None else clip_coef_high
-    ratio = torch.where(mask, logprobs - old_logprobs.detach(), 0.0).exp()
-    a = torch.where(mask, advantages.detach(), 0.0)
-    terms = torch.min(ratio * a, torch.clamp(ratio, 1 - clip_coef, 1 + high) * a)
-    return terms.sum() / mask.sum().clamp(min=1)
 
 
 @right("calc_kl_penalty")

@@ -64,45 +64,6 @@ def series_for_small_differences(logprobs, ref_logprobs):
 
 
 @right("calc_grpo_objective")
-def by_cases_of_the_sign(
-    logprobs,
-    old_logprobs,
-    ref_logprobs,
-    advantages,
-    mask,
-    clip_coef=0.2,
-    clip_coef_high=None,
-    beta=0.04,
-):
-    """The minimum is a cap on the ratio for positive A, and a floor for negative A."""
-    top = clip_coef if clip_coef_high is None else clip_coef_high
-    rows = []
-    for i in range(logprobs.shape[0]):
-        kept = mask[i]
-        new, old = logprobs[i, kept].double(), old_logprobs[i, kept].detach().double()
-        a = (advantages[i].expand(len(kept)) if advantages.ndim == 1 else advantages[i])[kept]
-        a = a.detach().double()
-        ratio = torch.exp((new - old).clamp(max=200))
-        objective = torch.where(a > 0, ratio.clamp(max=1 + top), ratio.clamp(min=1 - clip_coef)) * a
-        if beta:
-            d = ref_logprobs[i, kept].detach().double() - new
-            objective = objective - beta * (d.exp() - 1 - d)
-        rows.append(objective.sum() / max(len(new), 1))
-    return torch.stack(rows).mean().to(logprobs.dtype)
-
-
-# --- process_advantages -------------------------------------------------------------------------
-
-
-def _check_steps(step_rewards, step_ends, completion_len):
-    if len(step_rewards) != len(step_ends):
-        raise ValueError("step_rewards and step_ends should have as many rows")
-    for rewards, ends in zip(step_rewards, step_ends, strict=True):
-        if len(rewards) != len(ends) or any(not 0 <= end < completion_len for end in ends):
-            raise ValueError(f"step_ends do not fit: {ends}")
-
-
-@right("calc_grpo_objective")
 def plain_exp(
     logprobs,
     old_logprobs,
@@ -124,6 +85,17 @@ def plain_exp(
         d = ref_logprobs.detach().masked_fill(~mask, 0) - logprobs
         terms = terms - beta * (d.exp() - d - 1)
     return ((terms * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
+
+
+# --- process_advantages -------------------------------------------------------------------------
+
+
+def _check_steps(step_rewards, step_ends, completion_len):
+    if len(step_rewards) != len(step_ends):
+        raise ValueError("step_rewards and step_ends should have as many rows")
+    for rewards, ends in zip(step_rewards, step_ends, strict=True):
+        if len(rewards) != len(ends) or any(not 0 <= end < completion_len for end in ends):
+            raise ValueError(f"step_ends do not fit: {ends}")
 
 
 @right("process_advantages")
