@@ -32,7 +32,11 @@ function markNumber(value, meaning) {
   return { kind, mark: formatSigned(value), meaning: `${meaning} ${formatSigned(value)}` };
 }
 
-const formatSigned = (value) => `${value > 0 ? "+" : ""}${value.toFixed(1)}`.replace("-", "−");
+/** Return a number with its sign and one digit, and zero without a sign. */
+function formatSigned(value) {
+  const digits = Math.abs(value).toFixed(1);
+  return digits === "0.0" ? digits : `${value > 0 ? "+" : "−"}${digits}`;
+}
 
 // --- Parts ---------------------------------------------------------------------------------------
 

@@ -300,11 +300,7 @@ const WIDGETS = {
       names: { friendly: "friendly", unfriendly: "unfriendly" }, count: 8,
       title: "8 reviews that begin with “This movie is”:",
     });
-    const mood = (text) => {
-      const found = text.toLowerCase().split(/[\s.!]+/);
-      const count = (list) => found.filter((word) => list.includes(word)).length;
-      return Math.sign(count(words.positive) - count(words.negative));
-    };
+    const mood = (text) => Math.sign(calcSentiment(text, words));
     const signs = {
       "1": { kind: "right", mark: "+", meaning: "friendly" },
       "0": { kind: "neither", mark: "·", meaning: "neither" },
@@ -330,7 +326,7 @@ const WIDGETS = {
   "ch3-phases"(root, vocabulary) {
     return addAdditions(root, vocabulary, {
       count: 8,
-      title: "A group of eight; every token of an answer has the answer's advantage A:",
+      title: "A group of eight; every token of an answer has the answer’s advantage A:",
       addControls(parent, update) {
         const getPolicy = addPhases(parent, GRPO_PHASES, update);
         return () => ({ policy: getPolicy("ch3_grpo") });
