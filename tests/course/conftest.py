@@ -34,7 +34,7 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-GROUPED = SHAPE | {"num_key_value_heads": 1}
+GROUPED = SHAPE | {"num_key_value_heads": 2}  # with one, a norm over all of them is each head's
 CONFIGS = {
     "qwen3": Qwen3Config(**GROUPED, head_dim=16),
     "mistral": MistralConfig(**GROUPED, sliding_window=None),

@@ -5,8 +5,9 @@ import torch
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.support.models import SITES
 
-# What the native forward computes, of the fixture `folders`.
+# Of the fixture `folders`, what the native forward computes, and what is left to the bridge.
 NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
+OTHERS = ["phi", "gpt_neox", "windowed"]
 
 # Of a trainer: one step for each rollout, and no table of samples.
 ONE_STEP = {
@@ -15,13 +16,18 @@ ONE_STEP = {
 }  # fmt: skip
 
 
+def get_sites(name):
+    """The linear layers of a model that is native."""
+    return SITES.get(name, SITES["gpt2" if name == "embedded" else "llama"])
+
+
 def load(
     folders, name, kind=TransformerWithValueHeadLora, dtype=torch.float32, sites=None, device="cpu"
 ):
     torch.manual_seed(0)
-    given = SITES.get(name, SITES["gpt2"] if name == "embedded" else SITES["llama"])
-    sites = sites or (("attn.q", "attn.v") if name in ("phi", "gpt_neox") else given)
-    model = kind.from_pretrained(folders[name], rank=3, sites=sites, device=device, dtype=dtype)
+    given = ("attn.q", "attn.v") if name in OTHERS else get_sites(name)
+    options = {"rank": 3, "sites": sites or given, "device": device, "dtype": dtype}
+    model = kind.from_pretrained(folders[name], **options)
     for parameter in model.trainable_parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model

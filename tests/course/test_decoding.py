@@ -16,7 +16,7 @@ from solutions.ch0_sampling import (
     sample_next_token,
 )
 from solutions.ch1_lora import TransformerWithLora
-from tests.course.helpers import NATIVE, load, randomize
+from tests.course.helpers import NATIVE, OTHERS, load, randomize
 from utils.models import decoding, graph
 from utils.models.blocks import NativeModel
 from utils.models.decoding import Decoder, GraphDecoder, NativeDecoder, draw, get_decoder
@@ -28,9 +28,9 @@ LONG = PROMPTS * 4
 OPTIONS = [{}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.9, "temperature": 1.3}]
 
 
-def generate(decoder, model, prompts=LONG, tokens=20, seed=0, **options):
+def generate(decoder, model, prompts=LONG, tokens=20, generator=None, **options):
     ids, mask = encode_prompts(model, prompts, tokens, prepend_bos=True)
-    generator = torch.Generator().manual_seed(seed)
+    generator = generator or torch.Generator().manual_seed(0)
     return decoder.generate(ids, mask, tokens, generator=generator, **options)
 
 
@@ -97,12 +97,6 @@ def test_settings_that_chapter_0_refuses_are_refused(wrong, embedded):
             sampler(embedded, ["Q"], **{"max_new_tokens": 3} | wrong)
 
 
-def test_logits_of_nan_are_an_error(embedded):
-    next(iter(embedded.adapters.values())).lora_B.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match="logits should be numbers"):
-        sample_completions(embedded, ["Q"], 3)
-
-
 # --- Completions ----------------------------------------------------------------------------------
 
 
@@ -143,26 +137,17 @@ def test_log_probs_are_those_of_scoring(name, folders):
     assert not draws.logprobs[~mask].any()
 
 
-@pytest.mark.parametrize("decoder", [NativeDecoder, Decoder])
-def test_a_row_draws_the_same_beside_other_rows(decoder, embedded):
+@pytest.mark.parametrize("make", [get_decoder, Decoder])
+def test_a_row_draws_the_same_beside_other_rows(make, embedded):
     model = randomize(embedded)
-
-    def get(generator, prompts):
-        made = get_decoder(model) if decoder is NativeDecoder else Decoder(model)
-        ids, mask = encode_prompts(model, prompts, 20, prepend_bos=True)
-        return made.generate(ids, mask, 20, generator=generator).completion_ids
-
-    generator = torch.Generator().manual_seed(0)
-    together = get(generator, LONG)
-    # One generator, handed on from part to part.
-    generator = torch.Generator().manual_seed(0)
-    parts = [get(generator, LONG[start : start + 8]) for start in range(0, len(LONG), 8)]
-    pad = model.tokenizer.pad_token_id
-    for start, part in enumerate(parts):
-        whole = together[8 * start : 8 * start + 8]
-        width = min(part.shape[1], whole.shape[1])
-        assert torch.equal(part[:, :width], whole[:, :width])
-        assert (whole[:, width:] == pad).all()
+    together = generate(make(model), model).completion_ids
+    generator = torch.Generator().manual_seed(0)  # one, handed on from part to part
+    for start in range(0, len(LONG), 8):
+        part = generate(make(model), model, LONG[start : start + 8], generator=generator)
+        whole = together[start : start + 8]
+        width = min(part.completion_ids.shape[1], whole.shape[1])
+        assert torch.equal(part.completion_ids[:, :width], whole[:, :width])
+        assert (whole[:, width:] == model.tokenizer.pad_token_id).all()
 
 
 def test_it_has_the_weights_of_the_context_that_it_is_made_in(embedded):
@@ -232,21 +217,17 @@ def test_it_has_the_weights_of_each_moment_in_one_kept_step(embedded, monkeypatc
     make = graph.Step.__init__
     monkeypatch.setattr(graph.Step, "__init__", lambda *args: made.append(1) or make(*args))
 
-    def assert_same():
-        found = generate(get_graph_decoder(model), model)
-        assert_same_draws(found, generate(Decoder(model), model), tolerance=1e-4)
+    def assert_same(prompts=LONG, tokens=20):
+        found = generate(get_graph_decoder(model), model, prompts, tokens)
+        expected = generate(Decoder(model), model, prompts, tokens)
+        assert_same_draws(found, expected, tolerance=1e-4)
         return found
 
     policy = assert_same()
     for parameter in model.trainable_parameters():  # a step of the optimizer
         parameter.data *= 1.5
     assert not torch.equal(assert_same().completion_ids, policy.completion_ids)
-    assert len(made) == 1
-    assert_same_draws(
-        generate(get_graph_decoder(model), model, PROMPTS * 4, tokens=12),  # narrower
-        generate(Decoder(model), model, PROMPTS * 4, tokens=12),
-        tolerance=1e-4,
-    )
+    assert_same(PROMPTS * 4, tokens=12)  # narrower
     assert len(made) == 1
     with model.reference():
         assert_same()
@@ -267,26 +248,6 @@ def test_two_decoders_of_one_model_do_not_mix_their_rows(embedded):
         first.advance(ids[:, -1], everyone)
 
 
-def test_logits_of_nan_are_an_error_on_a_gpu_too_and_leave_nothing_behind(embedded):
-    expected = generate(get_graph_decoder(embedded), embedded)
-    lora_B = next(iter(embedded.adapters.values())).lora_B
-    lora_B.data.fill_(torch.nan)
-    with pytest.raises(ValueError, match="logits should be numbers"):
-        generate(get_graph_decoder(embedded), embedded)
-    lora_B.data.zero_()
-    assert_same_draws(generate(get_graph_decoder(embedded), embedded), expected, 1e-6)
-
-
-def test_a_step_is_made_anew_where_a_weight_lies_elsewhere(embedded):
-    generate(get_graph_decoder(embedded), embedded)
-    step = graph._kept[embedded]
-    norm = embedded.base.ln_final.original_component
-    norm.weight = torch.nn.Parameter(2 * norm.weight.data, requires_grad=False)
-    found = generate(get_graph_decoder(embedded), embedded)
-    assert graph._kept[embedded] is not step
-    assert_same_draws(found, generate(Decoder(embedded), embedded), 1e-4)
-
-
 def test_a_step_has_the_rank_of_the_adapters_and_goes_with_its_model():
     model = randomize(TransformerWithLora.from_pretrained("embedded", rank=2, device="cpu"))
     generate(get_graph_decoder(model), model)
@@ -304,28 +265,30 @@ def test_a_step_has_the_rank_of_the_adapters_and_goes_with_its_model():
     assert [step() for step in steps] == [None, None]
 
 
-def test_weights_of_nan_leave_nothing_behind_in_the_kept_step(folders):
+@pytest.mark.parametrize("make", [get_decoder, get_graph_decoder])
+def test_logits_of_nan_are_an_error_and_leave_nothing_behind(make, folders):
     model = load(folders, "gpt2")
-    expected = generate(get_graph_decoder(model), model)
+    expected = generate(make(model), model)
     state = {name: tensor.clone() for name, tensor in model.trainable_state().items()}
     for parameter in model.trainable_parameters():
         parameter.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits should be numbers"):
-        generate(get_graph_decoder(model), model)
+        generate(make(model), model)
     model.load_trainable_state(state)
-    assert_same_draws(generate(get_graph_decoder(model), model), expected, tolerance=1e-6)
+    assert_same_draws(generate(make(model), model), expected, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("site", ["ln_final", "blocks.0.mlp.out"])
 def test_a_weight_in_another_place_is_another_step(site, folders):
+    """A graph has the addresses of before."""
     model = load(folders, "gpt2")
     generate(get_graph_decoder(model), model)
     module, step = model.base.get_submodule(site).original_component, graph._kept[model]
-    before = module.bias.data
-    kept, module.bias.data = before.clone(), torch.randn_like(before)
+    before, kept = module.bias.data, module.bias.data.clone()
+    module.bias = torch.nn.Parameter(torch.randn_like(before), requires_grad=False)
     found = generate(get_graph_decoder(model), model)
     assert_same_draws(found, generate(Decoder(model), model), tolerance=1e-4)
-    assert graph._kept[model] is not step  # a graph has the addresses of before
+    assert graph._kept[model] is not step
     assert torch.equal(before, kept)
 
 
@@ -362,7 +325,7 @@ def test_a_gpu_is_given_the_graph(embedded, monkeypatch):
 # --- What is not covered --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["phi", "windowed", "gpt_neox"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_decode_by_the_bridge(name, folders):
     model = load(folders, name, TransformerWithLora)
     decoder = get_decoder(model)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
 from solutions.ch1_lora import LoraLayer, TransformerWithLora
 from solutions.ch2_ppo import TransformerWithValueHeadLora
-from tests.course.helpers import NATIVE, load
+from tests.course.helpers import NATIVE, OTHERS, load
 from utils.models import blocks, forward
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 from utils.models.loading import load_base_model
@@ -39,6 +39,18 @@ def score_by_the_bridge(model, ids, attention, temperature):
     return logprobs, calc_entropy(logits), select_completion(values, 7), kl
 
 
+def get_parts(scores):
+    return scores.logprobs, scores.entropies, scores.values, scores.measure_kl()
+
+
+@torch.no_grad()
+def assert_scored_as_by_the_bridge(model, rows):
+    ids, attention, mask = rows
+    logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
+    expected = get_logprobs(model(ids, attention), ids, 7)
+    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+
+
 def get_gradients(parts, mask, model):
     """Gradients of a random combination of the four parts."""
     generator = torch.Generator().manual_seed(1)
@@ -57,8 +69,7 @@ def test_scores_and_gradients_are_those_of_the_bridge(name, temperature, folders
     model, (ids, attention, mask) = load(folders, name), make_rows()
     scorer = get_scorer(model)
     assert type(scorer) is NativeScorer
-    scores = scorer.measure(ids, attention, 7, temperature)
-    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    found = get_parts(scorer.measure(ids, attention, 7, temperature))
     expected = score_by_the_bridge(model, ids, attention, temperature)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
@@ -75,22 +86,19 @@ def test_in_float64_hardly_a_difference_is_left(folders):
     model = load(folders, "gpt2", TransformerWithLora, torch.float64)
     ids, attention, mask = make_rows()
     scores = get_scorer(model).measure(ids, attention, 7, 0.7)
-    logprobs, entropies = scores.logprobs, scores.entropies
     logits = model(ids, attention)
     expected = get_logprobs(logits, ids, 7, 0.7), calc_entropy(select_completion(logits, 7) / 0.7)
-    torch.testing.assert_close(logprobs[mask], expected[0][mask], rtol=0, atol=1e-11)
-    torch.testing.assert_close(entropies[mask], expected[1][mask], rtol=0, atol=1e-11)
+    for ours, theirs in zip((scores.logprobs, scores.entropies), expected, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["embedded", "gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("name", NATIVE)
 def test_bfloat16_is_as_near_to_float32_as_the_bridge_is(name, folders):
     exact, rounded = load(folders, name), load(folders, name, dtype=torch.bfloat16)
     ids, attention, mask = make_rows()
     expected = score_by_the_bridge(exact, ids, attention, 0.7)
     bridged = score_by_the_bridge(rounded, ids, attention, 0.7)
-    scorer = get_scorer(rounded)
-    scores = scorer.measure(ids, attention, 7, 0.7)
-    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    found = get_parts(get_scorer(rounded).measure(ids, attention, 7, 0.7))
     for ours, theirs, right in zip(found, bridged, expected, strict=True):
         assert ours.dtype == torch.float32
         ours, theirs = ((x - right)[mask].square().mean().sqrt() for x in (ours, theirs))
@@ -105,27 +113,21 @@ def test_bfloat16_is_as_near_to_float32_as_the_bridge_is(name, folders):
 
 
 def test_modes_decide_what_is_scored(folders):
-    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    model, rows = load(folders, "gpt2"), make_rows()
     for mode in (contextlib.nullcontext, model.reference, model.merged):
-        with mode(), torch.no_grad():
-            logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
-            expected = get_logprobs(model(ids, attention), ids, 7)
-        torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+        with mode():
+            assert_scored_as_by_the_bridge(model, rows)
     with model.merged():
-        scorer = get_scorer(model)
-        scores = scorer.measure(ids, attention, 7)
+        scores = get_scorer(model).measure(*rows[:2], 7)
         with pytest.raises(RuntimeError, match="reference"):  # which would be merged, too
             scores.measure_kl()
 
 
 def test_a_moved_bridge_whose_weights_are_no_longer_joint(folders):
-    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    model = load(folders, "gpt2")
     weight = model.base.blocks[0].attn.q.original_component.weight
     weight.data = 2 * weight.data
-    with torch.no_grad():
-        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
-        expected = get_logprobs(model(ids, attention), ids, 7)
-    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    assert_scored_as_by_the_bridge(model, make_rows())
 
 
 def test_entropies_carry_a_gradient_only_if_asked(folders):
@@ -144,28 +146,30 @@ class Overridden(TransformerWithLora):
         return 2 * super().forward(input_ids, attention_mask, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["phi", "gpt_neox", "windowed"])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_scored_by_the_bridge(name, folders):
     model, (ids, attention, mask) = load(folders, name), make_rows()
     scorer = get_scorer(model)
     assert type(scorer) is BridgeScorer
-    scores = scorer.measure(ids, attention, 7, 0.7)
-    found = (scores.logprobs, scores.entropies, scores.values, scores.measure_kl())
+    found = get_parts(scorer.measure(ids, attention, 7, 0.7))
     expected = score_by_the_bridge(model, ids, attention, 0.7)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
 
 
 def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
-    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    model = load(folders, "gpt2")
     zeroed = [("blocks.0.mlp.hook_out", lambda x, hook: torch.zeros_like(x))]
-    with model.base.hooks(fwd_hooks=zeroed), torch.no_grad():
-        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
-        expected = get_logprobs(model(ids, attention), ids, 7)
-    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    with model.base.hooks(fwd_hooks=zeroed):
+        assert_scored_as_by_the_bridge(model, make_rows())
     assert type(get_scorer(model)) is NativeScorer
     linear = model.base.get_submodule("blocks.0.attn.o").original_component
-    for register in (linear.register_forward_hook, linear.register_forward_pre_hook):
+    (layer, *_) = model.adapters.values()
+    for register in (
+        linear.register_forward_hook,
+        linear.register_forward_pre_hook,
+        layer.register_forward_hook,
+    ):
         handle = register(lambda *_: None)
         assert type(get_scorer(model)) is BridgeScorer
         handle.remove()
@@ -174,10 +178,6 @@ def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
     model.base.train(False)
     assert type(get_scorer(model)) is NativeScorer
     assert type(get_scorer(load(folders, "gpt2", Overridden))) is BridgeScorer
-    (layer, *_) = model.adapters.values()
-    handle = layer.register_forward_hook(lambda *_: None)
-    assert type(get_scorer(model)) is BridgeScorer
-    handle.remove()
     layer.forward = lambda x: 0 * x
     assert type(get_scorer(model)) is BridgeScorer
     del layer.forward
@@ -270,14 +270,11 @@ def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):
 
 
 def test_adapters_count_as_their_attributes_say(folders):
-    model, (ids, attention, mask) = load(folders, "gpt2"), make_rows()
+    model = load(folders, "gpt2")
     for layer in model.adapters.values():
         layer.scaling = 0.5
     model.base.blocks[0].attn.q.original_component.bias.data = torch.ones(32)
-    with torch.no_grad():
-        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
-        expected = get_logprobs(model(ids, attention), ids, 7)
-    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    assert_scored_as_by_the_bridge(model, make_rows())
 
 
 def test_a_bridge_that_learns_itself_gets_its_gradients(folders):
@@ -301,10 +298,7 @@ def test_settings_that_mean_nothing_are_refused(wrong, folders):
 def test_rows_with_gaps_are_left_to_the_bridge(folders):
     model, (ids, attention, mask) = load(folders, "llama"), make_rows()
     attention[0, 9], attention[3, 6] = 0, 0  # amid a completion, and the end of a prompt
-    with torch.no_grad():
-        logprobs = get_scorer(model).measure(ids, attention, 7).logprobs
-        expected = get_logprobs(model(ids, attention), ids, 7)
-    torch.testing.assert_close(logprobs[mask], expected[mask], rtol=1e-5, atol=2e-5)
+    assert_scored_as_by_the_bridge(model, (ids, attention, mask))
 
 
 def test_a_prompt_is_computed_once_and_padding_never(folders, monkeypatch):
