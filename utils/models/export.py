@@ -64,7 +64,7 @@ NAMES = {  # of the linear layers in a block: GPT-2's, and those of the other mo
 # more than x A B alpha / rank on some linear layers.
 OPEN = """task_type base_model_name_or_path revision auto_mapping peft_version inference_mode r
 lora_alpha rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform
-layers_pattern fan_in_fan_out lora_dropout init_lora_weights""".split()
+layers_pattern fan_in_fan_out lora_dropout init_lora_weights eva_config""".split()
 FUSED = (
     ": an adapter that was trained on c_attn as a whole has one A for q, k and v, and cannot be "
     "taken apart into adapters of this rank"
@@ -225,8 +225,9 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
             f"A and B of {module} should be {expected}, of {len(sites)} times this model's rank, "
             f"but are {found}" + FUSED * module.endswith(".c_attn"),
         )
-        key = get_pattern_key(config.alpha_pattern, module)
-        scaling = config.alpha_pattern.get(key, config.lora_alpha) / lora_A.shape[1]
+        alphas = config.alpha_pattern or {}
+        alpha = alphas.get(get_pattern_key([*alphas], module), config.lora_alpha)
+        scaling = alpha / lora_A.shape[1]
         own_scaling = float(model.adapters[sites[0]].scaling)
         require(
             math.isclose(scaling, own_scaling),
@@ -247,7 +248,7 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
 def _read_config(folder: Path) -> LoraConfig:
     """Read a configuration by PEFT, which would look for a folder that isn't here on the hub."""
     require(folder.is_dir(), f"folder should hold a PEFT adapter, but {folder} is not there")
-    config, plain = PeftConfig.from_pretrained(folder), LoraConfig()
+    config, plain = PeftConfig.from_pretrained(str(folder)), LoraConfig()
     kind = type(config).__name__
     require(isinstance(config, LoraConfig), f"the adapter should be of LoRA, but has a {kind}")
     given = {field.name: getattr(config, field.name) for field in fields(config)}
@@ -304,23 +305,18 @@ def _write_export(folder: str | Path) -> Iterator[Path]:
     Raises ValueError where `folder` holds anything but an earlier export.
     """
     folder = Path(folder).expanduser().resolve()
-    _require_own(folder)
+    if folder.exists():
+        require(folder.is_dir(), f"folder should be a folder to write, but {folder} is a file")
+        contents = folder / CONTENTS
+        own = {CONTENTS, *contents.read_text().splitlines()} if contents.is_file() else set()
+        others = sorted(path.name for path in folder.iterdir() if path.name not in own)
+        require(
+            not others,
+            f"folder should be new, or an earlier export, but {folder} holds {others[:4]}",
+        )
     with write_folder(folder) as new:
         yield new
         (new / CONTENTS).write_text("".join(f"{path.name}\n" for path in sorted(new.iterdir())))
-
-
-def _require_own(folder: Path) -> None:
-    if not folder.exists():
-        return
-    require(folder.is_dir(), f"folder should be a folder to write, but {folder} is a file")
-    contents = folder / CONTENTS
-    own = {CONTENTS, *contents.read_text().splitlines()} if contents.is_file() else set()
-    others = sorted(path.name for path in folder.iterdir() if path.name not in own)
-    require(
-        not others,
-        f"folder should be new, or an earlier export, but {folder} holds {others[:4]}",
-    )
 
 
 # --- The command ----------------------------------------------------------------------------------
@@ -358,8 +354,8 @@ def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
     adapters = {}
     for site in dict.fromkeys(name.rpartition(".")[0] for name in names):
         lora_A, lora_B = trained[f"{site}.lora_A"], trained[f"{site}.lora_B"]
-        weight = base.get_submodule(site).original_component.weight  # of GPT-2 it is [d_in d_out]
-        expected = [*sorted(weight.shape), rank, rank]
+        linear: Any = base.get_submodule(site).original_component
+        expected = [*sorted(linear.weight.shape), rank, rank]  # GPT-2 has [d_in d_out], others not
         found = [*sorted((len(lora_A), lora_B.shape[1])), lora_A.shape[1], len(lora_B)]
         require(
             found == expected,
