@@ -25,7 +25,7 @@ from torch import Tensor
 from utils.models.blocks import NativeModel, multiply
 from utils.models.fast_path import agrees
 from utils.models.forward import NativeScorer, get_scorer
-from utils.models.graph import Step, get_step
+from utils.models.graph import Step, get_step, lower
 from utils.validation import require
 
 LEAVE = 0.9  # rows leave when at most this share of those in the cache goes on
@@ -123,8 +123,7 @@ def draw(
         if probs is not all_probs:
             log_kept_mass = total.squeeze(-1).log()
         require(total.isfinite().all(), "logits should be numbers, but some are nan or inf")
-        # Below the total, or a token of probability 0 behind all others could be taken.
-        at = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+        at = lower(uniforms[:, None] * total, total)
         tokens = torch.searchsorted(sums, at, right=True).squeeze(-1)
     return tokens, all_probs.gather(-1, tokens[:, None]).squeeze(-1).log(), log_kept_mass
 

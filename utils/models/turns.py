@@ -170,19 +170,19 @@ class Environment:
         return transcripts.close(step + 1)
 
     def find_turn_ends(self, tokenizer: Any, vocab: int) -> Bool[Tensor, "vocab"]:
-        """Return which tokens may be the last of `turn_end`, by their text; "<eos>" is not ">"."""
+        """Return which tokens may be the last of a turn, by their text."""
         if self._turn_ends is None or len(self._turn_ends) != vocab:
             known = min(vocab, len(tokenizer))
             texts = tokenizer.batch_decode([[token] for token in range(known)])
-            ends = [self.may_end(text) for text in texts] + [False] * (vocab - known)
-            for token in tokenizer.all_special_ids:
-                if token < known:
-                    ends[token] = self.turn_end.endswith(texts[token])
-            self._turn_ends = torch.tensor(ends)
+            special = {*tokenizer.all_special_ids}
+            ends = [self.may_end(text, token in special) for token, text in enumerate(texts)]
+            self._turn_ends = torch.tensor(ends + [False] * (vocab - known))
         return self._turn_ends
 
-    def may_end(self, text: str) -> bool:
-        """Return whether a token of this text may be the last one of a turn."""
+    def may_end(self, text: str, is_special: bool) -> bool:
+        """Return whether a token may be the last of `turn_end`; "<eos>" isn't that of ">"."""
+        if is_special:
+            return self.turn_end.endswith(text)
         return text.endswith((self.turn_end[-1], "\ufffd"))  # part of a character is the latter
 
     def is_end(self, turn: str) -> bool:
@@ -203,14 +203,8 @@ class Stops(Environment):
         super().__init__(lambda turn: None, max_calls=0)
         self.stops = tuple(stops)
 
-    def find_turn_ends(self, tokenizer: Any, vocab: int) -> Bool[Tensor, "vocab"]:
-        """Return which tokens may complete a stop, by their text."""
-        known = min(vocab, len(tokenizer))
-        texts = tokenizer.batch_decode([[token] for token in range(known)])
-        return torch.tensor([self.may_end(text) for text in texts] + [False] * (vocab - known))
-
-    def may_end(self, text: str) -> bool:
-        """Return whether a token of this text may complete a stop."""
+    def may_end(self, text: str, is_special: bool) -> bool:
+        """Return whether a token may complete a stop."""
         return "\ufffd" in text or any(stop[-1] in text for stop in self.stops)
 
     def is_end(self, turn: str) -> bool:

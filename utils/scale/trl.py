@@ -93,19 +93,19 @@ def take_trl_step(
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompt_mask = samples.attention_mask[:, : samples.prompt_len].bool()
-    pairs = zip(samples.input_ids[:, : samples.prompt_len], prompt_mask, strict=True)
-    prompts = [ids[mask].tolist() for ids, mask in pairs]
-    written = samples.attention_mask[:, samples.prompt_len :].bool()
-    rows = zip(samples.completion_ids, written, strict=True)
-    completions = [ids[mask].tolist() for ids, mask in rows]
-    rows = zip(samples.completion_mask, written, strict=True)
-    own_masks = [own[mask].long().tolist() for own, mask in rows]
-    has_others = not samples.completion_mask.equal(written)
-    logprobs = None
-    if of_vllm:
-        rows = zip(samples.logprobs, written, strict=True)
-        logprobs = [x[mask].tolist() for x, mask in rows]
+    prompt_mask, written = samples.attention_mask.bool().split(
+        [samples.prompt_len, samples.completion_ids.shape[1]], dim=1
+    )
+
+    def select(values: Tensor, mask: Tensor) -> list[list]:
+        return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
+
+    prompts = select(samples.input_ids[:, : samples.prompt_len], prompt_mask)
+    completions = select(samples.completion_ids, written)
+    own_masks = None
+    if not samples.completion_mask.equal(written):
+        own_masks = select(samples.completion_mask.long(), written)
+    logprobs = select(samples.logprobs, written) if of_vllm else None
     losses: list[float] = []
 
     class Trainer(GRPOTrainer):
@@ -117,7 +117,7 @@ def take_trl_step(
 
         def _generate(self, given: list):
             found = super()._generate(given)
-            return (*found[:2], own_masks if has_others else None, *found[3:])
+            return (*found[:2], own_masks, *found[3:])
 
         def _compute_loss(self, model, inputs):
             loss = super()._compute_loss(model, inputs)
