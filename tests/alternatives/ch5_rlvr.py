@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from solutions.ch0_sampling import Samples, get_logprobs
+from solutions.ch0_sampling import get_logprobs
 from solutions.ch2_ppo import ReplayMemory
 from solutions.ch3_grpo import group_advantages
 from solutions.ch5_rlvr import (
@@ -18,19 +18,6 @@ from solutions.ch5_rlvr import (
 from utils.grading.known_answers import edit, right
 
 # --- Rewards that are checked -------------------------------------------------------------------
-
-
-@right("extract_answer")
-def from_the_end(text):
-    """Digits are collected backwards, then what stands before them is looked at."""
-    start = len(text)
-    while start > 0 and text[start - 1] in "0123456789":
-        start -= 1
-    if start == len(text):
-        return None
-    if text[:start].endswith("-"):
-        start -= 1
-    return text[start:] if text[:start].endswith("A: ") else None
 
 
 @right("extract_answer")
@@ -108,25 +95,6 @@ def beside_the_first(rewards, group_size):
     return (groups[:, 1:] != groups[:, :1]).any(dim=1)
 
 
-@right("select_informative_groups")
-def by_the_std(rewards, group_size):
-    _check_groups(group_size, len(rewards))
-    return rewards.double().unflatten(0, (-1, group_size)).std(-1) > 0
-
-
-@right("leave_one_out_advantages")
-@torch.no_grad()
-def one_by_one(rewards, group_size):
-    _check_groups(group_size, len(rewards))
-    advantages = torch.zeros_like(rewards)
-    for i in range(len(rewards)):
-        start = i - i % group_size
-        others = [j for j in range(start, start + group_size) if j != i]
-        if bool((rewards[others] != rewards[i]).any()):
-            advantages[i] = rewards[i] - rewards[others].mean()
-    return advantages
-
-
 @right("leave_one_out_advantages")
 def by_differences(rewards, group_size):
     """The mean of the differences to each of the others: a constant group gives zeros by itself."""
@@ -156,21 +124,6 @@ def by_a_product(scores, finished, penalty):
 
 
 @right("aggregate_tokens")
-def by_weights(per_token, mask, mode="sequence", max_len=None):
-    if mode == "sequence":
-        weights = 1 / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
-    elif mode == "token":
-        weights = 1 / mask.sum().clamp(min=1)
-    elif mode == "constant":
-        if not max_len or max_len < 0:
-            raise ValueError(f"max_len is {max_len}")
-        weights = torch.tensor(1 / (len(mask) * max_len))
-    else:
-        raise ValueError(f"mode should be sequence, token or constant, but is {mode}")
-    return (torch.where(mask, per_token, 0.0) * weights.to(per_token.dtype)).sum()
-
-
-@right("aggregate_tokens")
 def of_the_true_tokens(per_token, mask, mode="sequence", max_len=None):
     rows = len(mask)
     if mode == "constant" and (max_len is None or max_len <= 0):
@@ -185,15 +138,6 @@ def of_the_true_tokens(per_token, mask, mode="sequence", max_len=None):
     if mode not in ("token", "constant"):
         raise ValueError(f"unknown mode {mode!r}")
     return kept.sum() / (rows * max_len if mode == "constant" else max(kept.numel(), 1))
-
-
-@right("calc_sequence_ratio")
-def row_by_row(logprobs, old_logprobs, mask):
-    ratios = []
-    for new, old, kept in zip(logprobs, old_logprobs.detach(), mask, strict=True):
-        x = new[kept] - old[kept]
-        ratios.append(torch.exp(x.sum() / max(len(x), 1)))
-    return torch.stack(ratios)
 
 
 @right("calc_sequence_ratio")
@@ -242,62 +186,6 @@ def with_one_logratio(
 # --- The trainer --------------------------------------------------------------------------------
 
 
-def _have_ended(samples, eos_token_id):
-    rows = zip(samples.completion_ids.tolist(), samples.completion_mask.tolist(), strict=True)
-    return torch.tensor(
-        [
-            any(token == eos_token_id and kept for token, kept in zip(ids, mask, strict=True))
-            for ids, mask in rows
-        ]
-    )
-
-
-@right("RlvrTrainer.sample_groups")
-def two_piles_of_groups(self):
-    """Groups are put on one of two piles as they come, with the number of their coming."""
-    args, size = self.args, self.args.group_size
-    n_groups, eos = args.batch_size // size, self.model.tokenizer.eos_token_id
-    useful, useless, ended, count = [], [], [], 0
-    for extra in range(args.max_extra_rollouts + 1):
-        if extra > 0 and (len(useful) >= n_groups or not args.dynamic_sampling):
-            break
-        samples, scores = self.sample_and_score(n_groups, size)
-        finished = _have_ended(samples, eos)
-        if args.truncation == "penalty":
-            scores = scores - args.missing_eos_penalty * ~finished
-        for start in range(0, len(scores), size):
-            group = (count, samples, range(start, start + size), scores[start : start + size])
-            (useless if len(set(group[3].tolist())) == 1 else useful).append(group)
-            count += 1
-        ended += finished.tolist()
-    self.metrics["informative_frac"].append(len(useful) / count)
-    self.metrics["prompts_sampled"].append(float(count))
-    self.metrics["truncated_frac"].append(ended.count(False) / len(ended))
-    chosen = sorted((useful + useless)[:n_groups], key=lambda group: group[0])
-    return _pad_groups(chosen), torch.cat([group[3] for group in chosen])
-
-
-def _pad_groups(groups):
-    """Rows as lists of ids, padded to the widest that is kept."""
-    prompts, completions, texts = [], [], []
-    for _, samples, rows, _ in groups:
-        n = samples.prompt_len
-        for row in rows:
-            ids, attention = samples.input_ids[row], samples.attention_mask[row]
-            prompts.append(ids[:n][attention[:n].bool()])
-            completions.append(ids[n:][samples.completion_mask[row]])
-            texts.append(samples.texts[row])
-    n = max(map(len, prompts))
-    width = max(map(len, completions))
-    lengths = torch.tensor([len(ids) for ids in completions])
-    left = torch.stack([F.pad(ids, (n - len(ids), 0)) for ids in prompts])
-    real = torch.stack([F.pad(torch.ones_like(ids), (n - len(ids), 0)) for ids in prompts])
-    after = torch.stack([F.pad(ids, (0, width - len(ids))) for ids in completions])
-    mask = torch.arange(width) < lengths[:, None]
-    attention = torch.cat([real, mask.long()], dim=1)
-    return Samples(torch.cat([left, after], dim=1), attention, n, mask, texts)
-
-
 SAMPLED_TO_THE_BOUND = [
     edit(
         "RlvrTrainer.sample_groups",
@@ -321,8 +209,8 @@ def memory_from_scratch(self):
                 ref_logprobs = get_logprobs(self.model(ids, attention), ids, n, args.temperature)
     mask = samples.completion_mask
     if args.truncation == "mask":
-        ended = _have_ended(samples, self.model.tokenizer.eos_token_id)
-        mask = mask & ended.unsqueeze(-1)
+        is_end = samples.completion_ids == self.model.tokenizer.eos_token_id
+        mask = mask & (is_end & mask).sum(1, keepdim=True).bool()
     if args.advantage_kind == "group":
         advantages = group_advantages(scores, args.group_size, args.advantage_scale)
     else:
@@ -338,16 +226,6 @@ def memory_from_scratch(self):
         ref_logprobs=ref_logprobs,
         advantages=advantages,
     )
-
-
-ROLLOUTS = [
-    edit(
-        "RlvrTrainer.rollout_phase",
-        "leave_one_out_unless_group",
-        'if args.advantage_kind == "leave_one_out":',
-        'if args.advantage_kind != "group":',
-    ),
-]
 
 
 @right("RlvrTrainer.compute_rlhf_objective")

@@ -22,7 +22,6 @@ from tests.oracles.ch5_rlvr import (
     drop_by_loops,
     format_by_characters,
     geometric_mean_of_ratios,
-    grpo_without_kl,
     informative_by_sets,
     leave_one_out_by_loops,
     pass_by_enumeration,
@@ -48,6 +47,21 @@ from tests.support.inputs import (
 from tests.support.trainers import beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import worked_answer
+
+
+def after_a_change(function, given: Tensor, *args) -> Tensor:
+    """Return the first argument once the result was overwritten, which a view would share."""
+    given = given.clone()
+    function(given, *args).fill_(1)
+    return given
+
+
+def error_of_group_sizes(function, rewards: Tensor) -> dict:
+    """Return how group sizes for six rewards are answered, four of them and then two."""
+    bad = {n: error_of("group_size", function, rewards, n) for n in (4, 5, 12, 1, 0, -3)}
+    found = {f"group_size {n} for 6 rewards": error for n, error in bad.items()}
+    return found | {f"{n}": function(rewards, n) for n in (2, 6)}
+
 
 # --- extract_answer -----------------------------------------------------------------------------
 
@@ -87,25 +101,15 @@ def completions_of_the_corpus(student, rng):
     return [student.extract_answer(text) for text in texts]
 
 
-@check("extract_answer", points=2, expected=answer_by_characters)
-def what_follows_the_integer(student, rng):
-    """A full stop, blank, newline, word or decimal part after it: then there is no answer"""
-    ends = [".", " ", "\n", "\n\n", " \n", "\t", " and more", ".0", ",000", "%", "A: ", "\nA: x"]
-    ends += ["A", "\nones", "-", " 5", "\r", "\x1c", "e3", "\nQ: 1+1"]
-    found = {
-        f"followed by {end!r}": student.extract_answer(f"A: {draw_number(rng)}{end}")
-        for end in ends
-    }
-    return found | {"followed by nothing": student.extract_answer(f"A: {rng.integer(1, 10**9)}")}
-
-
-@check("extract_answer", points=2, expected=answer_by_characters)
-def several_answers(student, rng):
-    """Only the last answer counts, on one line or several, and only at the very end"""
+@check("extract_answer", points=4, expected=answer_by_characters)
+def only_the_very_end_counts(student, rng):
+    """Nothing may follow the integer, not even a newline; of several answers the last counts"""
     x, y, z = (f"A: {draw_number(rng)}" for _ in range(3))
+    ends = [".", " ", "\n", "\n\n", " \n", "\t", " and more", ".0", ",000", "%", "A: ", "\nA: x"]
+    ends += ["A", "\nones", "-", " 5", "\r", "\x1c", "e3", "\nQ: 1+1", ""]
     joined = [f"{x} {y}", f"{x}\n{y}", f"{x}{y}", f"{x} {y}\n{z}", f"{x}\nA: -{draw_number(rng)}"]
-    broken = [f"{x}\nA: none", f"{x}\nA:", f"{x}\n{y}\n", f"{x} or {draw_number(rng)}"]
-    return [student.extract_answer(text) for text in joined + broken]
+    joined += [f"{x}\nA: none", f"{x}\nA:", f"{x}\n{y}\n", f"{x} or {draw_number(rng)}"]
+    return [student.extract_answer(text) for text in [*(z + end for end in ends), *joined]]
 
 
 @check("extract_answer", points=2, expected=answer_by_characters, tier="hardening")
@@ -136,12 +140,11 @@ def each_its_own_answer(student, rng):
     texts = [text if i % 2 else f"A: {answer}" for i, (text, answer) in enumerate(pairs)]
     slips = rng.tensor([0, 0, 0, 0, 1, -1, 10, -10])[rng.permutation(8)].long().tolist()
     answers = [str(answer + slip) for (_, answer), slip in zip(pairs, slips, strict=True)]
-    texts, answers = [*texts, "", "A: none"], [*answers, "7", "8"]
     n = draw_number(rng)
+    texts, answers = [*texts, "", "A: none"], [*answers, "7", "8"]
     texts, answers = [*texts, *[f"A: {n}"] * 3], [*answers, str(n), str(n + 1), str(n)]
-    found = {"the rewards": student.reward_fn_correct(texts, answers)}
+    found = {"the rewards": student.reward_fn_correct(samples=texts, answers=answers)}
     found["of one"] = student.reward_fn_correct(texts[3:4], answers[3:4])
-    found["by keyword"] = student.reward_fn_correct(samples=texts[:5], answers=answers[:5])
     return found | {"the texts afterwards": texts, "the answers afterwards": answers}
 
 
@@ -160,24 +163,16 @@ def answers_that_look_alike(student, rng):
     }
 
 
-@check("reward_fn_correct", expected=correct_by_characters, tier="hardening")
-def integers_for_answers(student, rng):
-    """Answers that are integers; no samples at all"""
-    pairs = [work_out(rng) for _ in range(16)]
-    texts, slips = [text for text, _ in pairs], rng.integers(0, 2, 16).tolist()
-    answers = [answer + slip for (_, answer), slip in zip(pairs, slips, strict=True)]
-    found = student.reward_fn_correct(texts, answers)
-    return {"integers": found, "none": student.reward_fn_correct([], [])}
-
-
-@check("reward_fn_correct", tier="hardening")
-def answers_that_do_not_fit(student, rng):
-    """Not as many answers as samples: a ValueError names the answers"""
-    numbers = rng.integers(0, 2, 17).tolist()  # of 16 texts, half are right
+@check("reward_fn_correct", points=2, tier="hardening")
+def numbers_of_answers(student, rng):
+    """Integers; no samples at all; fewer answers than samples or more: a ValueError names them"""
+    f, numbers = student.reward_fn_correct, rng.integers(0, 2, 17).tolist()
     texts, answers = [f"A: {n}" for n in numbers[:16]], ["1"] * 17
-    f = student.reward_fn_correct
     bad = {f"{n} answers": error_of("answers", f, texts, answers[:n]) for n in (0, 1, 15, 17)}
-    return bad | {"16 answers": f(texts, answers[:16])}
+    pairs = [work_out(rng) for _ in range(16)]
+    integers = [answer + n for (_, answer), n in zip(pairs, numbers[1:], strict=True)]
+    found = {"integers": f([text for text, _ in pairs], integers), "none": f([], [])}
+    return bad | found | {"16 answers": f(texts, answers[:16])}
 
 
 # --- reward_fn_format ---------------------------------------------------------------------------
@@ -198,8 +193,7 @@ def formats_of_completions(student, rng):
     texts += [text[: rng.integer(5, len(text) - 3)] for text in texts[:4]]
     texts += [f"{texts[0]}{end}" for end in (".", " ", "\n", "\nA: ", "\nA: 3", "7")]
     texts += ["", f"{texts[1]}\n{texts[2]}", f"A: 3\n{texts[1]}", f"A: {texts[2]}"]
-    order = rng.permutation(len(texts)).tolist()
-    texts = [texts[i] for i in order]
+    texts = [texts[i] for i in rng.permutation(len(texts)).tolist()]
     found = {"the rewards": student.reward_fn_format(texts)}
     return found | {"one text": student.reward_fn_format(texts[:1]), "texts afterwards": texts}
 
@@ -209,19 +203,15 @@ def steps_that_are_missing(student, rng):
     """Steps left out or in another order, wrong sums, more text than the steps"""
     text, answer = work_out(rng)
     steps = text.split("\n")[0]
-    parts = {word: steps.split(f"{word} ")[1].split()[0] for word in ("ones", "tens", "sum")}
-    found = {}
-    for n in (1, 2, 3):
-        for words in itertools.permutations(parts, n):
-            line = " ".join(f"{word} {parts[word]}" for word in words)
-            (found[" ".join(words)],) = student.reward_fn_format([f"{line}\nA: {answer}"])
-    wrong = f"ones {draw_number(rng)} tens {draw_number(rng)} sum {draw_number(rng)}\nA: {answer}"
-    signs = [f"{steps}\nA: {sign}" for sign in ("0", "-5", "-0")]
-    long = f"Let me see.\n{steps}\nSo it is\nA: {answer}"
-    texts = [wrong, long, *signs, *(f"A: {draw_number(rng)}" for _ in range(7))]
+    parts = [f"{word} {steps.split(f'{word} ')[1].split()[0]}" for word in ("ones", "tens", "sum")]
+    lines = [" ".join(p) for n in (1, 2, 3) for p in itertools.permutations(parts, n)]
+    lines += [f"ones {draw_number(rng)} tens {draw_number(rng)} sum {draw_number(rng)}"]
+    lines += [f"Let me see.\n{steps}\nSo it is"]
+    texts = [f"{line}\nA: {answer}" for line in lines]
+    texts += [f"{steps}\nA: {sign}" for sign in ("0", "-5", "-0")]
+    texts += [f"A: {draw_number(rng)}" for _ in range(7)]
     texts = [texts[i] for i in rng.permutation(len(texts)).tolist()]
-    found["in any order"] = student.reward_fn_format(texts)
-    return found | {"no texts": student.reward_fn_format([])}
+    return {"rewards": student.reward_fn_format(texts), "no texts": student.reward_fn_format([])}
 
 
 # --- combine_rewards ----------------------------------------------------------------------------
@@ -238,19 +228,17 @@ def rewards_of_many_functions(student, rng):
     """Any number of functions and completions, also the same number; weights of either sign"""
     found = {}
     for functions, batch in ((3, 5), (4, 4), (1, 3), (2, 1), (5, 2)):
-        rewards = rng.normal(functions, batch, mean=1)
-        weights = rng.normal(functions, std=2).tolist()
+        rewards, weights = rng.normal(functions, batch, mean=1), rng.normal(functions, std=2)
         found[f"{functions} functions, {batch} completions"] = student.combine_rewards(
-            rewards, weights
+            rewards, weights.tolist()
         )
-        found[f"{functions} functions, {batch} completions: the weights"] = weights
     return found
 
 
-@check("combine_rewards", points=2, expected=combine_by_loops, tier="hardening")
+@check("combine_rewards", points=3, tier="hardening")
 def weights_of_every_kind(student, rng):
-    """Weights that are 0, negative, large, integers, and do not add up to 1"""
-    rewards = rng.normal(3, 4, mean=2)
+    """Weights of 0, negative, large, integers; not one for each function: a ValueError says so"""
+    rewards, f = rng.normal(3, 4, mean=2), student.combine_rewards
     weights = {
         "zeros": [0.0, 0.0, 0.0],
         "opposites": [1.0, -1.0, 0.0],
@@ -259,35 +247,24 @@ def weights_of_every_kind(student, rng):
         "large": [1e4, -5.0, 1e-4],
         "negative": [-1.0, -0.5, -0.25],
     }
-    return {name: student.combine_rewards(rewards, w) for name, w in weights.items()}
+    bad = {n: error_of("weights", f, rewards, rng.normal(n).tolist()) for n in (0, 1, 2, 4)}
+    found = {name: f(rewards, w) for name, w in weights.items()}
+    return found | {f"{n} weights": error for n, error in bad.items()}
 
 
 @check("combine_rewards", public=True, expected=combine_by_loops, tier="hardening")
 def rewards_afterwards(student, rng):
     """The result carries no gradient and is new; rewards and weights stay as they were"""
     f, found = student.combine_rewards, {}
-    for functions in (1, 3):
-        weights = [1.0, *rng.normal(2).tolist()][:functions]
-        rewards, scale = rng.normal(functions, 4), rng.normal(4)
-        found[f"{functions}: gradient"] = value_and_gradients(
+    for weights in ([1.0], [1.0, *rng.normal(2).tolist()]):
+        n, rewards, scale = len(weights), rng.normal(len(weights), 4), rng.normal(4)
+        found[f"{n}: gradient"] = value_and_gradients(
             lambda rewards: f(rewards, weights) * scale,  # noqa: B023
             rewards=rewards,
         )
-        found[f"{functions}: inputs"] = with_inputs_after(f, rewards.clone(), weights)
-        combined = f(rewards, weights)
-        combined += 1  # a view of the rewards would change them
-        found[f"{functions}: the rewards after the result is changed"] = rewards
-        found[f"{functions}: the weights afterwards"] = weights
+        found[f"{n}: the rewards after the result is changed"] = after_a_change(f, rewards, weights)
+        found[f"{n}: the weights afterwards"] = weights
     return found
-
-
-@check("combine_rewards", tier="hardening")
-def weights_that_do_not_fit(student, rng):
-    """Not as many weights as functions: a ValueError names the weights"""
-    rewards, weights = rng.normal(3, 4), rng.normal(5).tolist()
-    f = student.combine_rewards
-    bad = {f"{n} weights": error_of("weights", f, rewards, weights[:n]) for n in (0, 1, 2, 4)}
-    return bad | {"3 weights": f(rewards, weights[:3])}
 
 
 # --- pass_at_k ----------------------------------------------------------------------------------
@@ -314,10 +291,9 @@ def every_way_to_take_k(student, rng):
     for _ in range(12):
         n = rng.integer(1, 10)
         cases.append((n, rng.integer(0, n + 1), rng.integer(1, n + 1)))
-    found = {"the cases": torch.tensor(cases), "pass@k": _pass(student, cases)}
     n = rng.integer(4, 9)
-    edges = [(n, 0, n), (n, n, 1), (n, n, n), (n, 1, n), (n, 1, 1), (n, n - 1, 1), (n, n - 1, 2)]
-    return found | {"at the edges": _pass(student, edges), "n": n}
+    cases += [(n, 0, n), (n, n, 1), (n, n, n), (n, 1, n), (n, 1, 1), (n, n - 1, 1), (n, n - 1, 2)]
+    return {"the cases": torch.tensor(cases), "pass@k": _pass(student, cases)}
 
 
 @check("pass_at_k", points=2, seeds=2, expected=pass_one_by_one, **PASS_CHECK, tier="hardening")
@@ -332,16 +308,9 @@ def many_completions(student, rng):
 def numbers_that_cannot_be(student, rng):
     """k not in [1, n], c not in [0, n]: a ValueError names it"""
     f, n = student.pass_at_k, rng.integer(3, 9)
-    bad = {
-        "k above n": error_of("k", f, n, 1, n + 1),
-        "k above n, all right": error_of("k", f, n, n, n + 2),
-        "k above n, none right": error_of("k", f, n, 0, n + 1),
-        "k 0": error_of("k", f, n, 1, 0),
-        "k 0, all right": error_of("k", f, n, n, 0),
-        "k below 0": error_of("k", f, n, 1, -1),
-        "c above n": error_of("c", f, n, n + 1, 2),
-        "c below 0": error_of("c", f, n, -1, 2),
-    }
+    cases = [("k", c, k) for c in (1, n, 0) for k in (n + 1, n + 2, 0, -1)]
+    cases += [("c", n + 1, 2), ("c", -1, 2)]
+    bad = {f"{name}: {i}": error_of(name, f, n, c, k) for i, (name, c, k) in enumerate(cases)}
     many, right = rng.integer(100, 1000), rng.integer(1, 50)
     return bad | {"as it should be": float(f(many, right, rng.integer(2, 50)))}
 
@@ -370,37 +339,23 @@ def groups_of_every_size(student, rng):
     return found | {"pairs": student.select_informative_groups(pairs.flatten(), 4)}
 
 
-@check("select_informative_groups", points=2, expected=informative_by_sets, tier="hardening")
+@check("select_informative_groups", points=3, tier="hardening")
 def constants_and_near_constants(student, rng):
-    """Equal rewards of any size; rewards that differ only a little, or in sign"""
+    """Equal and nearly equal rewards of any size; group_size 1 or no divisor: a ValueError"""
+    select = student.select_informative_groups
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3, -0.5, -2]), rng.normal(3)])
     constant = values.repeat_interleave(7)
     near = constant.reshape(8, 7).clone()
     near[:, rng.integer(0, 7)] *= 1 + 1e-6
-    signs = rng.tensor([-1.0, 1.0] * 4)
     tiny = rng.tensor([0.0] * 7 + [1e-7])[rng.permutation(8)]
-    select = student.select_informative_groups
-    return {
+    return error_of_group_sizes(select, rng.integers(0, 2, 6).to(rng.dtype)) | {
         "constant": select(constant, 7),
-        "nearly": select(near.flatten(), 7),
-        "both signs": select(signs * values[0], 2),
+        "both signs": select(rng.tensor([-1.0, 1.0] * 4) * values[0], 2),
         "tiny": select(tiny, 4),
         "mean 0": select(rng.tensor([-1.0, 1, -1, 1, 0, 0, 0, 0]), 4),
-        "inputs": with_inputs_after(select, near.flatten(), 7),
+        "nearly": with_inputs_after(select, near.flatten(), 7),
         "with a gradient": select(leaf(near.flatten()), 7),
     }
-
-
-@check("select_informative_groups", tier="hardening")
-def selections_that_do_not_fit(student, rng):
-    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
-    rewards, f = rng.normal(6), student.select_informative_groups
-    hits = rng.integers(0, 2, 48).to(rng.dtype)
-    bad = {
-        f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
-        for n in (4, 5, 12, 1, 0, -3)
-    }
-    return bad | {"2": f(hits, 2), "6": f(rewards, 6)}
 
 
 # --- leave_one_out_advantages -------------------------------------------------------------------
@@ -448,26 +403,15 @@ def constant_groups_left_out(student, rng):
     }
 
 
-@check("leave_one_out_advantages", public=True, expected=leave_one_out_by_loops, tier="hardening")
+@check("leave_one_out_advantages", public=True, points=2, tier="hardening")
 def others_that_require_gradient(student, rng):
-    """The advantages carry no gradient, and the rewards stay as they were"""
+    """No gradient; the rewards stay as they were; group_size 1 or no divisor: a ValueError"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
     f = student.leave_one_out_advantages
-    return {
+    return error_of_group_sizes(f, rng.normal(6)) | {
         "gradient": value_and_gradients(lambda rewards: f(rewards, 4) * weights, rewards=rewards),
         "inputs": with_inputs_after(f, rewards.clone(), 4),
     }
-
-
-@check("leave_one_out_advantages", tier="hardening")
-def others_that_do_not_fit(student, rng):
-    """A group_size that does not divide the batch, or is below 2: a ValueError names it"""
-    rewards, f = rng.normal(6), student.leave_one_out_advantages
-    bad = {
-        f"group_size {n} for 6 rewards": error_of("group_size", f, rewards, n)
-        for n in (4, 5, 12, 1, 0, -3)
-    }
-    return bad | {"2": f(rewards, 2), "6": f(rewards, 6)}
 
 
 # --- mask_truncated and apply_missing_eos_penalty -----------------------------------------------
@@ -495,25 +439,20 @@ def truncated_rows(student, rng):
     found = {}
     for rows, completion in ((6, 7), (5, 5), (4, 9), (1, 4), (1, 1), (3, 1)):
         mask, finished = ragged_mask(rng, rows, completion), draw_finished(rng, rows)
-        found[f"{rows} by {completion}"] = {
-            "some": student.mask_truncated(mask, finished),
-            "the others": student.mask_truncated(mask, ~finished),
-            "all": student.mask_truncated(mask, torch.ones_like(finished)),
-            "none": student.mask_truncated(mask, torch.zeros_like(finished)),
-        }
+        found[f"{rows} by {completion}"] = [
+            student.mask_truncated(mask, x)
+            for x in (finished, ~finished, finished | True, finished & False)
+        ]
     return found
 
 
 @check("mask_truncated", expected=drop_by_loops, tier="hardening")
 def masks_afterwards(student, rng):
     """The result is a new tensor, and the arguments stay as they were"""
-    mask, found = ragged_mask(rng), {}
+    f, mask, found = student.mask_truncated, ragged_mask(rng), {}
     for name, finished in (("some", draw_finished(rng, 6)), ("all", torch.ones(6).bool())):
-        given = mask.clone()
-        found[name] = with_inputs_after(student.mask_truncated, given, finished)
-        result = student.mask_truncated(given, finished)
-        result |= True  # a view would change the mask as well
-        found[f"{name}: the mask after the result is changed"] = given
+        found[name] = with_inputs_after(f, mask.clone(), finished)
+        found[f"{name}: the mask after the result is changed"] = after_a_change(f, mask, finished)
     return found
 
 
@@ -527,16 +466,13 @@ def worked_penalties(student, rng):
 @check("apply_missing_eos_penalty", public=True, points=2, seeds=2, expected=penalize_by_loops)
 def penalties_of_every_size(student, rng):
     """Scores of both signs; penalties of 0, 2, 0.3 and 100; some, all and none finished"""
-    f, found = student.apply_missing_eos_penalty, {}
-    for rows in (6, 1):
+    found = {}
+    for rows, penalty in itertools.product((6, 1), (0.0, 2, 0.3, 100.0)):
         scores, finished = rng.normal(rows, std=3), draw_finished(rng, rows)
-        for penalty in (0.0, 2, 0.3, 100.0):
-            found[f"{rows} rows, {penalty}"] = [
-                f(scores, finished, penalty),
-                f(scores, ~finished, penalty),
-                f(scores, torch.ones_like(finished), penalty),
-                f(scores, torch.zeros_like(finished), penalty),
-            ]
+        found[f"{rows} rows, {penalty}"] = [
+            student.apply_missing_eos_penalty(scores, x, penalty)
+            for x in (finished, ~finished, finished | True, finished & False)
+        ]
     return found
 
 
@@ -544,17 +480,14 @@ def penalties_of_every_size(student, rng):
 def scores_afterwards(student, rng):
     """The result carries no gradient and is new; the arguments stay as they were"""
     f, scores, weights = student.apply_missing_eos_penalty, rng.normal(6), rng.normal(6)
-    finished, found = draw_finished(rng, 6), {}
-    for name, ended in (("some", finished), ("all", torch.ones_like(finished))):
-        given = scores.clone()
-        found[name] = with_inputs_after(f, given, ended, 0.7)
+    found = {}
+    for name, ended in (("some", draw_finished(rng, 6)), ("all", torch.ones(6).bool())):
+        found[name] = with_inputs_after(f, scores.clone(), ended, 0.7)
         found[f"{name}: gradient"] = value_and_gradients(
             lambda scores: f(scores, ended, 0.7) * weights,  # noqa: B023
             scores=scores,
         )
-        result = f(given, ended, 0.7)
-        result += 1  # a view would change the scores as well
-        found[f"{name}: the scores after the result is changed"] = given
+        found[f"{name}: the scores after a change"] = after_a_change(f, scores, ended, 0.7)
     return found
 
 
@@ -587,7 +520,7 @@ def worked_aggregates(student, rng):
     return found | {"constant": f(per_token, mask, "constant", 5), "default": f(per_token, mask)}
 
 
-@check("aggregate_tokens", public=True, points=2, seeds=2, expected=aggregate_by_loops)
+@check("aggregate_tokens", public=True, points=4, seeds=2, expected=aggregate_by_loops)
 def ragged_aggregates(student, rng):
     """Ragged, with an empty row; NaN or inf beyond the mask: the values and the gradients"""
     mask = ragged_mask(rng)
@@ -608,29 +541,15 @@ def aggregates_of_many_shapes(student, rng):
     }
 
 
-@check("aggregate_tokens", points=2, expected=aggregate_by_loops)
-def maximal_lengths(student, rng):
-    """max_len above, at and below the width, by position; the other modes ignore it"""
-    mask, f = ragged_mask(rng), student.aggregate_tokens
-    per_token = poison(rng.normal(6, 7, mean=2), mask)
-    found = {f"max_len {n}": f(per_token, mask, "constant", n) for n in (1, 5, 7, 8, 100)}
-    found |= {f"{mode} with max_len": f(per_token, mask, mode, 50) for mode in MODES[:2]}
-    found["by keyword"] = f(per_token=per_token, mask=mask, mode="constant", max_len=9)
-    return found | {"inputs": [with_inputs_after(f, per_token, mask, m, 9) for m in MODES]}
-
-
 @check("aggregate_tokens", tier="hardening")
 def modes_that_there_are_not(student, rng):
-    """Another mode, or "constant" without a positive max_len: a ValueError names it"""
-    mask, f = ragged_mask(rng), student.aggregate_tokens
-    per_token = rng.normal(6, 7)
-    bad = {
-        f"mode {mode!r}": error_of("mode", f, per_token, mask, mode, 7)
-        for mode in ("grpo", "Token", "", "sequences", None)
-    }
+    """Another mode, or "constant" without a positive max_len: a ValueError; arguments stay"""
+    args, f = (rng.normal(6, 7), ragged_mask(rng)), student.aggregate_tokens
+    modes = ("grpo", "Token", "", "sequences", None)
+    found = {f"mode {mode!r}": error_of("mode", f, *args, mode, 7) for mode in modes}
     for n in (None, 0, -5):
-        bad[f"max_len {n}"] = error_of("max_len", f, per_token, mask, "constant", n)
-    return bad | _every_mode(student, mask, 7, per_token)
+        found[f"max_len {n}"] = error_of("max_len", f, *args, "constant", n)
+    return found | {mode: with_inputs_after(f, *args, mode, max_len=5) for mode in MODES}
 
 
 # --- calc_sequence_ratio ------------------------------------------------------------------------
@@ -661,44 +580,31 @@ def ragged_sequence_ratios(student, rng):
     }
 
 
-@check("calc_sequence_ratio", expected=geometric_mean_of_ratios, tier="hardening")
+@check("calc_sequence_ratio", points=4, expected=geometric_mean_of_ratios, tier="hardening")
 def sequence_ratios_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
-    masks = masks_of_many_shapes(rng)
-    return {
+    """Other shapes; 300 tokens; log-probs of -1000 and 0; log-ratios of +-1000 behind the mask"""
+    found = {
         name: value_and_gradients(_ratio(student, mask), **ragged_logprobs(rng, mask))
-        for name, mask in masks.items()
+        for name, mask in masks_of_many_shapes(rng).items()
     }
-
-
-@check("calc_sequence_ratio", points=2, expected=geometric_mean_of_ratios, tier="hardening")
-def long_and_unlikely_sequences(student, rng):
-    """300 tokens whose ratios' product overflows; log-probs of -1000 and 0; inputs unchanged"""
     mask = torch.arange(300) < torch.tensor([300, 250, 3])[:, None]
-    old = -rng.uniform(3, 300, high=2.0)
-    shift = rng.tensor([[0.9], [-0.9], [30.0]]) + rng.normal(3, 300, std=0.1)
-    unlikely = -1000 * rng.uniform(3, 4, low=0.9, high=1.1)
-    unlikely[:, rng.integer(0, 4)] = 0.0
-    near = (unlikely.float() + rng.normal(3, 4).float()).to(rng.dtype)
-    short = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
-    return {
-        "long": value_and_gradients(_ratio(student, mask), logprobs=old + shift, old_logprobs=old),
-        "unlikely": value_and_gradients(
-            _ratio(student, short), logprobs=near, old_logprobs=unlikely
-        ),
-        "inputs": with_inputs_after(student.calc_sequence_ratio, near, unlikely, short),
-    }
-
-
-@check("calc_sequence_ratio", expected=geometric_mean_of_ratios, tier="hardening")
-def extremes_behind_the_sequences_mask(student, rng):
-    """Log-ratios of +-1000 behind the mask: all is finite"""
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
-    extremes = rng.tensor([[0, 0, 1e3, -1e3], [0, 0, 0, 1e3], [0] * 4, [-1e3, 1e3, 1e3, 0]])
+    old = -rng.uniform(3, 300, high=2.0)  # the product of the ratios overflows
+    new = old + rng.tensor([[0.9], [-0.9], [30.0]]) + rng.normal(3, 300, std=0.1)
+    found["long"] = value_and_gradients(_ratio(student, mask), logprobs=new, old_logprobs=old)
+    mask = torch.arange(4) < torch.tensor([4, 2, 3])[:, None]
+    old = -1000 * rng.uniform(3, 4, low=0.9, high=1.1)
+    old[:, rng.integer(0, 4)] = 0.0
+    new = (old.float() + rng.normal(3, 4).float()).to(rng.dtype)
+    found["unlikely"] = value_and_gradients(_ratio(student, mask), logprobs=new, old_logprobs=old)
+    found["inputs"] = with_inputs_after(student.calc_sequence_ratio, new, old, mask)
+    mask = torch.arange(4) < torch.tensor([2, 3, 4, 0])[:, None]
+    extremes = poison(torch.zeros(4, 4), mask, 1e3) * rng.tensor([1.0, -1.0, 1.0, -1.0])
     old = -rng.uniform(4, 4)
-    return value_and_gradients(
-        _ratio(student, mask), logprobs=old + rng.normal(4, 4) + extremes, old_logprobs=old
-    )
+    return found | {
+        "extremes": value_and_gradients(
+            _ratio(student, mask), logprobs=old + rng.normal(4, 4) + extremes, old_logprobs=old
+        )
+    }
 
 
 # --- calc_rlvr_objective ------------------------------------------------------------------------
@@ -729,73 +635,39 @@ def worked_levels(student, rng):
     }
 
 
-@check("calc_rlvr_objective", public=True, points=2, seeds=2, expected=rlvr_by_cases)
+@check("calc_rlvr_objective", public=True, points=3, seeds=2, expected=rlvr_by_cases)
 def ragged_rlvr_objectives(student, rng):
-    """Both levels and all modes, ragged, NaN or inf beyond the mask: values and gradients"""
+    """Both levels and all modes, NaN or inf beyond the mask; the defaults, which are GRPO's"""
     mask = ragged_mask(rng)
     advantages, found = one_zero(rng, mask), {}
-    for level in ("token", "sequence"):
-        for mode in MODES:
-            fill = (NAN, torch.inf, -torch.inf)[rng.integer(0, 3)]
-            objective = _rlvr(student, mask, ratio_level=level, loss_mode=mode, max_len=9)
-            found[f"{level}, {mode}"] = value_and_gradients(
-                objective, **ragged_logprobs(rng, mask, fill), advantages=advantages
-            )
-    return found
+    for level, mode in itertools.product(("token", "sequence"), MODES):
+        fill = (NAN, torch.inf, -torch.inf)[rng.integer(0, 3)]
+        tensors = ragged_logprobs(rng, mask, fill) | {"advantages": advantages}
+        objective = _rlvr(student, mask, ratio_level=level, loss_mode=mode, max_len=9)
+        found[f"{level}, {mode}"] = value_and_gradients(objective, **tensors)
+    return found | {"defaults": value_and_gradients(_rlvr(student, mask), **tensors)}
 
 
-@check("calc_rlvr_objective", expected=grpo_without_kl)
-def defaults_are_grpo(student, rng):
-    """With the defaults, GRPO's value and gradient; a different clip_coef, and an upper one"""
-    mask = ragged_mask(rng)
-    tensors = ragged_logprobs(rng, mask) | {"advantages": one_zero(rng, mask)}
-    return {
-        "defaults": value_and_gradients(_rlvr(student, mask), **tensors),
-        "clips": value_and_gradients(_rlvr(student, mask, 0.1, 0.4), **tensors),
-    }
-
-
-@check("calc_rlvr_objective", public=True, points=2, expected=rlvr_by_cases)
+@check("calc_rlvr_objective", public=True, points=4, expected=rlvr_by_cases)
 def rlvr_clips(student, rng):
-    """Other clips at both levels, an upper clip of 0, all arguments by position"""
-    mask, advantages = ragged_mask(rng, 8, 9), rng.normal(8)
-    logprobs, old = ragged_logprobs(rng, mask).values()
-    f, found = student.calc_rlvr_objective, {}
-    clips = {"narrow": (0.05, None), "zero": (0.0, None), "wide": (0.6, None), "GSPO": (3e-4, 4e-4)}
-    clips |= {"higher": (0.2, 0.6), "lower": (0.4, 0.1), "no room above": (0.3, 0.0)}
-    for name, (low, high) in clips.items():
-        for level in ("token", "sequence"):
-            found[f"{name}, {level}"] = f(
-                logprobs, old, advantages, mask, low, high, ratio_level=level
-            )
-    by_position = f(logprobs, old, advantages, mask, 0.1, 0.3, "sequence", "constant", 13)
-    return found | {"by position": by_position}
-
-
-def _every_case(student, rng, **options):
-    """Ratios from 0.05 to 20, each with both signs of the advantage."""
-    logratio = rng.tensor([[-3.0, -1.0, -0.1, 0.1, 1.0, 3.0]] * 2).T  # [case, completion]
-    logratio = torch.cat([logratio, logratio])
-    signs = rng.tensor([1.0] * 6 + [-1.0] * 6)
+    """Ratios from 0.05 to 20, both signs of A, at both levels, each with many clips; by position"""
+    mask, signs = torch.ones(12, 2, dtype=torch.bool), rng.tensor([1.0] * 6 + [-1.0] * 6)
     old = -rng.uniform(12, 2, low=3.5, high=4.0)
-    return value_and_gradients(
-        _rlvr(student, torch.ones(12, 2, dtype=torch.bool), **options),
-        logprobs=old + logratio + rng.normal(12, 2, std=0.02),
-        old_logprobs=old,
-        advantages=signs * rng.uniform(12, low=0.5, high=2.0),
-    )
-
-
-@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
-def every_case_of_both_minima(student, rng):
-    """Ratios from 0.05 to 20 of tokens and of completions, both signs of A: the gradient"""
-    return {
-        "tokens": _every_case(student, rng),
-        "completions": _every_case(student, rng, ratio_level="sequence"),
-        "0.3 below, 0.05 above": _every_case(
-            student, rng, clip_coef=0.3, clip_coef_high=0.05, ratio_level="sequence"
-        ),
+    logratio = rng.tensor([-3.0, -1.0, -0.1, 0.1, 1.0, 3.0] * 2)[:, None]
+    tensors = {"logprobs": old + logratio + rng.normal(12, 2, std=0.02), "old_logprobs": old}
+    tensors["advantages"] = signs * rng.uniform(12, low=0.5, high=2.0)
+    clips = [(0.05, None), (0.0, None), (0.6, None), (3e-4, 4e-4), (0.2, 0.6), (0.3, 0.05)]
+    cases = itertools.product(("token", "sequence"), [*clips, (0.3, 0.0)])
+    found = {
+        f"{level}, {low} below, {high} above": value_and_gradients(
+            _rlvr(student, mask, low, high, level), **tensors
+        )
+        for level, (low, high) in cases
     }
+    by_position = student.calc_rlvr_objective(
+        *tensors.values(), mask, 0.1, 0.3, "sequence", "constant", 13
+    )
+    return found | {"by position": by_position}
 
 
 @check("calc_rlvr_objective", points=2, expected=rlvr_by_cases)
@@ -803,13 +675,10 @@ def the_reference_inside(student, rng):
     """ref_logprobs and beta, both levels, all modes: each token's k3; the reference is detached"""
     mask, found = ragged_mask(rng), {}
     for level, mode in itertools.product(("token", "sequence"), MODES):
-        tensors = ragged_logprobs(rng, mask)
-        ref = beyond(inside(tensors["old_logprobs"], mask) + rng.normal(6, 7, std=0.7), mask)
         found[f"{level}, {mode}"] = value_and_gradients(
             _rlvr(student, mask, ratio_level=level, loss_mode=mode, max_len=12, beta=0.7),
-            **tensors,
+            **ragged_logprobs(rng, mask, with_ref=True),
             advantages=one_zero(rng, mask),
-            ref_logprobs=ref,
         )
     return found
 
@@ -818,68 +687,52 @@ def the_reference_inside(student, rng):
 def rlvr_advantages_of_tokens(student, rng):
     """Advantages [batch completion] that differ within a row, NaN beyond; one row, 5 by 5"""
     found = {}
-    for rows, completion in ((6, 4), (5, 5), (1, 4)):
-        mask, advantages = ragged_mask(rng, rows, completion), rng.normal(rows, completion)
-        for level in ("token", "sequence"):
-            found[f"{rows} by {completion}, {level}"] = value_and_gradients(
-                _rlvr(student, mask, ratio_level=level),
-                **ragged_logprobs(rng, mask),
-                advantages=poison(advantages, mask),
-            )
+    for shape, level in itertools.product(((6, 4), (5, 5), (1, 4)), ("token", "sequence")):
+        mask = ragged_mask(rng, *shape)
+        found[f"{shape}, {level}"] = value_and_gradients(
+            _rlvr(student, mask, ratio_level=level),
+            **ragged_logprobs(rng, mask),
+            advantages=poison(rng.normal(*shape), mask),
+        )
     return found
 
 
-@check("calc_rlvr_objective", expected=rlvr_by_cases, tier="hardening")
+@check("calc_rlvr_objective", points=2, expected=rlvr_by_cases, tier="hardening")
 def rlvr_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, 150 rows, nothing; inputs unchanged"""
-    masks = masks_of_many_shapes(rng)
-    found = {}
-    for name, mask in masks.items():
+    """Other shapes; inputs unchanged; log-ratios of +-1000 behind the mask, and one of 200"""
+    found, extremes = {}, torch.arange(4) < torch.tensor([2, 3, 4])[:, None]
+    masks = masks_of_many_shapes(rng) | {"extremes": extremes, "far": extremes}
+    for (name, mask), level in itertools.product(masks.items(), ("token", "sequence")):
         tensors = ragged_logprobs(rng, mask) | {"advantages": rng.normal(len(mask))}
-        for level in ("token", "sequence"):
-            found[f"{name}, {level}"] = value_and_gradients(
-                _rlvr(student, mask, ratio_level=level), **tensors
-            )
-    return found | {
-        "inputs": with_inputs_after(student.calc_rlvr_objective, *tensors.values(), mask)
-    }
-
-
-@check("calc_rlvr_objective", expected=rlvr_by_cases, tier="hardening")
-def extremes_behind_both_masks(student, rng):
-    """Log-ratios of +-1000 behind the mask, and one of 200 of a clipped completion: all finite"""
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]).bool()
-    extremes = rng.tensor([[0, 0, 1e3, -1e3], [0, 0, 0, 1e3], [0, 0, 0, 0]])
-    old, shift, advantages = -rng.uniform(3, 4), rng.normal(3, 4), rng.normal(3)
-    far = rng.tensor([[200.0] * 4, [0.0] * 4, [0.0] * 4])
-    found = {}
-    for level in ("token", "sequence"):
+        if name == "extremes":
+            old = -rng.uniform(3, 4)
+            new = (old + rng.normal(3, 4)).where(mask, rng.tensor([1e3, -1e3, 1e3, -1e3]))
+            tensors |= {"logprobs": new, "old_logprobs": old}
+        if name == "far":
+            tensors["logprobs"] = tensors["old_logprobs"] + rng.tensor([[200.0], [0.0], [0.0]])
+            tensors["advantages"] = tensors["advantages"].abs() + 0.1
         objective = _rlvr(student, mask, ratio_level=level)
-        found[level] = value_and_gradients(
-            objective, logprobs=old + shift + extremes, old_logprobs=old, advantages=advantages
-        )
-        found[f"{level}, far"] = value_and_gradients(
-            objective, logprobs=old + far, old_logprobs=old, advantages=advantages.abs() + 0.1
-        )
-    return found
+        found[f"{name}, {level}"] = value_and_gradients(objective, **tensors)
+    inputs = with_inputs_after(student.calc_rlvr_objective, *tensors.values(), mask)
+    return found | {"inputs": inputs}
 
 
 @check("calc_rlvr_objective", tier="hardening")
 def levels_that_there_are_not(student, rng):
     """An unknown ratio_level or mode, no max_len, no ref_logprobs: a ValueError names it"""
-    mask, advantages = ragged_mask(rng), rng.normal(6)
-    logprobs, old = ragged_logprobs(rng, mask).values()
-    bad = functools.partial(
-        error_of, function=student.calc_rlvr_objective, logprobs=logprobs, old_logprobs=old
-    )
-    bad = functools.partial(bad, advantages=advantages, mask=mask)
+    mask = ragged_mask(rng)
+    args = (*ragged_logprobs(rng, mask).values(), rng.normal(6), mask)
+
+    def bad(name, **options):
+        return error_of(name, student.calc_rlvr_objective, *args, **options)
+
     return {
         "level 'Token'": bad("ratio_level", ratio_level="Token"),
         "level 'completion'": bad("ratio_level", ratio_level="completion"),
         "mode 'grpo'": bad("mode", loss_mode="grpo"),
         "no max_len": bad("max_len", loss_mode="constant"),
         "no ref_logprobs": bad("ref_logprobs", beta=0.1),
-        "as it should be": student.calc_rlvr_objective(logprobs, old, advantages, mask),
+        "as it should be": student.calc_rlvr_objective(*args),
     }
 
 
@@ -1017,12 +870,8 @@ def _play(student, rng, script: list[list[int]], rollouts: int = 1, **options):
     names = ("informative_frac", "prompts_sampled", "truncated_frac")
     metrics = {n: torch.tensor(trainer.metrics[n]).double().mean() for n in names}
     afterwards = [scores for _, scores in batches]
-    return (
-        found
-        | metrics
-        | {"calls": calls, "the sampled scores afterwards": afterwards}
-        | ({"given": given})
-    )
+    found |= metrics | {"calls": calls, "given": given}
+    return found | {"the sampled scores afterwards": afterwards}
 
 
 @functools.cache
@@ -1041,36 +890,21 @@ def one_batch_is_enough(student, rng):
     return _play(student, rng, [[1, 1, 1], [1, 1, 1]], dynamic_sampling=True)
 
 
-@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
+@check("RlvrTrainer.sample_groups", points=4, seeds=2, **SAMPLE_CHECK)
 def until_the_batch_is_full(student, rng):
-    """Few informative groups per batch: the first ones are kept, in order; then another rollout"""
+    """The first informative groups, in order; at the bound the first of the others fill it up"""
     script = [[0, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [1, 1, 1, 1]]
-    return {
-        "four": _play(student, rng, script, dynamic_sampling=True, max_extra_rollouts=6),
-        "the last that is allowed": _play(
-            student, rng, script[1:], dynamic_sampling=True, max_extra_rollouts=2
-        ),
-        "one group": _play(student, rng, [[0], [0], [1], [0]], dynamic_sampling=True),
-        "one batch of two": _play(
-            student, rng, [[0, 0], [1, 1], [0, 0]], dynamic_sampling=True, max_extra_rollouts=9
-        ),
-        "a second rollout": _play(
-            student, rng, [[1, 0], [1, 1], [0, 1], [1, 1]], rollouts=2, dynamic_sampling=True
-        ),
-    }
-
-
-@check("RlvrTrainer.sample_groups", points=2, seeds=2, **SAMPLE_CHECK)
-def when_the_bound_is_hit(student, rng):
-    """Too few informative groups: the first of the others fill up the batch"""
-    script = [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
-    dynamic = {"dynamic_sampling": True}
-    return {
-        "the default bound": _play(student, rng, [[0, 0, 0]] * 4 + [[1, 1, 1]], **dynamic),
-        "two more": _play(student, rng, script, max_extra_rollouts=2, **dynamic),
-        "one more": _play(student, rng, script, max_extra_rollouts=1, **dynamic),
-        "none more": _play(student, rng, script, max_extra_rollouts=0, **dynamic),
-        "none informative": _play(student, rng, [[0, 0], [0, 0]], max_extra_rollouts=1, **dynamic),
+    few = [[0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
+    play = functools.partial(_play, student, rng, dynamic_sampling=True)
+    found = {f"{n} more": play(few, max_extra_rollouts=n) for n in (2, 1, 0)}
+    return found | {
+        "four": play(script, max_extra_rollouts=6),
+        "the last that is allowed": play(script[1:], max_extra_rollouts=2),
+        "one group": play([[0], [0], [1], [0]]),
+        "one batch of two": play([[0, 0], [1, 1], [0, 0]], max_extra_rollouts=9),
+        "a second rollout": play([[1, 0], [1, 1], [0, 1], [1, 1]], rollouts=2),
+        "the default bound": play([[0, 0, 0]] * 4 + [[1, 1, 1]]),
+        "none informative": play([[0, 0], [0, 0]], max_extra_rollouts=1),
     }
 
 
@@ -1088,12 +922,13 @@ def without_dynamic_sampling(student, rng):
 def penalties_before_the_selection(student, rng):
     """truncation "penalty": it can make a group informative, and the scores carry it"""
     script = [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
+    play = functools.partial(_play, student, rng, script)
     penalty = {"truncation": "penalty", "missing_eos_penalty": 0.25}
     return {
-        "dynamic": _play(student, rng, script, dynamic_sampling=True, **penalty),
-        "static": _play(student, rng, script, **penalty),
-        "a penalty of 1 by default": _play(student, rng, script, truncation="penalty"),
-        "a penalty that is not used": _play(student, rng, script, missing_eos_penalty=5.0),
+        "dynamic": play(dynamic_sampling=True, **penalty),
+        "static": play(**penalty),
+        "a penalty of 1 by default": play(truncation="penalty"),
+        "a penalty that is not used": play(missing_eos_penalty=5.0),
     }
 
 
@@ -1308,20 +1143,13 @@ def rlvr_objective_by_default(student, rng):
     return _rlvr_objective(student, rng, **defaults, temperature=1.0, top_k=None, gen_len=5)
 
 
-@check("RlvrTrainer.compute_rlhf_objective", points=2, **OBJECTIVE_CHECK)
+@check("RlvrTrainer.compute_rlhf_objective", points=4, **OBJECTIVE_CHECK)
 def objective_in_each_loss_mode(student, rng):
-    """loss_mode "sequence", "token" and "constant", which divides by gen_len"""
-    return [_rlvr_objective(student, rng, loss_mode=mode) for mode in MODES]
-
-
-@check("RlvrTrainer.compute_rlhf_objective", points=2, seeds=2, **OBJECTIVE_CHECK)
-def objective_of_sequences(student, rng):
-    """ratio_level "sequence", with clips that bind, and with another loss_mode"""
+    """Each loss_mode, "constant" by gen_len; ratio_level "sequence", with clips that bind"""
     sequence = {"ratio_level": "sequence", "clip_coef": 0.05, "clip_coef_high": 0.1}
-    return [
-        _rlvr_objective(student, rng, **sequence),
-        _rlvr_objective(student, rng, **sequence, loss_mode="token", kl_coef=0.0),
-    ]
+    options = [{"loss_mode": mode} for mode in MODES]
+    options += [sequence, sequence | {"loss_mode": "token", "kl_coef": 0.0}]
+    return [_rlvr_objective(student, rng, **given) for given in options]
 
 
 @check("RlvrTrainer.compute_rlhf_objective", public=True, **OBJECTIVE_CHECK)

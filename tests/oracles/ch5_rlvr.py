@@ -1,12 +1,10 @@
-"""Chapter 5 by other means: characters, enumeration, loops over rows, and chapter 3."""
+"""Chapter 5 by other means: characters, enumeration and loops over rows."""
 
 import itertools
 import math
 from fractions import Fraction
 
 import torch
-
-from solutions.ch3_grpo import calc_grpo_objective
 
 
 def answer_by_characters(text):
@@ -141,12 +139,3 @@ def rlvr_by_cases(
         weights = {"sequence": len(mask) * mask[i].sum(), "token": mask.sum()}
         total = total + term / weights.get(loss_mode, len(mask) * (max_len or 1))
     return total
-
-
-def grpo_without_kl(
-    logprobs, old_logprobs, advantages, mask, clip_coef=0.2, clip_coef_high=None, **_
-):
-    """Return chapter 3's objective without its KL."""
-    return calc_grpo_objective(
-        logprobs, old_logprobs, None, advantages, mask, clip_coef, clip_coef_high, beta=0.0
-    )
