@@ -90,19 +90,6 @@ def by_a_stack(model):
 
 
 @right("global_masked_mean")
-def two_reductions(values, mask, group=None):
-    if not dist.is_initialized():
-        return masked_mean(values, mask)
-    own = torch.where(mask, values, torch.zeros_like(values)).sum()
-    total, count = own.detach().clone(), mask.sum().to(values.dtype)
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-    dist.all_reduce(count, op=dist.ReduceOp.SUM, group=group)
-    count = torch.clamp(count, min=1)
-    scaled = own * (dist.get_world_size(group) / count)
-    return scaled - scaled.detach() + total / count
-
-
-@right("global_masked_mean")
 def by_gathering(values, mask, group=None):
     if not dist.is_initialized():
         return masked_mean(values, mask)

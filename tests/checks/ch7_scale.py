@@ -95,24 +95,24 @@ class _Scale(nn.Module):
         self.bias = nn.Parameter(rng.normal(1))
 
 
+def _make_minibatch(mask, logprobs, advantages):
+    ids = torch.zeros(mask.shape, dtype=torch.long)
+    return ReplayMinibatch(
+        input_ids=ids,
+        attention_mask=ids,
+        mask=mask,
+        logprobs=logprobs,
+        advantages=advantages,
+    )
+
+
 def _make_microbatches(rng, rows, width):
     """The later ones are narrower."""
-    microbatches = []
-    for i, n in enumerate(rows):
-        shape = (n, width - i)
-        mask = ragged_mask(rng, *shape)
-        ids = rng.integers(1, 9, *shape)
-        x = rng.normal(*shape)
-        microbatches.append(
-            ReplayMinibatch(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                mask=mask,
-                logprobs=x,
-                advantages=rng.normal(n),
-            )
-        )
-    return microbatches
+    shapes = [(n, width - i) for i, n in enumerate(rows)]
+    return [
+        _make_minibatch(ragged_mask(rng, *shape), rng.normal(*shape), rng.normal(shape[0]))
+        for shape in shapes
+    ]
 
 
 def _per_token(model, m):
@@ -130,20 +130,12 @@ def _per_token(model, m):
 )
 def worked_microbatches(student, rng):
     """10 tokens of 1 and 90 tokens of 2: the mean is 1.9, not 1.5, the mean of the two means"""
-    model = nn.Module()
+    model, masks = nn.Module(), [(torch.arange(90) < n)[None] for n in (10, 90)]
     model.scale = nn.Parameter(rng.tensor([1.0]))
-    microbatches = []
-    for n, value in ((10, 1.0), (90, 2.0)):
-        ids = torch.zeros(1, 90, dtype=torch.long)
-        microbatches.append(
-            ReplayMinibatch(
-                input_ids=ids,
-                attention_mask=ids,
-                mask=(torch.arange(90) < n)[None],
-                logprobs=rng.tensor([[value] * 90]),
-                advantages=rng.tensor([1.0]),
-            )
-        )
+    microbatches = [
+        _make_minibatch(mask, rng.tensor([[value] * 90]), rng.tensor([1.0]))
+        for mask, value in zip(masks, (1.0, 2.0), strict=True)
+    ]
     value = student.accumulate_gradients(
         model, microbatches, lambda model, m: model.scale * m.logprobs, "token"
     )
@@ -191,21 +183,19 @@ def one_microbatch_at_a_time(student, rng):
     return {"gradients before the second": before, "afterwards": model.weight.grad.clone()}
 
 
-@check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
-def gradients_are_added(student, rng):
-    """`.grad` isn't cleared: a second batch's gradient adds to the first's"""
-    model, (first, second) = _Scale(rng, 4), _make_microbatches(rng, (3, 2), 4)
-    values = [
-        float(student.accumulate_gradients(model, [batch], _per_token, "token"))
-        for batch in (first, second)
-    ]
-    return {"the values": values, "weight": model.weight.grad}
-
-
-@check("accumulate_gradients", public=True, expected=accumulate_by_one_batch, tier="hardening")
+@check(
+    "accumulate_gradients",
+    public=True,
+    points=2,
+    expected=accumulate_by_one_batch,
+    tier="hardening",
+)
 def microbatches_without_tokens(student, rng):
-    """One microbatch without tokens, all without, a single token in total: never NaN"""
-    found = {}
+    """`.grad` isn't cleared; one microbatch or all without tokens, a single token: never NaN"""
+    model, found = _Scale(rng, 4), {}
+    for microbatch in _make_microbatches(rng, (3, 2), 4):  # the second gradient adds to the first
+        student.accumulate_gradients(model, [microbatch], _per_token, "token")
+    found["added"] = model.weight.grad
     for name, empty in (("one", (1,)), ("all", (0, 1)), ("one token", (0, 1))):
         model, microbatches = _Scale(rng, 4), _make_microbatches(rng, (2, 2), 4)
         for i in empty:
@@ -240,30 +230,19 @@ def _checkpoint(student, rng, kind, sites):
 @check(
     "checkpoint_blocks",
     public=True,
-    points=2,
+    points=4,
     beside=True,
     float64=False,
-    expected=gradients_by_hugging_face("gpt2"),
+    expected=gradients_by_hugging_face,
     rtol=1e-3,
     atol=1e-3,
 )
-def gradients_of_gpt2_recomputed(student, rng):
-    """A GPT-2 of two blocks: the adapters' gradients, before and inside, against Hugging Face"""
-    return _checkpoint(student, rng, "gpt2", ("attn.q", "attn.o"))
-
-
-@check(
-    "checkpoint_blocks",
-    points=2,
-    beside=True,
-    float64=False,
-    expected=gradients_by_hugging_face("llama"),
-    rtol=1e-3,
-    atol=1e-3,
-)
-def gradients_of_llama_recomputed(student, rng):
-    """The same for a Llama, with rotary positions and grouped queries"""
-    return _checkpoint(student, rng, "llama", ("attn.v", "attn.o"))
+def gradients_recomputed(student, rng):
+    """A GPT-2 and a Llama: the adapters' gradients, before and inside, against Hugging Face"""
+    return {
+        "GPT-2": _checkpoint(student, rng, "gpt2", ("attn.q", "attn.o")),
+        "Llama": _checkpoint(student, rng, "llama", ("attn.v", "attn.o")),
+    }
 
 
 def _count_saved(run):
@@ -483,20 +462,15 @@ def _sync(student, gradients):
     return {f"rank {i}": grads for i, grads in enumerate(run_on_ranks(be, len(gradients)))}
 
 
-@check("sync_gradients", public=True, points=3, expected=mean_of_gradients)
+@check("sync_gradients", public=True, points=5, expected=mean_of_gradients)
 def gradients_of_two_ranks(student, rng):
-    """Several shapes, two ranks and three: the mean, on every rank"""
-    found = {}
+    """Two ranks and three: the mean, on every rank; a gradient that is missing counts as zeros"""
+    missing = [[rng.normal(2, 2), None], [rng.normal(2, 2), rng.normal(3)]]
+    found = {"a gradient is missing": _sync(student, missing)}
     for n in (2, 3):
         gradients = [[rng.normal(3, 2), rng.normal(5), rng.normal(1)] for _ in range(n)]
         found[f"{n} ranks"] = _sync(student, gradients)
     return found
-
-
-@check("sync_gradients", public=True, points=2, expected=mean_of_gradients)
-def gradients_that_are_missing(student, rng):
-    """A parameter without a gradient on one rank counts as zeros there"""
-    return _sync(student, [[rng.normal(2, 2), None], [rng.normal(2, 2), rng.normal(3)]])
 
 
 def _is_one_message(observed, reference):
@@ -598,16 +572,16 @@ def _learn_sharded(student, rng, kind, model_class=TransformerWithLora):
 @check(
     "shard_model",
     public=True,
-    points=3,
+    points=4,
     beside=True,
     float64=False,
     expected=stays_whole,
     rtol=1e-3,
     atol=1e-3,
 )
-def a_sharded_gpt2_learns(student, rng):
-    """Two blocks of a GPT-2 on two ranks: logits, gradients and two steps are a whole model's"""
-    return _learn_sharded(student, rng, "gpt2")
+def sharded_models_learn(student, rng):
+    """A GPT-2 and a Llama on two ranks: logits, gradients and two steps are a whole model's"""
+    return {kind: _learn_sharded(student, rng, kind) for kind in ("gpt2", "llama")}
 
 
 @check(
@@ -623,12 +597,6 @@ def a_sharded_gpt2_learns(student, rng):
 def a_sharded_value_head_learns(student, rng):
     """PPO's model: forward_with_value_head works on shards too"""
     return _learn_sharded(student, rng, "shallow", TransformerWithValueHeadLora)
-
-
-@check("shard_model", beside=True, float64=False, expected=stays_whole, rtol=1e-3, atol=1e-3)
-def a_sharded_llama_learns(student, rng):
-    """A Llama, whose q, k and v have separate weights already"""
-    return _learn_sharded(student, rng, "llama")
 
 
 def _is_sharded(observed, reference):
@@ -786,25 +754,18 @@ def arguments_of_grpo(student, rng):
     return {"config": trl.read(student.to_trl_config(_make_args(rng)))}
 
 
-@check("to_trl_config", points=2, expected=config_by_table, rtol=1e-6)
-def arguments_as_they_come(student, rng):
-    """This course's defaults, which aren't TRL's: no top_k, one clip for both sides"""
-    few = {"clip_coef_high": None, "top_k": None, "advantage_scale": "group"}
-    found = {"of this course": trl.read(student.to_trl_config(GrpoArgs()))}
-    return found | {"some defaults": trl.read(student.to_trl_config(_make_args(rng, **few)))}
-
-
-@check("to_trl_config", public=True, points=2, expected=config_by_table, rtol=1e-6)
+@check("to_trl_config", public=True, points=4, expected=config_by_table, rtol=1e-6)
 def arguments_of_descendants(student, rng):
-    """Chapter 5's token and constant means, sequence ratios, and masked truncation"""
-    options = [
+    """Chapter 5's means, ratios and mask; this course's defaults, which aren't TRL's"""
+    few = {"clip_coef_high": None, "top_k": None, "advantage_scale": "group"}
+    given = {"of this course": GrpoArgs(), "some defaults": _make_args(rng, **few)}
+    for options in (
         {"loss_mode": "token"},
         {"loss_mode": "constant", "truncation": "mask"},
         {"ratio_level": "sequence"},
-    ]
-    return {
-        str(o): trl.read(student.to_trl_config(_make_args(rng, RlvrArgs, **o))) for o in options
-    }
+    ):
+        given[str(options)] = _make_args(rng, RlvrArgs, **options)
+    return {name: trl.read(student.to_trl_config(args)) for name, args in given.items()}
 
 
 @check("to_trl_config", public=True, beside=True, tier="hardening")

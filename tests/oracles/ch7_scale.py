@@ -81,16 +81,14 @@ def computing(model, forward):
         del model.forward
 
 
-def gradients_by_hugging_face(kind):
-    """A context that gives a model the forward pass of plain Hugging Face."""
+def gradients_by_hugging_face(model):
+    """Return a context in which the model's forward pass is that of plain Hugging Face."""
+    kind = model.base.original_model.config.model_type
 
-    def context(model):
-        def forward(ids, attention):
-            return trainers.run_hugging_face(model, kind, ids, attention)[0]
+    def forward(ids, attention):
+        return trainers.run_hugging_face(model, kind, ids, attention)[0]
 
-        return computing(model, forward)
-
-    return context
+    return computing(model, forward)
 
 
 def means_of_joined_rows(values, mask, group=None):
