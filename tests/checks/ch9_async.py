@@ -84,7 +84,7 @@ def queues_of_a_trainer(student, rng):
     }
 
 
-@check("RolloutQueue", points=2, seeds=3, expected=PlainQueue)
+@check("RolloutQueue", points=3, seeds=3, expected=PlainQueue)
 def puts_and_takes_in_any_order(student, rng):
     """Several rollouts of a version, versions that jump, more rollouts waiting than needed"""
     staleness = rng.integer(0, 4)
@@ -100,7 +100,7 @@ def puts_and_takes_in_any_order(student, rng):
     return found
 
 
-@check("RolloutQueue", points=2, expected=PlainQueue, tier="hardening")
+@check("RolloutQueue", points=3, expected=PlainQueue, tier="hardening")
 def queues_that_refuse(student, rng):
     """A take too early, a version that goes back, a bad staleness: a ValueError, nothing changes"""
     found = {repr(k): error_of("staleness", student.RolloutQueue, k) for k in (-1, 1.5, 2.0, "2")}
@@ -138,7 +138,7 @@ def worked_rates(student, rng):
     return _rates(student, (0, 1, 2))
 
 
-@check("calc_stable_rate", public=True, points=2, expected=stable_rate_by_roots, rtol=1e-9)
+@check("calc_stable_rate", public=True, points=4, expected=stable_rate_by_roots, rtol=1e-9)
 def rates_by_roots(student, rng):
     """Delays up to 32: where the largest root of z^(delay + 1) - z^delay + a reaches 1"""
     return _rates(student, [3, 32, *rng.integers(4, 32, 4).tolist()])
@@ -256,7 +256,7 @@ def tokens_of_random_policies(student, rng):
     return found
 
 
-@check("get_kept_logprobs", points=4, seeds=2, expected=kept_by_distributions)
+@check("get_kept_logprobs", points=5, seeds=2, expected=kept_by_distributions)
 def every_token(student, rng):
     """Each token of peaked and flat policies at temperatures of 0.5 to 2: -inf where it is cut"""
     limits = [*TRUNCATIONS, *((k, p) for k in (3, 6) for p in (0.3, 0.55, 0.9))]
@@ -521,7 +521,7 @@ def objectives_and_gradients(student, rng):
     return found
 
 
-@check("calc_async_objective", points=4, seeds=2, expected=objective_by_loops)
+@check("calc_async_objective", points=6, seeds=2, expected=objective_by_loops)
 def objectives_of_every_shape(student, rng):
     """Other shapes, no token at all, inf beyond the mask, and in each case other clips and caps"""
     limits = [(0.2, 2.0), (0.2, 1.3), (0.1, 4.0), (0.5, 2.0), (0.3, 0.8)]
