@@ -2,7 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-from torch.distributions import Categorical
 
 from solutions.ch0_sampling import Samples
 from utils.grading.known_answers import right
@@ -16,13 +15,6 @@ def in_float64(logits, tokens, prefix_len=1, temperature=1.0):
 
 
 @right("calc_entropy")
-def entropy_of_distributions(logits):
-    possible = logits > -torch.inf
-    lowest = torch.finfo(logits.dtype).min / 2
-    return Categorical(logits=torch.where(possible, logits, lowest)).entropy()
-
-
-@right("calc_entropy")
 def entropy_without_logprobs(logits):
     mean_logit = (logits.softmax(-1) * logits.masked_fill(logits == -torch.inf, 0)).sum(-1)
     return logits.logsumexp(-1) - mean_logit
@@ -33,13 +25,6 @@ def masked_mean_by_nan_to_num(values, mask, dim=None):
     kept = torch.nan_to_num(values * mask, nan=0.0, posinf=0.0, neginf=0.0)
     dims = tuple(range(values.ndim)) if dim is None else dim
     return kept.sum(dims) / mask.sum(dims).clamp(min=1)
-
-
-@right("masked_mean")
-def masked_mean_in_float64(values, mask, dim=None):
-    kept = values.double().masked_fill(~mask, 0.0)
-    count = mask.double().sum(dim)
-    return (kept.sum(dim) / count.where(count > 0, 1.0)).to(values.dtype)
 
 
 @right("sample_next_token")
@@ -74,12 +59,6 @@ def by_gumbel_noise(logits, temperature=1.0, top_k=None, top_p=None, generator=N
         z = z.masked_fill(order.argsort(-1) >= n_kept, -torch.inf)
     exponential = torch.empty(z.shape).exponential_(generator=generator)
     return (z - exponential.log()).argmax(-1)
-
-
-@right("get_completion_mask")
-def mask_by_cummax(completion_ids, eos_token_id):
-    ended = (completion_ids == eos_token_id).int().cummax(-1).values.bool()
-    return ~F.pad(ended, (1, 0))[:, :-1]
 
 
 @right("get_completion_mask")

@@ -15,11 +15,6 @@ def logprobs_by_categorical(logits, tokens, prefix_len=1, temperature=1.0):
     return torch.stack([torch.stack(row) for row in rows])
 
 
-def entropy_by_categorical(logits):
-    """Return the entropy that torch.distributions gives."""
-    return Categorical(logits=logits).entropy()
-
-
 def entropy_of_possible_tokens(logits):
     """Return the entropies over the tokens that a row can emit."""
     rows = [row[row > -torch.inf] for row in logits.reshape(-1, logits.shape[-1])]
