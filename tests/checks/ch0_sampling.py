@@ -627,18 +627,16 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", public=True, expected=reinforce_by_loops, tier="hardening")
 def reinforce_edges(student, rng):
-    """One token, with inf beyond it, and no token at all: the value and the gradient"""
+    """One token, with inf beyond it, and NaN without a token: the value and the gradient"""
     logprobs, advantages = -rng.uniform(1, 3), rng.normal(1, 3)
+    one, none = torch.tensor([[True, False, False]]), torch.zeros(1, 3, dtype=torch.bool)
     return {
         name: value_and_gradients(
             lambda **x: student.calc_reinforce_objective(mask=mask, **x),  # noqa: B023
-            logprobs=poison(logprobs, mask, torch.inf),
-            advantages=poison(advantages, mask, torch.inf),
+            logprobs=poison(logprobs, mask, fill),
+            advantages=poison(advantages, mask, fill),
         )
-        for name, mask in {
-            "one": torch.tensor([[True, False, False]]),
-            "none": torch.zeros(1, 3, dtype=torch.bool),
-        }.items()
+        for name, mask, fill in (("one", one, torch.inf), ("none", none, NAN))
     }
 
 
