@@ -6,7 +6,6 @@ A whole model, without TransformerLens, stands in for the reference's in every e
 
 import functools
 from contextlib import contextmanager
-from pathlib import Path
 
 import einops
 import torch
@@ -20,22 +19,6 @@ from tests.support.models import ATTENTION, GPT2_NAMES, LLAMA_NAMES
 from utils.grading.known_answers import edit, right
 
 # --- LoraLayer ----------------------------------------------------------------------------------
-
-
-@right("LoraLayer")
-class WithLinear(nn.Module):
-    """The library's initialisation and products, on transposed views."""
-
-    def __init__(self, d_in, d_out, rank=4, alpha=32):
-        super().__init__()
-        self.alpha, self.rank = alpha, rank
-        self.lora_B = nn.Parameter(torch.zeros((rank, d_out)))
-        self.lora_A = nn.Parameter(torch.empty((d_in, rank)))
-        nn.init.uniform_(self.lora_A, -(d_in**-0.5), d_in**-0.5)
-
-    def forward(self, x):
-        low = F.linear(x.type_as(self.lora_A), self.lora_A.T)
-        return self.alpha / self.rank * F.linear(low, self.lora_B.T)
 
 
 @right("LoraLayer")
@@ -75,22 +58,6 @@ class _Pair:
 def methods_of_an_object(site, layer):
     pair = _Pair(layer)
     return [(f"{site}.hook_out", pair.add), (f"{site}.hook_in", pair.read)]
-
-
-def _read(kept, value, hook):
-    kept["x"] = einops.rearrange(value, "batch seq ... -> batch seq (...)")
-
-
-def _add(kept, layer, value, hook):
-    value += layer(kept.pop("x")).to(value.dtype).reshape(value.shape)
-    return value
-
-
-@right("make_lora_hooks")
-def partials_that_add_in_place(site, layer):
-    kept = {}
-    reads, adds = functools.partial(_read, kept), functools.partial(_add, kept, layer)
-    return [(site + ".hook_in", reads), (site + ".hook_out", adds)]
 
 
 @right("make_lora_hooks")
@@ -255,14 +222,6 @@ CONSTRUCT = "TransformerWithLora.__init__"
 SMALL_CHANGES = [
     edit(
         BUILD,
-        "frozen_one_by_one",
-        "        base.original_model.requires_grad_(False)\n        self.requires_grad_(False)\n",
-        "        for p in [*base.original_model.parameters(), *base.parameters()]:\n"
-        "            p.requires_grad = False\n",
-        within=CONSTRUCT,
-    ),
-    edit(
-        BUILD,
         "sites_as_given",
         'self._linears = {k: v for k, v in linears.items() if k.split(".", 2)[2] in sites}',
         "self._linears = {k: linears[k] for site in sites for k in sorted(linears)[::-1] "
@@ -277,13 +236,6 @@ SMALL_CHANGES = [
         within=RUN,
     ),
     edit(
-        "TransformerWithLora.forward",
-        "an_all_true_mask",
-        "self._run([], input_ids, attention_mask, **kwargs)",
-        "self._run([], input_ids, torch.ones(len(input_ids), seq, dtype=torch.long) "
-        "if attention_mask is None else attention_mask.long(), **kwargs)",
-    ),
-    edit(
         "TransformerWithLora.merged",
         "on_the_rank_side_in_float64",
         "delta = layer.compute_delta().detach()",
@@ -291,46 +243,11 @@ SMALL_CHANGES = [
     ),
     edit(
         "TransformerWithLora.trainable_parameters",
-        "backwards",
-        "[parameter for part in self.trainable_parts().values() for parameter in part]",
-        "[p for p in self.parameters() if p.requires_grad][::-1]",
-    ),
-    edit(
-        "TransformerWithLora.trainable_parameters",
         "a_generator",
         "return [parameter for part in self.trainable_parts().values() for parameter in part]",
         "yield from (p for p in self.parameters() if p.requires_grad)",
     ),
-    edit(
-        "TransformerWithLora.save_adapter",
-        "to_the_path_at_once",
-        'save_file(state, partial, metadata={"scaling": str(float(self._layers[0].scaling))})',
-        "noted = {'scaling': f'{self._layers[0].alpha / self._layers[0].rank}'}\n"
-        "        partial.write_bytes(__import__('safetensors.torch').torch.save(state, noted))",
-    ),
 ]
-
-
-@right("TransformerWithLora.reference")
-@contextmanager
-def scaled_by_zero(self):
-    """The hooks stay on, and add nothing."""
-    with self._in_mode("reference"):
-        self._mode = "hooked"
-        scalings = [layer.scaling for layer in self._layers]
-        self._in_mode, enter = _refuse, self._in_mode
-        try:
-            for layer in self._layers:
-                layer.scaling = 0.0
-            yield self
-        finally:
-            del self._in_mode, enter
-            for layer, scaling in zip(self._layers, scalings, strict=True):
-                layer.scaling = scaling
-
-
-def _refuse(mode):
-    raise RuntimeError(f"{mode} cannot be entered here")
 
 
 class _Off:
@@ -369,13 +286,6 @@ def _enter(model):
 
 
 @right("TransformerWithLora.merged")
-def merged_refuses_at_the_call(self):
-    if self._mode != "hooked":
-        raise RuntimeError("the adapters are off already")
-    return with_plain_tensors.definition(self)
-
-
-@right("TransformerWithLora.merged")
 @contextmanager
 def with_plain_tensors(self):
     """The Parameters step aside, and come back as they were."""
@@ -391,25 +301,6 @@ def with_plain_tensors(self):
         finally:
             for linear, weight in saved:
                 linear.weight = weight
-
-
-@right("TransformerWithLora.load_adapter")
-def through_bytes(self, path):
-    import json
-    import struct
-
-    from safetensors.torch import load
-
-    data, mine = Path(path).read_bytes(), self.trainable_state()
-    (length,) = struct.unpack("<Q", data[:8])
-    noted = json.loads(data[8 : 8 + length]).get("__metadata__", {})
-    assert float(noted["scaling"]) == self._layers[0].scaling, "alpha / rank should fit"
-    state = load(data)
-    for name, own in mine.items():
-        assert state[name].shape == own.shape, f"{name} should be {own.shape}"
-    assert state.keys() == mine.keys(), f"unknown: {state.keys() - mine.keys()}"
-    for name, own in mine.items():
-        own.copy_(state[name])
 
 
 # --- calc_sft_loss ------------------------------------------------------------------------------
