@@ -14,11 +14,6 @@ from utils.grading.known_answers import right
 
 
 @right("calc_preference_loss")
-def softplus_of_the_other_margin(chosen_rewards, rejected_rewards):
-    return F.softplus(rejected_rewards - chosen_rewards).sum() / len(chosen_rewards)
-
-
-@right("calc_preference_loss")
 def a_classification_of_two(chosen_rewards, rejected_rewards):
     """The first of two classes is right each time."""
     logits = torch.stack([chosen_rewards, rejected_rewards], dim=1)
@@ -48,31 +43,6 @@ def first_largest_count(self, input_ids, attention_mask):
     hidden = caught["hidden"].gather(1, last.expand(-1, -1, self.cfg.d_model)).squeeze(1)
     weight, bias = self.reward_head.weight, self.reward_head.bias
     return hidden.to(weight.dtype) @ weight[0] + bias
-
-
-@right("RewardModel.forward")
-def every_position_then_the_last(self, input_ids, attention_mask):
-    hidden = []
-    hook = ("ln_final.hook_out", lambda x, hook: hidden.append(x))
-    self._run([hook], input_ids, attention_mask)
-    everywhere = self.reward_head(hidden[0].to(self.reward_head.weight.dtype))[..., 0]
-    rows = zip(everywhere, attention_mask, strict=True)
-    return torch.stack([values[mask.nonzero()[-1, 0]] for values, mask in rows])
-
-
-@right("make_reward_fn")
-def text_by_text(reward_model):
-    """Alone, no text has padding behind it."""
-
-    def reward_fn(samples, prompts):
-        rewards = []
-        for text, prompt in zip(samples, prompts, strict=True):
-            encoded = encode_completions(reward_model, [prompt], [text])
-            with torch.no_grad():
-                rewards.append(reward_model(encoded.input_ids, encoded.attention_mask))
-        return torch.cat(rewards).sub(reward_model.reward_mean).div(reward_model.reward_std)
-
-    return reward_fn
 
 
 class Scorer:
@@ -150,25 +120,6 @@ def one_candidate_at_a_time(rewards, num_samples, temperature, generator=None):
                     break
         candidates = [i for i in candidates if i not in accepted]
     return torch.tensor(accepted)
-
-
-@right("rejection_sample")
-def in_log_space_with_numpy(rewards, num_samples, temperature, generator=None):
-    """Logs are compared, and the rows that are left are marked in place of being listed."""
-    n = len(rewards)
-    if num_samples < 1 or num_samples > n:
-        raise ValueError(f"num_samples should be from 1 to {n}")
-    if temperature <= 0:
-        raise ValueError("the temperature should be above 0")
-    draws = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-    scaled, is_left = rewards.detach().double().numpy() / temperature, np.ones(n, dtype=bool)
-    accepted = []
-    while len(accepted) < num_samples:
-        exponential = draws.exponential(size=n)  # minus the log of a uniform number
-        is_accepted = is_left & (scaled[is_left].max() - scaled < exponential)
-        accepted += draws.permutation(np.flatnonzero(is_accepted)).tolist()
-        is_left &= ~is_accepted
-    return torch.tensor(accepted[:num_samples])
 
 
 @right("pool_advantages")

@@ -60,18 +60,14 @@ def losses_and_gradients(student, rng):
 def margins_of_a_thousand(student, rng):
     """Margins of ±1000, where exp overflows: the loss and its gradients are finite"""
     sizes = rng.uniform(2, low=500, high=1000)
-    found = {}
-    for name, margins in {
-        "right": sizes,
-        "wrong": -sizes,
-        "both": sizes * rng.tensor([1, -1]),
-    }.items():
-        found[name] = value_and_gradients(
+    return {
+        name: value_and_gradients(
             student.calc_preference_loss,
             chosen_rewards=margins / 2,
             rejected_rewards=-margins / 2,
         )
-    return found
+        for name, margins in {"right": sizes, "wrong": -sizes}.items()
+    }
 
 
 # --- calc_preference_accuracy -------------------------------------------------------------------
@@ -88,27 +84,14 @@ def worked_accuracy(student, rng):
 def accuracies_with_ties(student, rng):
     """Pairs, some of which tie: a tie counts as half. One pair; only ties"""
     chosen, rejected = rng.integers(0, 4, 37).to(rng.dtype), rng.integers(0, 4, 37).to(rng.dtype)
-    found = {
-        "37 pairs": student.calc_preference_accuracy(chosen, rejected),
-        "the other way round": student.calc_preference_accuracy(rejected, chosen),
-        "ties alone": student.calc_preference_accuracy(chosen, chosen.clone()),
-        "of numbers that do not tie": student.calc_preference_accuracy(
-            rng.normal(23), rng.normal(23)
-        ),
+    accuracy = student.calc_preference_accuracy
+    return {
+        "37 pairs": accuracy(chosen, rejected),
+        "ties alone": accuracy(chosen, chosen.clone()),
+        "of numbers that do not tie": accuracy(leaf(rng.normal(23)), leaf(rng.normal(23))),
+        "of one pair": accuracy(chosen[:1], rejected[:1]),
+        "chosen": chosen,
     }
-    for i in range(3):
-        found[f"pair {i}"] = student.calc_preference_accuracy(
-            chosen[i : i + 1], rejected[i : i + 1]
-        )
-    return found | {"chosen": chosen, "rejected": rejected}
-
-
-@check("calc_preference_accuracy", expected=accuracy_by_loops, tier="hardening")
-def accuracies_of_what_requires_gradient(student, rng):
-    """Rewards that require a gradient, or are negative: the result is a plain number"""
-    chosen, rejected = leaf(rng.normal(11, mean=-4)), leaf(rng.normal(11, mean=-4))
-    found = student.calc_preference_accuracy(chosen, rejected)
-    return {"the accuracy": found, "chosen": chosen.detach()}
 
 
 # --- RewardModel --------------------------------------------------------------------------------
@@ -119,19 +102,9 @@ def _rewards_of_rows(student, rng, kind):
     ids, attention = ragged_batch(rng, rows=3, seq=9)
     rewards = model(ids, attention)
     weights = rng.normal(len(ids))
-    found = {
-        "the rewards": rewards,
-        "input_ids afterwards": ids,
-        "attention_mask afterwards": attention,
-    }
+    found = {"the rewards": rewards}
     found |= trainers.adapter_gradients((rewards * weights).sum(), model)
-    alone = attention[1].bool()
     found["of a row alone"] = model(ids[1:2], attention[1:2])
-    found["of the same without padding"] = model(ids[1:2, alone], attention[1:2, alone])
-    one = rng.integers(3, 512, 3, 1)
-    found["of rows of one token"] = model(one, torch.ones_like(one))
-    long = rng.integers(3, 512, 130, 2)
-    found["of more rows than columns"] = model(long, torch.ones_like(long))
     ids[:, -1] = ids[:, -2] = models.SPECIAL["eos_token_id"]
     ids[:, 0] = ids[0, -1] = models.SPECIAL["pad_token_id"]
     found["with pad and eos as real tokens"] = model(ids, torch.ones_like(ids))
@@ -167,7 +140,6 @@ def rewards_of_llama(student, rng):
 
 def _head_belongs_to_the_model(observed, reference):
     pairs = {
-        "two identical calls should give the same rewards": ("rewards", "again"),
         "a saved and loaded model should give the same rewards": ("rewards", "loaded"),
         "merged() should give the same rewards": ("rewards", "merged"),
     }
@@ -182,8 +154,6 @@ def _head_belongs_to_the_model(observed, reference):
         return "the adapters should be on in forward, and off inside reference()"
     if not torch.allclose(observed["rewards"], reference["rewards"], atol=1e-3, rtol=1e-3):
         return "the rewards are wrong"
-    if observed["hooks more after a second call"] > 0:
-        return "each call leaves a hook behind, which goes on running at every later forward"
     return None
 
 
@@ -195,13 +165,8 @@ def reward_head_and_model(student, rng):
     model.reward_mean.fill_(1.5)
     model.reward_std.fill_(0.7)
     ids, attention = ragged_batch(rng)
-    model.train()
     with torch.no_grad():
         found = {"rewards": model(ids, attention)}
-        n_hooks = sum(len(module._forward_hooks) for module in model.modules())
-        found["again"] = model(ids, attention)
-        after = sum(len(module._forward_hooks) for module in model.modules())
-        found["hooks more after a second call"] = after - n_hooks
         with model.merged():
             found["merged"] = model(ids, attention)
         with model.reference():
@@ -308,12 +273,8 @@ def the_scale_of_the_training_pairs(student, rng):
         rewards = reward_fn(texts, prompts)
         found[name] = rewards.detach()
         found[f"{name}: whether a gradient flows"] = bool(rewards.requires_grad)
-    left = sum(p.grad is not None for p in model.trainable_parameters())
     trained = sum(p.requires_grad for p in model.trainable_parameters())
     return found | {
-        "gradients left": left,
-        "the mean afterwards": model.reward_mean.clone(),
-        "the std afterwards": model.reward_std.clone(),
         "parameters that are trained afterwards": trained,
         "whether gradients are recorded afterwards": torch.is_grad_enabled(),
     }
@@ -408,11 +369,7 @@ def best_of_groups(student, rng):
         rewards = grouped_rewards(rng, groups, n)
         texts = [f"text {i}" for i in rng.permutation(100)[: groups * n].tolist()]
         found[f"{groups} prompts, n {n}"] = student.best_of_n(texts, rewards, n)
-        found[f"{groups} prompts, n {n}: rewards afterwards"] = rewards
-        found[f"{groups} prompts, n {n}: samples afterwards"] = texts
-    same = torch.stack([rng.permutation(5) for _ in range(4)]).flatten().to(rng.dtype)
-    texts = [f"text {i}" for i in range(20)]
-    return found | {"the same rewards for each prompt": student.best_of_n(texts, same, 5)}
+    return found
 
 
 @check("best_of_n", tier="hardening", beside=True)
@@ -512,76 +469,47 @@ def worked_frequencies(student, rng):
 
 
 N_DRAWS = 1500
-
-
-def _draw_picks(student, rng, cases):
-    """The picks of each case, its rewards in a random order and moved by a random number, which
-    leaves the probabilities as they are."""
-    generator = rng.new_generator()
-    found = {}
-    for name, (rewards, num_samples, temperature) in cases.items():
-        moved = rng.tensor(rewards)[rng.permutation(len(rewards))] + rng.normal(1)
-        picks = [
-            student.rejection_sample(moved.clone(), num_samples, temperature, generator)
-            for _ in range(N_DRAWS)
-        ]
-        found[name], found[f"{name}: rewards"] = torch.stack(picks), moved
-    return found
-
-
-def _fit(cases):
-    """What is wrong with the picks of these cases: their frequencies against enumeration."""
-
-    def find_misfit(observed, reference):
-        for name, (_, num_samples, temperature) in cases.items():
-            rewards = reference[f"{name}: rewards"].tolist()
-            picks = observed[name]
-            if picks.shape != (N_DRAWS, num_samples):
-                return f"{name}: the result should be {num_samples} row numbers"
-            if picks.is_floating_point() or picks.dtype == torch.bool:
-                return f"{name}: the result should hold integers, but is {picks.dtype}"
-            results = list(itertools.permutations(range(len(rewards)), num_samples))
-            numbers = {result: i for i, result in enumerate(results)}
-            rows = [numbers.get(tuple(row)) for row in picks.tolist()]
-            if None in rows:
-                return f"{name}: the rows should be different ones of 0 to {len(rewards) - 1}"
-            exact = rejection_probs(rewards, num_samples, temperature)
-            probs = torch.tensor([exact.get(result, 0.0) for result in results])
-            wrong = misfit(torch.tensor(rows), probs)
-            if wrong is not None:
-                return f"{name}: {wrong}".replace("draws", "picks").replace("token", "result")
-        return None
-
-    return find_misfit
-
-
 PICKS = {
     "one of three": ([0.0, 1.0, 0.5], 1, 1.0),
     "two of three": ([1.0, -1.0, 0.0], 2, 0.7),
     # The best one goes first and is far ahead: with its maximum, later passes weigh otherwise.
     "three of four": ([0.0, 3.0, -1.5, -3.0], 3, 1.5),
     "all of three": ([0.3, 0.0, 1.0], 3, 0.5),
-}
-
-
-@check("rejection_sample", points=4, holds=_fit(PICKS), float64=False)
-def frequencies_of_picks(student, rng):
-    """How often each result comes up, order included, against the exact probabilities"""
-    return _draw_picks(student, rng, PICKS)
-
-
-WARM = {
-    "hot: at random": ([5.0, 0.0, -5.0], 2, 1e6),
-    "equal rewards": ([2.0, 2.0, 2.0], 2, 0.1),
-    "low rewards": ([-60.0, -61.0, -62.0], 1, 1.0),
     "high rewards": ([1000.0, 1001.0, 999.0], 2, 2.0),
 }
 
 
-@check("rejection_sample", points=2, holds=_fit(WARM), float64=False, tier="hardening")
-def picks_at_extremes(student, rng):
-    """High temperature; equal, huge and very low rewards: the largest is subtracted first"""
-    return _draw_picks(student, rng, WARM)
+def _fits_enumeration(observed, reference):
+    for name, (_, num_samples, temperature) in PICKS.items():
+        rewards, picks = reference[f"{name}: rewards"].tolist(), observed[name]
+        if picks.shape != (N_DRAWS, num_samples):
+            return f"{name}: the result should be {num_samples} row numbers"
+        results = list(itertools.permutations(range(len(rewards)), num_samples))
+        numbers = {result: i for i, result in enumerate(results)}
+        rows = [numbers.get(tuple(row)) for row in picks.tolist()]
+        if None in rows:
+            return f"{name}: the rows should be different ones of 0 to {len(rewards) - 1}"
+        exact = rejection_probs(rewards, num_samples, temperature)
+        probs = torch.tensor([exact.get(result, 0.0) for result in results])
+        wrong = misfit(torch.tensor(rows), probs)
+        if wrong is not None:
+            return f"{name}: {wrong}".replace("draws", "picks").replace("token", "result")
+    return None
+
+
+@check("rejection_sample", points=5, holds=_fits_enumeration, float64=False)
+def frequencies_of_picks(student, rng):
+    """How often each result comes up, order included, against the exact probabilities"""
+    generator, found = rng.new_generator(), {}
+    for name, (rewards, num_samples, temperature) in PICKS.items():
+        # Neither the order nor a number that is added to all changes the probabilities.
+        moved = rng.tensor(rewards)[rng.permutation(len(rewards))] + rng.normal(1)
+        picks = [
+            student.rejection_sample(moved, num_samples, temperature, generator)
+            for _ in range(N_DRAWS)
+        ]
+        found[name], found[f"{name}: rewards"] = torch.stack(picks), moved
+    return found
 
 
 def _generator_decides(observed, reference):
@@ -637,11 +565,8 @@ def kept_of_pools(student, rng):
     for pools, size, n in ((3, 8, 3), (1, 5, 2), (4, 4, 1), (2, 6, 6), (3, 2, 1)):
         scores, kept = grouped_rewards(rng, pools, size), _draw_kept(rng, pools, size, n)
         found[f"{n} of {size}, {pools} pools"] = student.pool_advantages(scores, kept, size)
-    scores = grouped_rewards(rng, 3, 4)
-    uneven = rng.permutation(12)[:5]
-    found |= {"as it comes": student.pool_advantages(scores, uneven, 4), "kept": uneven}
-    shared = rng.tensor([0.0, 1.0, 3.0, 1.0, 4.0, 8.0])  # one score in two pools
-    return found | {"a shared score": student.pool_advantages(shared, torch.tensor([1, 3]), 3)}
+    scores, uneven = grouped_rewards(rng, 3, 4), rng.permutation(12)[:5]
+    return found | {"as it comes": student.pool_advantages(scores, uneven, 4), "kept": uneven}
 
 
 @check("pool_advantages", public=True, points=2, expected=pool_by_statistics, tier="hardening")
