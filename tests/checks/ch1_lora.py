@@ -1235,10 +1235,12 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def no_targets(student, rng):
-    """No targets at all, or only first tokens: the loss is 0, and so is its gradient"""
+    """No target, or only first tokens: the loss is 0, and so is its gradient; a single target"""
     logits, tokens, loss_mask = sft_batch(rng)
     none = torch.zeros_like(loss_mask)
     firsts = none.clone()
     firsts[:, 0] = True
-    masks = {"no target": none, "the first tokens alone": firsts, "some": loss_mask}
+    one = none.clone()
+    one[rng.integer(0, len(one)), -1] = True
+    masks = {"no target": none, "the first tokens alone": firsts, "one": one, "some": loss_mask}
     return {name: sft_loss_and_gradient(student, logits, tokens, m) for name, m in masks.items()}
