@@ -251,6 +251,8 @@ def _describe_misfit(draws, target):
 
 
 def _fits_every_setting(observed, reference):
+    if observed["logits"].isnan().any():
+        return "the logits became NaN"
     found = []
     for name, draws in observed["draws"].items():
         wrongs = [

@@ -109,7 +109,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_bridge_is(name, folders):
         sum((x - y).square().sum() for x, y in zip(g, gradients[2], strict=True)).sqrt()
         for g in gradients[:2]
     )
-    assert ours < 1.5 * theirs
+    assert ours < 2 * theirs  # of one draw: 0.65 to 1.78 times, over these models and five draws
 
 
 def test_modes_decide_what_is_scored(folders):

@@ -313,17 +313,15 @@ def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch
 
 
 def test_the_notebook_names_all_that_is_not_written_and_is_needed(capsys):
-    """As when RLHFTrainer.rollout_phase is checked, and the later methods have no cell yet."""
-    later = [
-        f"RLHFTrainer.{name}" for name in ("compute_rlhf_objective", "learning_phase", "train")
-    ]
-    names = get_chapter_source("ch2_ppo").without(*later).build()
-    before = dict(vars(names["RLHFTrainer"]))
-    run_and_print(names["RLHFTrainer"].rollout_phase, names)
+    """As when load_adapter's cell comes first."""
+    others = [f"TransformerWithLora.{name}" for name in ("reference", "save_adapter")]
+    names = get_chapter_source("ch1_lora").without(*others).build()
+    before = dict(vars(names["TransformerWithLora"]))
+    run_and_print(names["TransformerWithLora"].load_adapter, names)
     said = capsys.readouterr().out
-    assert f"because your {later[0]} and {later[1]} are not written yet." in said
+    assert f"because your {others[0]} and {others[1]} are not written yet." in said
     assert "✗" not in said
-    assert dict(vars(names["RLHFTrainer"])) == before
+    assert dict(vars(names["TransformerWithLora"])) == before
 
 
 def test_the_notebook_does_not_touch_an_earlier_chapters_class(capsys):

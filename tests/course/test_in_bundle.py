@@ -66,7 +66,7 @@ def test_a_bundle_never_says_solved_nor_points(in_a_bundle, capsys):
 
 
 def test_a_bundle_knows_two_mistakes_at_once(in_a_bundle):
-    exercise = "calc_entropy"
+    exercise = "calc_expected_policy_gradient"
     known = in_a_bundle("ch0_sampling", exercise)
     mistakes = {m.sentence: m for m in get_mistakes("ch0_sampling") if m.exercise == exercise}
     pairs = [mistake for mistake in known.mistakes if mistake.n == 2]
