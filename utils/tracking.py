@@ -29,6 +29,8 @@ from utils.run_folder import (
     save_checkpoint,
     write_args,
 )
+from utils.run_folder import load_checkpoint as load_checkpoint  # an older chapter 2 has them here
+from utils.run_folder import restore_generator as restore_generator
 from utils.signals import find_equal_rewards
 
 

@@ -926,6 +926,7 @@ def restored_bit_for_bit(student, rng):
 @check(
     "TransformerWithLora.merged",
     points=2,
+    beside=True,  # where merged() does nothing, this is right
     expected=context_by_hugging_face("shallow", adapted=True),
     **CLOSE,
     tier="hardening",

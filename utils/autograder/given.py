@@ -49,7 +49,11 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
                 given[str(node.module)] |= {alias.name for alias in node.names}
     for module in WITHOUT_ANSWERS:
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        names = set().union(*map(get_bound_names, tree.body))
+        imported = (
+            s for s in tree.body if isinstance(s, ast.ImportFrom) and _is_of(s.module, "utils")
+        )
+        names = {alias.name for statement in imported for alias in statement.names}
+        names = names.union(*map(get_bound_names, tree.body))
         given[module] |= {name for name in names if not name.startswith("_")}
     return {module: frozenset(names) for module, names in given.items()}
 
