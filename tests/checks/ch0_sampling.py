@@ -56,7 +56,7 @@ def worked_by_hand(student, rng):
     }
 
 
-@check("get_logprobs", public=True, points=3, seeds=2, expected=logprobs_by_categorical)
+@check("get_logprobs", public=True, points=4, seeds=2, expected=logprobs_by_categorical)
 def every_prefix_and_temperature(student, rng):
     """Random logits, prefixes of several lengths, temperatures from 0.05 to 2; gradients"""
     logits, tokens = rng.normal(3, 6, 11, std=2), rng.integers(0, 11, 3, 6)
@@ -274,7 +274,7 @@ def _draw_by_settings(student, rng, logits, names, n):
     return {"logits": logits, "draws": draws}
 
 
-@check("sample_next_token", points=3, seeds=2, holds=_fits_every_setting)
+@check("sample_next_token", points=5, seeds=2, holds=_fits_every_setting)
 def frequencies(student, rng):
     """Temperature, top-k, top-p and all together, against exact probabilities"""
     # Neither sorted nor alike by row, far apart; the masses keep away from the thresholds, and
@@ -357,7 +357,7 @@ def worked_mask(student, rng):
     return student.get_completion_mask(ids, 2)
 
 
-@check("get_completion_mask", points=2, seeds=2, expected=mask_by_loops)
+@check("get_completion_mask", points=3, seeds=2, expected=mask_by_loops)
 def random_completions(student, rng):
     """Several eos in a row, none, the first token; ids of 50,000"""
     ids, get_mask = rng.integers(0, 4, 12, 7), student.get_completion_mask
@@ -573,7 +573,7 @@ def _fits_the_model(observed, reference):
     return None
 
 
-@check("get_samples", points=3, holds=_fits_the_model)
+@check("get_samples", points=4, holds=_fits_the_model)
 def samples_of_the_model(student, rng):
     """Settings, defaults, generator; tokens by Hugging Face's probabilities; too long a prompt"""
     model = load_base_model(models.get_checkpoint("ending"), device="cpu")
@@ -660,7 +660,7 @@ def a_coin_of_3_to_1(student, rng):
 @check(
     "calc_expected_policy_gradient",
     public=True,
-    points=2,
+    points=3,
     seeds=2,
     expected=policy_gradient_by_autograd,
     atol=2e-5,

@@ -584,7 +584,7 @@ def _logits_and_gradients(model, ids: Tensor, mask: Tensor, rng) -> dict[str, An
 @check(
     "TransformerWithLora.forward",
     public=True,
-    points=2,
+    points=3,
     expected=forward_by_hugging_face("gpt2"),
     **CLOSE,
 )
@@ -594,7 +594,7 @@ def padded_gpt2(student, rng):
     return _logits_and_gradients(set_alike(boot(student, "gpt2"), rng), ids, mask, rng)
 
 
-@check("TransformerWithLora.forward", points=2, expected=forward_by_hugging_face("qwen"), **CLOSE)
+@check("TransformerWithLora.forward", points=3, expected=forward_by_hugging_face("qwen"), **CLOSE)
 def padded_qwen(student, rng):
     """Rotary positions, grouped queries, an added token, spare logits; pad, bos, eos as tokens"""
     ids, mask = ragged_batch(rng)
@@ -629,7 +629,11 @@ def _score_in_steps(model, ids: Tensor, mask: Tensor, when: str, ends: tuple) ->
 
 
 @check(
-    "TransformerWithLora.forward", public=True, expected=forward_by_hugging_face("shallow"), **CLOSE
+    "TransformerWithLora.forward",
+    points=2,
+    public=True,
+    expected=forward_by_hugging_face("shallow"),
+    **CLOSE,
 )
 def key_value_cache(student, rng):
     """Padded prompts, then tokens from the cache, in every mode; a mask of a wrong shape"""
@@ -722,7 +726,7 @@ def inside_and_after(student, rng):
 
 
 @check(
-    "TransformerWithLora.reference", public=True, points=2, expected=NEVER_ADAPTED["gpt2"], **CLOSE
+    "TransformerWithLora.reference", public=True, points=3, expected=NEVER_ADAPTED["gpt2"], **CLOSE
 )
 def between_forward_and_backward(student, rng):
     """Forward passes of both on the same rows, one backward pass through both; then no_grad"""
@@ -888,7 +892,7 @@ def _is_the_same_model(observed, reference):
     return None
 
 
-@check("TransformerWithLora.merged", public=True, points=2, beside=True, holds=_is_the_same_model)
+@check("TransformerWithLora.merged", public=True, points=3, beside=True, holds=_is_the_same_model)
 def restored_bit_for_bit(student, rng):
     """Different adapters on each site: merged equals hooked; all is back, after errors too"""
     ids, mask = ragged_batch(rng)

@@ -43,7 +43,7 @@ def worked_estimates(student, rng):
     return found | {"k4, sampled from 0.4, 0.4, 0.2": student.calc_kl_estimate(p, q, "k4", old)}
 
 
-@check("calc_kl_estimate", public=True, points=4, seeds=2, expected=estimate_of_probabilities)
+@check("calc_kl_estimate", public=True, points=5, seeds=2, expected=estimate_of_probabilities)
 def estimates_and_gradients(student, rng):
     """With old log-probs or without, tensors or numbers: value, gradient for the policy's alone"""
     found = {}
@@ -98,7 +98,7 @@ def worked_kl(student, rng):
     return student.calc_exact_kl(p, q)
 
 
-@check("calc_exact_kl", public=True, points=2, seeds=2, expected=kl_by_distributions)
+@check("calc_exact_kl", public=True, points=4, seeds=2, expected=kl_by_distributions)
 def kl_and_gradients(student, rng):
     """Random logits, 1 to 3 axes: value, gradient for the policy's alone"""
     return {
@@ -152,7 +152,7 @@ def worked_stats(student, rng):
     return {kind: student.calc_estimator_stats(logits, ref_logits, kind) for kind in KINDS}
 
 
-@check("calc_estimator_stats", public=True, points=2, seeds=3, expected=stats_by_loops, atol=1e-5)
+@check("calc_estimator_stats", public=True, points=3, seeds=3, expected=stats_by_loops, atol=1e-5)
 def stats_of_random_policies(student, rng):
     """Random policies and references, near and far, over vocabularies of several sizes"""
     found = {}
@@ -216,7 +216,7 @@ def worked_gradients(student, rng):
 @check(
     "calc_expected_gradient",
     public=True,
-    points=5,
+    points=7,
     seeds=3,
     expected=gradient_by_the_score,
     atol=1e-5,
