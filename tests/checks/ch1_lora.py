@@ -105,7 +105,7 @@ def _starts_right(observed, reference):
     return None
 
 
-@check("LoraLayer", public=True, points=2, holds=_starts_right)
+@check("LoraLayer", public=True, points=2, beside=True, holds=_starts_right)
 def new_adapters(student, rng):
     """A new adapter: A uniform in ±1/sqrt(d_in), B zero, and both are trained"""
     layer, second = student.LoraLayer(*NEW_LAYER), student.LoraLayer(*NEW_LAYER)

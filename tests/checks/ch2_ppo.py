@@ -1043,11 +1043,13 @@ def _numbered_fields(rng, rows):
 
 
 def _decode_rows(minibatch, fields):
-    """[row field] the number that each field says a row has; the first and the last column each."""
-    found = [(minibatch.mask * 2 ** torch.arange(7)).sum(-1)]
-    for name, field in fields.items():
+    """[row field] what each field says of a row, which is its number and that of the first row;
+    the first and the last column each."""
+    first = fields["input_ids"][0, 0]
+    found = [(minibatch.mask * 2 ** torch.arange(7)).sum(-1) + first]
+    for name in fields:
         if name != "mask":
-            x = (getattr(minibatch, name) - field[0, 0]).long()
+            x = getattr(minibatch, name).long()
             found += [x[:, 0], x[:, -1]]
     return torch.stack(found, dim=1)
 
@@ -1055,8 +1057,8 @@ def _decode_rows(minibatch, fields):
 def _every_row_once_an_epoch(observed, reference):
     for name, (n_rows, size, _, n_epochs) in MEMORIES.items():
         rows, places = observed[name]["rows"], observed[name]["the minibatch of each"]
-        numbers = rows[:, 0]
-        if not torch.equal(rows, numbers[:, None].expand_as(rows)):
+        numbers = rows[:, 0] - reference[name]["rows"].min()
+        if not torch.equal(rows, rows[:, :1].expand_as(rows)):
             return f"{name}: all fields should be shuffled the same way, which these are not"
         orders = numbers.reshape(n_epochs, n_rows)
         if not torch.equal(orders.sort().values, torch.arange(n_rows).expand_as(orders)):

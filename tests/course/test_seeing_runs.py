@@ -135,6 +135,7 @@ def test_what_is_no_run_is_said(name, message, tmp_path):
 
 def test_the_command_shows_both_and_writes_the_page(run, tmp_path, capsys, monkeypatch):
     page = tmp_path / "page.html"
+    monkeypatch.setenv("COLUMNS", "400")  # no text is broken
     words = [str(run), "--temperature", "0"]
     sample.main([*words, "--html", str(page)])
     said, written = capsys.readouterr().out, page.read_text(encoding="utf-8")
