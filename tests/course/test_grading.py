@@ -289,15 +289,16 @@ def test_the_notebook_names_the_exercise_that_fails_another(
 
 
 def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
+    terms = "surrogate - args.vf_coef * value_loss + args.ent_coef * entropy - args.kl_coef * kl"
     names = build_with(
         "ch2_ppo",
-        ("            self.optimizer.zero_grad()\n", ""),
+        (f"return {terms}", f"return -({terms})"),
         ("errors = (values - returns).square()", "errors = 2 * (values - returns).square()"),
     )
-    run_and_print(names["RLHFTrainer"].learning_phase, names)
+    run_and_print(names["RLHFTrainer"].compute_rlhf_objective, names)
     said = capsys.readouterr().out
     assert "With your own it fails too, in another way." in said
-    assert "zero_grad is missing" in said
+    assert "The sign is that of a loss" in said
 
 
 def test_no_known_mistake_is_run_for_an_error_in_slow_checks(capsys, monkeypatch):
