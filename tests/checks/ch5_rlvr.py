@@ -854,7 +854,7 @@ def _play(student, rng, script: list[list[int]], rollouts: int = 1, **options):
     args = _make_rlvr_args(student, batch_size=3 * n_groups, **options)
     trainer = student.RlvrTrainer(args, _load_tiny_model())
     batches = [
-        _script_batch(rng, i, [bool(x) for x in line], rng.integer(3, 7), rng.integer(3, 6))
+        _script_batch(rng, i, [bool(x) for x in line], rng.integer(3, 7), rng.integer(4, 7))
         for i, line in enumerate(script)
     ]
     calls, given = [], [scores.clone() for _, scores in batches]
