@@ -84,11 +84,10 @@ def _copy(value: Any) -> Any:
 def call_reward_fn(
     reward_fn: Callable[..., Float[Tensor, "batch"]], samples: list[str], columns: dict[str, list]
 ) -> Float[Tensor, "batch"]:
-    """Call `reward_fn(samples)`, with those `columns` that it names, each of one value a
-    sample.
+    """Call `reward_fn(samples)`, with the `columns` it names, one value for each sample.
 
-    The samples go to its first parameter or, where that's a column, to the one that is none and has
-    no default; `**kwargs` get every column, and the samples as `completions` where no parameter
+    The samples are its first parameter; if that's named like a column, the one that isn't and has
+    no default. `**kwargs` get every column, and the samples as `completions` where no parameter
     takes them. Lists and dicts are copies: a function that adds its judge's messages to a chat
     doesn't change what is trained on.
 

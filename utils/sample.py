@@ -200,8 +200,7 @@ def paint(text: str, kl: float) -> str:
 def format_texts(
     comparison: Comparison, tokenizer: Any, is_coloured: bool = False, **layout: Any
 ) -> str:
-    """Format the texts as a table, with tabulate's `layout`; those of a model that isn't trained
-    stand once."""
+    """Format the texts as a table, with tabulate's `layout`; an untrained model has one column."""
     before, after = comparison.before, comparison.after
     columns = {"prompt": list_prompts(comparison)}
     if after is not before:

@@ -301,7 +301,7 @@ def show_difference(first: Any, second: Any) -> tuple[str, str]:
     return was, now
 
 
-def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> str:
+def format_samples(rows: list[tuple[str, float, str, str]]) -> str:
     """Format a table of (which sample, reward, prompt, completion); line breaks show as ⏎."""
     table = [
         (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
@@ -312,7 +312,7 @@ def format_samples(rows: list[tuple[str, float, str, str]], width: int = 60) -> 
             table,
             headers=("sample", "reward", "prompt", "completion"),
             tablefmt="simple_outline",
-            maxcolwidths=[None, None, width // 2, width],
+            maxcolwidths=[None, None, 30, 60],
             disable_numparse=True,
         )
     )

@@ -359,7 +359,7 @@ def worked_mask(student, rng):
 
 @check("get_completion_mask", points=3, seeds=2, expected=mask_by_loops)
 def random_completions(student, rng):
-    """Several eos in a row, none, the first token; ids of 50,000"""
+    """Several eos in a row, no eos, eos first; ids of 50,000"""
     ids, get_mask = rng.integers(0, 4, 12, 7), student.get_completion_mask
     found = {f"eos {eos}": get_mask(ids, eos) for eos in range(4)}
     return found | {"eos 50,003": get_mask(ids + 50_000, 50_003)}

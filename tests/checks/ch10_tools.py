@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from tests.oracles.ch10_tools import (
     calculator_in_decimals,
@@ -198,6 +199,12 @@ def draw_prompts(rng, n=3):
     return [*prompts, prompts[0]]
 
 
+def put_bos_before(tokenizer):
+    bos = (tokenizer.bos_token, tokenizer.bos_token_id)
+    template = TemplateProcessing(single=f"{bos[0]} $A", special_tokens=[bos])
+    tokenizer.backend_tokenizer.post_processor = template
+
+
 def sample(student, rng, tool=reply, group_size=2, prompts=None, model=None, **limits):
     model = model or make_writer(rng, SYMBOLS, OFTEN)
     prompts = prompts or draw_prompts(rng)
@@ -268,7 +275,10 @@ def numbers_of_calls_and_tokens(student, rng):
 
 @check("sample_in_turns", points=4, seeds=2, expected=turns_by_plain_calls, float64=False)
 def what_the_tool_is_given(student, rng):
-    """The tool gets one turn, ">" included: no prompt, no earlier turn, none of its own answers"""
+    """The tool gets one turn, ">" included: no prompt, no earlier turn, none of its own answers
+
+    The tokenizer puts a bos before every text, as many do: an answer is no text of its own.
+    """
     heard = []
 
     def listen(turn):
@@ -277,6 +287,7 @@ def what_the_tool_is_given(student, rng):
 
     options = {"max_calls": 4, "max_new_tokens": 30, "group_size": 3}
     model = make_writer(rng, SYMBOLS, OFTEN | {".": -1.0})
+    put_bos_before(model.tokenizer)
     found = sample(student, rng, tool=listen, model=model, **options)
     return found | {"the turns, sorted,": sorted(heard)}
 
@@ -492,7 +503,7 @@ def tokens_of_nobody(student, rng):
 
 @check("calc_tool_objective", points=4, seeds=2, expected=tool_objective_by_loops)
 def objectives_of_every_shape(student, rng):
-    """Other shapes, no own token at all, inf where the tool wrote; other values of clip_coef"""
+    """One row, one token, 150 rows, no own token; inf where the tool wrote; other clip_coefs"""
     found = {
         f"{name}": objective(student, rng, m, INF) for name, m in masks_of_many_shapes(rng).items()
     }

@@ -45,7 +45,7 @@ def worked_estimates(student, rng):
 
 @check("calc_kl_estimate", public=True, points=5, seeds=2, expected=estimate_of_probabilities)
 def estimates_and_gradients(student, rng):
-    """With old log-probs or without, tensors or numbers: value, gradient for the policy's alone"""
+    """With or without old log-probs, tensors, numbers: the value, a gradient for the policy only"""
     found = {}
     for kind, shape in itertools.product(KINDS, ((3, 4), ())):
         logprobs, ref_logprobs, old_logprobs = draw_logprobs(rng, *shape)
@@ -100,7 +100,7 @@ def worked_kl(student, rng):
 
 @check("calc_exact_kl", public=True, points=4, seeds=2, expected=kl_by_distributions)
 def kl_and_gradients(student, rng):
-    """Random logits, 1 to 3 axes: value, gradient for the policy's alone"""
+    """Random logits, 1 to 3 axes: the value, and a gradient for the policy only"""
     return {
         f"shape {shape}": value_and_gradients(
             student.calc_exact_kl,

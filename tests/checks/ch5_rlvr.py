@@ -582,7 +582,7 @@ def ragged_sequence_ratios(student, rng):
 
 @check("calc_sequence_ratio", points=4, expected=geometric_mean_of_ratios, tier="hardening")
 def sequence_ratios_of_many_shapes(student, rng):
-    """Other shapes; 300 tokens; log-probs of -1000 and 0; log-ratios of +-1000 behind the mask"""
+    """One row, 150 rows, 300 tokens; log-probs of -1000 and 0; log-ratios of +-1000 masked out"""
     found = {
         name: value_and_gradients(_ratio(student, mask), **ragged_logprobs(rng, mask))
         for name, mask in masks_of_many_shapes(rng).items()
@@ -699,7 +699,7 @@ def rlvr_advantages_of_tokens(student, rng):
 
 @check("calc_rlvr_objective", points=2, expected=rlvr_by_cases, tier="hardening")
 def rlvr_of_many_shapes(student, rng):
-    """Other shapes; inputs unchanged; log-ratios of +-1000 behind the mask, and one of 200"""
+    """One row, 150 rows; inputs unchanged; log-ratios of +-1000 masked out, and one of 200"""
     found, extremes = {}, torch.arange(4) < torch.tensor([2, 3, 4])[:, None]
     masks = masks_of_many_shapes(rng) | {"extremes": extremes, "far": extremes}
     for (name, mask), level in itertools.product(masks.items(), ("token", "sequence")):

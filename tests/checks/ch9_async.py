@@ -523,7 +523,7 @@ def objectives_and_gradients(student, rng):
 
 @check("calc_async_objective", points=6, seeds=2, expected=objective_by_loops)
 def objectives_of_every_shape(student, rng):
-    """Other shapes, no token at all, inf beyond the mask, and in each case other clips and caps"""
+    """One row, one token, 150 rows, no token; inf beyond the mask; other clips and caps"""
     limits = [(0.2, 2.0), (0.2, 1.3), (0.1, 4.0), (0.5, 2.0), (0.3, 0.8)]
     masks, found = masks_of_many_shapes(rng), {}
     masks |= {f"ragged {i}": ragged_mask(rng, 8, 6) for i in range(3)}

@@ -204,11 +204,11 @@ def test_the_base_is_found_by_the_adapter_alone(checkpoints, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_rslora": True}, "options that the course has not, but has .*use_rslora"),
+        ({"use_rslora": True}, "only options that the course has, but sets .*use_rslora"),
         ({"use_dora": True, "modules_to_save": ["lm_head"]}, "modules_to_save.*lm_head.*use_dora"),
-        ({"bias": "all"}, "has .*bias"),
+        ({"bias": "all"}, "sets .*bias"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights .* change the base.*'pissa'"),
-        ({"peft_type": "IA3"}, "should be of LoRA, but has a IA3Config"),
+        ({"peft_type": "IA3"}, "should be of LoRA, but has IA3Config"),
         ({"lora_alpha": 13}, "alpha / rank of .* should be 4.0, but is 4.33"),
         ({"alpha_pattern": {"v_proj": 6}}, "alpha / rank of .*v_proj should be 4.0, but is 2.0"),
     ],

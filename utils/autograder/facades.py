@@ -13,7 +13,7 @@ from typing import Any
 
 COURSE = ("utils", "solutions", "tests")
 HIDDEN = ("utils", "tests")
-# By chapter, the modules whose functions are answers to its exercises: they can be called no more.
+# By chapter, the modules whose functions are answers to its exercises: no child can call them.
 ANSWERS = {
     "ch0_sampling": ("utils.models.decoding", "utils.models.forward"),
     "ch10_tools": ("utils.models.turns",),

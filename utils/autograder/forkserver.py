@@ -144,8 +144,8 @@ def _get_limits() -> sandbox.Limits:
 
 
 def _work(connection: Connection, to_server: Connection) -> None:
-    """Be the trusted worker: get the options and the points, then grade what comes until the other
-    side closes. For None instead of a submission it gives the protections that a child has.
+    """Grade what comes over the connection until it closes, as the trusted worker. None in place of
+    a submission asks which protections a child has.
     """
     with contextlib.suppress(EOFError, OSError):
         options, points = connection.recv()

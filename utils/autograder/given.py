@@ -66,7 +66,7 @@ def _make_plain(cell: str) -> str:
 def say_not_given(
     imports: Iterable[tuple[str, str, str]], chapters: Collection[str], own: Collection[str]
 ) -> list[str]:
-    """Say which imports are of the course's packages, and no chapter of these gives them.
+    """Say which imports of the course's packages none of these chapters gives.
 
     imports: place, module and name, which is empty for a whole module. own: the modules that the
     submission has itself.

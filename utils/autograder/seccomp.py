@@ -1,4 +1,4 @@
-"""The calls of the system that a student's code may not make: a seccomp filter, on Linux.
+"""System calls that a student's code may not make, as a seccomp filter on Linux.
 
 Sources: seccomp(2); linux/filter.h; numbers of calls, flags and commands from the kernel's headers.
 """
@@ -95,28 +95,28 @@ def build_filter(machine: str) -> bytes:
     """Return the program that decides on each call, as the kernel reads it."""
     place = MACHINES.index(machine)
     program = [
-        _say(LOAD, ARCHITECTURE),
-        _say(JUMP_IF_EQUAL, AUDIT_ARCHITECTURES[machine], then=1),
-        _say(RETURN, SECCOMP_RET_KILL_PROCESS),
-        _say(LOAD, NUMBER),
-        _say(JUMP_IF_AT_LEAST, X32_SYSCALL_BIT, otherwise=1),
-        _say(RETURN, SECCOMP_RET_KILL_PROCESS),
+        _encode(LOAD, ARCHITECTURE),
+        _encode(JUMP_IF_EQUAL, AUDIT_ARCHITECTURES[machine], then=1),
+        _encode(RETURN, SECCOMP_RET_KILL_PROCESS),
+        _encode(LOAD, NUMBER),
+        _encode(JUMP_IF_AT_LEAST, X32_SYSCALL_BIT, otherwise=1),
+        _encode(RETURN, SECCOMP_RET_KILL_PROCESS),
     ]
     for calls, verdict in (
         (REFUSED_CALLS, REFUSE), (PRETENDED_CALLS, PRETEND), (UNKNOWN_CALLS, UNKNOWN)
     ):  # fmt: skip
         for number in (numbers[place] for numbers in calls.values()):
             if number is not None:
-                program += [_say(JUMP_IF_EQUAL, number, otherwise=1), _say(RETURN, verdict)]
+                program += [_encode(JUMP_IF_EQUAL, number, otherwise=1), _encode(RETURN, verdict)]
     for numbers, argument, bits, values, verdict, other in EXAMINED_CALLS.values():
-        look = [_say(LOAD, ARGUMENTS + ARGUMENT_BYTES * argument), _say(AND, bits)]
+        look = [_encode(LOAD, ARGUMENTS + ARGUMENT_BYTES * argument), _encode(AND, bits)]
         for n, value in enumerate(values):  # over the other values, and what comes if it is none
-            look.append(_say(JUMP_IF_EQUAL, value, then=len(values) - n))
-        look += [_say(RETURN, other), _say(RETURN, verdict)]
-        program += [_say(JUMP_IF_EQUAL, numbers[place], otherwise=len(look)), *look]
-    return b"".join([*program, _say(RETURN, ALLOW)])
+            look.append(_encode(JUMP_IF_EQUAL, value, then=len(values) - n))
+        look += [_encode(RETURN, other), _encode(RETURN, verdict)]
+        program += [_encode(JUMP_IF_EQUAL, numbers[place], otherwise=len(look)), *look]
+    return b"".join([*program, _encode(RETURN, ALLOW)])
 
 
-def _say(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+def _encode(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     """Return an instruction, struct sock_filter: a jump leaves out so many of those below it."""
     return struct.pack("<HBBI", code, then, otherwise, value)

@@ -117,7 +117,5 @@ def _format_gpu(result: dict) -> str:
         _table(rows, *headers, "peak GB"),
     ]
     if ratios:
-        parts.append(
-            f"TRL's fastest step takes so many times as long as ours: {'; '.join(ratios)}."
-        )
+        parts.append(f"TRL's fastest step takes, as a multiple of ours: {'; '.join(ratios)}.")
     return "\n\n".join(parts)

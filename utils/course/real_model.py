@@ -98,7 +98,7 @@ class Task:
     columns: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def ask(form: str, pairs: list[Pair], answers: list[Any]) -> dict[str, Any]:
+def write_questions(form: str, pairs: list[Pair], answers: list[Any]) -> dict[str, Any]:
     """Return prompts about pairs of numbers, and their answers as a column."""
     prompts = [form.format(a=a, b=b) for a, b in pairs]
     return {"prompts": prompts, "columns": {"answers": answers}}
@@ -107,7 +107,7 @@ def ask(form: str, pairs: list[Pair], answers: list[Any]) -> dict[str, Any]:
 def make_tasks() -> dict[str, Task]:
     """Make the runs by name."""
     sums = [
-        ask(f"{SHOTS}{{a}}+{{b}}=", pairs, [str(a + b) for a, b in pairs])
+        write_questions(f"{SHOTS}{{a}}+{{b}}=", pairs, [str(a + b) for a, b in pairs])
         for pairs in split_digit_pairs()
     ]
     learn_sums = sums[0] | {
@@ -125,7 +125,7 @@ def make_tasks() -> dict[str, Task]:
         "base_lr": 2e-3,
     }
     products = [
-        ask(f"{CALCULATOR_SHOTS}Q: {{a}}*{{b}}\n", pairs, [a * b for a, b in pairs])
+        write_questions(f"{CALCULATOR_SHOTS}Q: {{a}}*{{b}}\n", pairs, [a * b for a, b in pairs])
         for pairs in split_products()
     ]
     calculate = products[0] | {

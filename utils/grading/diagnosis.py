@@ -177,12 +177,12 @@ def _is_as_recorded(mistake: recorded.RecordedMistake, verdict: Verdict) -> bool
     return is_same_as_recorded(verdict, mistake.observed.get(verdict.check.path, recorded.SAME))
 
 
-def is_same_as_recorded(verdict: Verdict, observed: Any, secret: str = "") -> bool:
+def is_same_as_recorded(verdict: Verdict, observed: Any) -> bool:
     """Return whether a verdict's observations are those that were recorded of a mistake."""
     if observed == recorded.SAME or verdict.passed:
         return verdict.passed and observed == recorded.SAME
     return len(observed) == len(verdict.observations) and all(
-        same_observation(verdict.check, a, b, i, secret)
+        same_observation(verdict.check, a, b, i)
         for i, (a, b) in enumerate(zip(verdict.observations, observed, strict=True))
     )
 

@@ -202,9 +202,10 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
 
     Nothing but the adapters is changed, and nothing at all unless everything fits.
 
-    Raises ValueError where there is no adapter, for options that the course does not have (DoRA,
-    rsLoRA, trained biases, ...), for other sites, ranks or alpha / rank, and for an adapter on
-    GPT-2's `c_attn` that is not three adapters of this rank.
+    Raises ValueError for a folder without PEFT's configuration, for options that the course doesn't
+    have (DoRA, rsLoRA, trained biases, ...), for other sites, ranks or alpha / rank, and for an
+    adapter on GPT-2's `c_attn` that isn't three adapters of this rank; OSError or SafetensorError
+    for weights that are missing or damaged.
     """
     groups, folder = group_sites(model), Path(folder)
     config, tensors = _read_config(folder), load_file(folder / WEIGHTS)
@@ -246,14 +247,18 @@ def load_peft_adapter(model: Any, folder: str | Path) -> None:
 
 
 def _read_config(folder: Path) -> LoraConfig:
-    """Read a configuration by PEFT, which would look for a folder that isn't here on the hub."""
+    """Read an adapter's configuration with PEFT, which would look for a folder that isn't here on
+    the hub."""
     require(folder.is_dir(), f"folder should hold a PEFT adapter, but {folder} is not there")
     config, plain = PeftConfig.from_pretrained(str(folder)), LoraConfig()
     kind = type(config).__name__
-    require(isinstance(config, LoraConfig), f"the adapter should be of LoRA, but has a {kind}")
+    require(
+        isinstance(config, LoraConfig),
+        f"the adapter should be of LoRA, but has {kind}",
+    )
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     odd = {k: v for k, v in given.items() if k not in OPEN and v != getattr(plain, k)}
-    require(not odd, f"the adapter should have no options that the course has not, but has {odd}")
+    require(not odd, f"the adapter should use only options that the course has, but sets {odd}")
     start = config.init_lora_weights
     require(
         start in STARTS,

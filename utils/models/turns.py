@@ -180,7 +180,7 @@ class Environment:
         return self._turn_ends
 
     def may_end(self, text: str, is_special: bool) -> bool:
-        """Return whether a token may be the last of `turn_end`; "<eos>" isn't that of ">"."""
+        """Return whether a token may end a turn: a special one if `turn_end` ends with it."""
         if is_special:
             return self.turn_end.endswith(text)
         return text.endswith((self.turn_end[-1], "\ufffd"))  # part of a character is the latter

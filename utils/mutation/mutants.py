@@ -149,7 +149,8 @@ def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
 
 
 def is_killed(mutant: Mutant) -> bool:
-    """Return whether a check rejects a mutant, or it does not import; one that loops is stopped."""
+    """Return whether a check rejects a mutant, or its module can't be built; one that loops is
+    stopped."""
     try:
         student = StudentNames(vars(build_module(mutant.chapter, mutant.source)))
     except Exception:
@@ -180,7 +181,7 @@ def find_alive(mutants: list[Mutant]) -> list[Mutant]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "chapters", nargs="*", metavar="CHAPTER", help="chapters, e.g. ch2_ppo; all"
+        "chapters", nargs="*", metavar="CHAPTER", help="such as ch2_ppo (default: all)"
     )
     parser.add_argument("--only", default="", help="definitions whose name contains this")
     args = parser.parse_args()
@@ -188,6 +189,8 @@ def main() -> None:
         parser.error(f"CHAPTER should be among {get_chapters()}, but {sorted(unknown)} are not")
     chapters = args.chapters or get_chapters()
     mutants = [m for chapter in chapters for m in generate(chapter) if args.only in m.within]
+    if not mutants:
+        parser.error(f"no definition of {', '.join(chapters)} has {args.only!r} in its name")
     alive = {(mutant.chapter, mutant.name) for mutant in find_alive(mutants)}
     accepted = {(chapter, name) for chapter in chapters for name in get_accepted(chapter)}
     survived = [f"{chapter} `{name}` survived" for chapter, name in sorted(alive - accepted)]
@@ -199,8 +202,8 @@ def main() -> None:
     n_killed = len(mutants) - len(alive)
     report = "\n".join(
         [
-            f"{n_killed} of {n_killed + len(survived)} mutants that break the contract are killed.",
-            f"Of {len(alive) - len(survived)} more `{ACCEPTED.name}` says why none has to be.",
+            f"{n_killed} of {n_killed + len(survived)} mutants are killed.",
+            f"{len(alive) - len(survived)} more survive, as `{ACCEPTED.name}` allows.",
             *(f"- {line}" for line in wrong),
         ]
     )

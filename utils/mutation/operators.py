@@ -32,7 +32,7 @@ DROPPED_METHODS = set(
 )
 
 
-def mutate(function: ast.FunctionDef, dropped: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+def mutate(function: ast.FunctionDef, dropped: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield every change of a function: a name that is unique in it and has no line number, and the
     function's new source.
 

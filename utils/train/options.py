@@ -25,7 +25,7 @@ def read_comments(args_class: type) -> dict[str, str]:
     return found
 
 
-# What the help says where an argument of the course's trainers has no comment, or one for Python.
+# Help for arguments whose comment is missing, or speaks to readers of the code.
 HELP = read_comments(RLHFArgs) | {
     "wandb_project_name": "The project's name there.",
     "wandb_entity": "The account or team there; None is your own.",
