@@ -328,7 +328,8 @@ def generator(student, rng):
             for name, seed in seeds.items()
         } | {name: sample(logits, **options) for name in names}
 
-    draws = {name: draw_each(**SETTINGS[name]) for name in ("temperature 0.5", "top_k 3")}
+    names = ("temperature 1", "temperature 0.5", "top_k 3")
+    draws = {name: draw_each(**SETTINGS[name]) for name in names}
     return {"draws": draws, "the logits afterwards": logits}
 
 
@@ -629,7 +630,7 @@ def reinforce_and_its_gradient(student, rng):
 
 @check("calc_reinforce_objective", public=True, expected=reinforce_by_loops, tier="hardening")
 def reinforce_edges(student, rng):
-    """One token, with inf beyond it, and NaN without a token: the value and the gradient"""
+    """One token, inf beyond it, NaN without a token: value and gradient; advantages stay"""
     logprobs, advantages = -rng.uniform(1, 3), rng.normal(1, 3)
     one, none = torch.tensor([[True, False, False]]), torch.zeros(1, 3, dtype=torch.bool)
     return {
@@ -639,7 +640,7 @@ def reinforce_edges(student, rng):
             advantages=poison(advantages, mask, fill),
         )
         for name, mask, fill in (("one", one, torch.inf), ("none", none, NAN))
-    }
+    } | {"inputs": with_inputs_after(student.calc_reinforce_objective, logprobs, advantages, one)}
 
 
 # --- calc_expected_policy_gradient --------------------------------------------------------------

@@ -66,6 +66,13 @@ def random_layer(student, rng, *args: int, **kwargs):
     return set_layer(layer, rng.normal(*layer.lora_A.shape), rng.normal(*layer.lora_B.shape))
 
 
+def compute_change(layer) -> Tensor:
+    """What is added to the weight, by the layer's own `compute_delta` if it has one."""
+    if hasattr(layer, "compute_delta"):
+        return layer.compute_delta()
+    return layer(torch.eye(*layer.lora_A.shape[:1], dtype=layer.lora_A.dtype))
+
+
 def layer_and_gradients(layer, x: Tensor) -> dict[str, Tensor]:
     x = leaf(x)
     output = layer(x)
@@ -123,7 +130,7 @@ def new_adapters(student, rng):
 
 @check("LoraLayer", public=True, points=3, seeds=2, expected=LoraByOuterProducts)
 def random_adapters(student, rng):
-    """Random adapters and inputs of every shape, and B = 0 at the start: output and gradients"""
+    """Random adapters, inputs of every shape, B = 0: output, gradients, compute_delta"""
     found = {}
     for rank, alpha in ((1, 1), (2, 5), (6, 4), (3, 0.5)):
         layer = random_layer(student, rng, 5, 3, rank=rank, alpha=alpha)
@@ -132,7 +139,10 @@ def random_adapters(student, rng):
         ]
     layer.lora_B.data.zero_()
     found["B = 0"] = layer_and_gradients(layer, rng.normal(2, 5))
-    found["by position"] = random_layer(student, rng, 3, 6, 2, 8)(rng.normal(2, 3))
+    wide = random_layer(student, rng, 3, 6, 2, 8)
+    found["by position"] = wide(rng.normal(2, 3))
+    found["the change of the weight"] = compute_change(wide)
+    found["in eval()"] = wide.eval()(rng.normal(2, 3))
     defaults = random_layer(student, rng, d_in=6, d_out=4)
     return found | {"default rank and alpha": layer_and_gradients(defaults, rng.normal(2, 6))}
 
@@ -189,6 +199,7 @@ def worked_hooks(student, rng):
 
 HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
     "none": ("mlp.in", (6,), (8,)),
+    "none, B = 0": ("mlp.out", (6,), (8,)),
     "at hook_out": ("attn.q", (6,), (4, 2)),
     "at hook_in": ("attn.o", (3, 2), (8,)),
     "on both sides, in groups": ("some.site", (3, 1, 2), (2, 2, 2)),
@@ -197,10 +208,12 @@ HEAD_AXES = {  # site, axes at hook_in, axes at hook_out
 
 @check("make_lora_hooks", public=True, points=2, seeds=2, expected=hooks_by_position)
 def head_axes(student, rng):
-    """Head axes on the input, the output, both or neither: the sum and its gradients"""
+    """Head axes on the input, the output, both or neither, B of 0: the sum and its gradients"""
     found = {}
     for name, (site, x_axes, out_axes) in HEAD_AXES.items():
         layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
+        if name.endswith("B = 0"):
+            layer.lora_B.data.zero_()
         hooks = student.make_lora_hooks(f"blocks.1.{site}", layer)
         x, out = leaf(rng.normal(2, 5, *x_axes)), leaf(rng.normal(2, 5, *out_axes))
         result = call_both(hooks, f"blocks.1.{site}", x * 1, out * 1)
@@ -265,14 +278,16 @@ def dtypes(student, rng):
 
 @check("make_lora_hooks", points=2, expected=hooks_by_position, tier="hardening")
 def what_is_kept(student, rng):
-    """No activation is held after a forward pass"""
+    """No activation is held after a forward pass, nor beyond the next where one breaks off"""
     layer = random_layer(student, rng, 6, 8, rank=3, alpha=7)
     hooks = student.make_lora_hooks("blocks.0.attn.o", layer)
     x, out = rng.normal(2, 5, 3, 2), rng.normal(2, 5, 8)
-    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, out)]
+    broken = rng.normal(2, 5, 3, 2)
+    storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, out, broken)]
+    call_hooks(hooks, "blocks.0.attn.o.hook_in", broken)
     with torch.no_grad():
         result = call_both(hooks, "blocks.0.attn.o", x, out)["the output"].clone()
-    del x, out
+    del x, out, broken
     gc.collect()  # hooks may be a cycle
     return {"the result": result, "it is freed": [storage.expired() for storage in storages]}
 
@@ -652,6 +667,8 @@ def key_value_cache(student, rng):
             found[f"a mask of one column, {name}"] = error_of(
                 "mask", model, ids[:, :5], mask[:, 4:5]
             )
+    _, cache = model(ids[:, :4], **CACHED)
+    found["from a cache without a mask"] = model(ids[:, 4:6], past_key_values=cache)
     return found
 
 
@@ -1242,7 +1259,7 @@ def large_logits(student, rng):
 
 @check("calc_sft_loss", expected=sft_loss_by_loops, tier="hardening")
 def no_targets(student, rng):
-    """No target, or only first tokens: the loss is 0, and so is its gradient; a single target"""
+    """No target, or only first tokens: the loss and its gradient are 0; one target; masks stay"""
     logits, tokens, loss_mask = sft_batch(rng)
     none = torch.zeros_like(loss_mask)
     firsts = none.clone()
@@ -1250,4 +1267,5 @@ def no_targets(student, rng):
     one = none.clone()
     one[rng.integer(0, len(one)), -1] = True
     masks = {"no target": none, "the first tokens alone": firsts, "one": one, "some": loss_mask}
-    return {name: sft_loss_and_gradient(student, logits, tokens, m) for name, m in masks.items()}
+    found = {name: sft_loss_and_gradient(student, logits, tokens, m) for name, m in masks.items()}
+    return found | {"the masks, which should stay as they were,": masks}

@@ -244,6 +244,7 @@ def random_rewards(student, rng):
         "an outlier": f(torch.cat([rng.normal(250), rng.normal(1, mean=1000)])),
         "x, -x, -x, x": f(rewards[:1] * rng.tensor([1.0, -1.0, -1.0, 1.0])),
         "float64": f(rewards.double()).to(rng.dtype),
+        "a mean of 300": f(rng.normal(9, mean=300)),
     }
 
 
@@ -265,7 +266,7 @@ def equal_rewards(student, rng):
     return {
         f"{n} times {value}": f(rng.tensor([value] * n))
         for value, n in itertools.product((0.1, -3.3, 1e6 / 3, 0.0), (7, 100))
-    } | {"one": f(rng.normal(1)), "not equal": f(rng.normal(5))}
+    } | {"one": with_inputs_after(f, rng.normal(1)), "not equal": f(rng.normal(5))}
 
 
 # --- compute_token_rewards ----------------------------------------------------------------------
@@ -426,6 +427,7 @@ def ragged_normal_advantages(student, rng):
     ) | {
         "true zeros": f(poison(rng.normal(6, 7).clamp(min=0), mask), mask),
         "150 rows": f(rng.normal(150, 3), ragged_mask(rng, 150, 3)),
+        "a mean of 300": f(rng.normal(6, 7, mean=300), mask),
         **weighted_gradients(rng, lambda x: f(x, mask), x=poison(advantages, mask)),
     }
 

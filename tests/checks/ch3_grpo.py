@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -206,15 +207,15 @@ def ragged_single_updates(student, rng):
     "calc_single_update_objective", points=2, expected=reinforce_by_completions, tier="hardening"
 )
 def single_updates_of_many_shapes(student, rng):
-    """As many completions as tokens, one row, one token, all full, 150 rows, nothing"""
+    """As many completions as tokens, one row, one token, 150 rows, nothing; log-probs of -1000"""
     masks = masks_of_many_shapes(rng)
     return {
-        name: value_and_gradients(
+        f"{name}, {level}": value_and_gradients(
             _single(student, mask),
-            logprobs=poison(-rng.uniform(*mask.shape), mask),
+            logprobs=poison(level - rng.uniform(*mask.shape), mask),
             advantages=rng.normal(len(mask), mean=1),
         )
-        for name, mask in masks.items()
+        for level, (name, mask) in itertools.product((0, -1000), masks.items())
     }
 
 
@@ -483,8 +484,10 @@ def ppo_of_each_completion(student, rng):
 
 @check("calc_grpo_objective", points=2, expected=objective_by_cases, tier="hardening")
 def far_from_the_reference(student, rng):
-    """Log-probs 9, 40 and 80 away from the reference's; a ratio of exp(6) against A below -15"""
+    """Log-probs 9, 40, 80 away from the reference's; exp(6) against A below -15; inputs stay"""
     old, distances = -rng.uniform(2, 3), {"9": [9.0, -9.0, 7.0], "40": [40.0, 0.0, 39.0]}
+    mask, advantages = ragged_mask(rng), rng.normal(6)
+    rows = ragged_logprobs(rng, mask, with_ref=True)
     return {
         name: value_and_gradients(
             _objective(student, torch.ones(2, 3, dtype=torch.bool)),
@@ -501,7 +504,8 @@ def far_from_the_reference(student, rng):
             old_logprobs=old[:1, :2],
             ref_logprobs=old[:1, :2],
             advantages=rng.tensor([-30.0]) * rng.uniform(1, low=0.5),
-        )
+        ),
+        "inputs": with_inputs_after(student.calc_grpo_objective, *rows.values(), advantages, mask),
     }
 
 
@@ -585,7 +589,7 @@ def _error_of_steps(function, *args):
 
 @check("process_advantages", points=2, tier="hardening")
 def steps_that_do_not_fit(student, rng):
-    """Ends outside the completion, or not one for each reward; groups that don't divide the rows"""
+    """Ends beyond the completion, or too few; a group_size that doesn't divide: a ValueError"""
     rewards, ends = rewarded_steps(rng, [2, 1, 3, 1], 5)
     f, first = student.process_advantages, rng.integers(0, 5, 1)
     bad = {

@@ -14,7 +14,15 @@ from tests.oracles.ch4_kl import (
     kl_of_possible_tokens,
     stats_by_loops,
 )
-from tests.support.inputs import INF, KINDS, PLACES, error_of, leaf, value_and_gradients
+from tests.support.inputs import (
+    INF,
+    KINDS,
+    PLACES,
+    error_of,
+    leaf,
+    value_and_gradients,
+    with_inputs_after,
+)
 from utils.grading.checks import check
 
 # --- calc_kl_estimate ---------------------------------------------------------------------------
@@ -113,7 +121,7 @@ def kl_and_gradients(student, rng):
 
 @check("calc_exact_kl", points=2, expected=kl_of_possible_tokens, atol=2e-5, tier="hardening")
 def tokens_that_cannot_be(student, rng):
-    """A policy logit of -inf counts as 0, in the gradient too; logits of 100, of which p is 0"""
+    """A logit of -inf counts as 0, in the gradient too; logits of 100, p 0; they stay"""
     logits, ref_logits = rng.normal(4, 6), rng.normal(4, 6)
     gone = rng.integers(0, 6, 4)[:, None]
     logits = logits.scatter(1, gone, -INF)
@@ -122,7 +130,7 @@ def tokens_that_cannot_be(student, rng):
     return [
         value_and_gradients(student.calc_exact_kl, ref_logits=q, logits=p)
         for p, q in ((logits, ref_logits), (large, large.roll(1, -1)))
-    ]
+    ] + [with_inputs_after(student.calc_exact_kl, large, large.roll(1, -1))]
 
 
 # --- calc_estimator_stats -----------------------------------------------------------------------
@@ -173,10 +181,10 @@ def stats_of_random_policies(student, rng):
 
 @check("calc_estimator_stats", tier="hardening")
 def stats_of_unknown_estimators(student, rng):
-    """An unknown kind: a ValueError names it"""
+    """An unknown kind: a ValueError names it; logits stay as they were"""
     logits, ref_logits, f = rng.normal(4), rng.normal(4), student.calc_estimator_stats
     bad = {kind: error_of("kind", f, logits, ref_logits, kind) for kind in ("k5", "K1", "")}
-    return bad | {kind: f(logits, ref_logits, kind) for kind in KINDS}
+    return bad | {kind: with_inputs_after(f, logits, ref_logits, kind) for kind in KINDS}
 
 
 # --- calc_expected_gradient ---------------------------------------------------------------------

@@ -163,16 +163,20 @@ def answers_that_look_alike(student, rng):
     }
 
 
-@check("reward_fn_correct", points=2, tier="hardening")
+@check("reward_fn_correct", tier="hardening")
 def numbers_of_answers(student, rng):
-    """Integers; no samples at all; fewer answers than samples or more: a ValueError names them"""
-    f, numbers = student.reward_fn_correct, rng.integers(0, 2, 17).tolist()
-    texts, answers = [f"A: {n}" for n in numbers[:16]], ["1"] * 17
-    bad = {f"{n} answers": error_of("answers", f, texts, answers[:n]) for n in (0, 1, 15, 17)}
-    pairs = [work_out(rng) for _ in range(16)]
-    integers = [answer + n for (_, answer), n in zip(pairs, numbers[1:], strict=True)]
-    found = {"integers": f([text for text, _ in pairs], integers), "none": f([], [])}
-    return bad | found | {"16 answers": f(texts, answers[:16])}
+    """Fewer answers than samples, or more: a ValueError names them"""
+    f, texts = student.reward_fn_correct, [f"A: {n}" for n in rng.integers(0, 2, 16).tolist()]
+    bad = {f"{n} answers": error_of("answers", f, texts, ["1"] * n) for n in (0, 1, 15, 17)}
+    return bad | {"16 answers": f(texts, ["1"] * 16)}
+
+
+@check("reward_fn_correct", tier="hardening")
+def answers_as_integers(student, rng):
+    """Answers that are integers; no samples at all"""
+    f, pairs = student.reward_fn_correct, [work_out(rng) for _ in range(16)]
+    integers = [answer + rng.integer(0, 2) for _, answer in pairs]
+    return {"integers": f([text for text, _ in pairs], integers), "none": f([], [])}
 
 
 # --- reward_fn_format ---------------------------------------------------------------------------
@@ -235,9 +239,9 @@ def rewards_of_many_functions(student, rng):
     return found
 
 
-@check("combine_rewards", points=3, tier="hardening")
+@check("combine_rewards", points=2, tier="hardening")
 def weights_of_every_kind(student, rng):
-    """Weights of 0, negative, large, integers; not one for each function: a ValueError says so"""
+    """Weights of 0, negative, large, integers"""
     rewards, f = rng.normal(3, 4, mean=2), student.combine_rewards
     weights = {
         "zeros": [0.0, 0.0, 0.0],
@@ -247,9 +251,15 @@ def weights_of_every_kind(student, rng):
         "large": [1e4, -5.0, 1e-4],
         "negative": [-1.0, -0.5, -0.25],
     }
+    return {name: f(rewards, w) for name, w in weights.items()}
+
+
+@check("combine_rewards", tier="hardening")
+def weights_that_do_not_fit(student, rng):
+    """Not one weight for each function: a ValueError names them"""
+    rewards, f = rng.normal(3, 4, mean=2), student.combine_rewards
     bad = {n: error_of("weights", f, rewards, rng.normal(n).tolist()) for n in (0, 1, 2, 4)}
-    found = {name: f(rewards, w) for name, w in weights.items()}
-    return found | {f"{n} weights": error for n, error in bad.items()}
+    return {f"{n} weights": e for n, e in bad.items()} | {"3": f(rewards, rng.normal(3).tolist())}
 
 
 @check("combine_rewards", public=True, expected=combine_by_loops, tier="hardening")
@@ -339,16 +349,23 @@ def groups_of_every_size(student, rng):
     return found | {"pairs": student.select_informative_groups(pairs.flatten(), 4)}
 
 
-@check("select_informative_groups", points=3, tier="hardening")
+@check("select_informative_groups", tier="hardening")
+def groups_that_do_not_fit(student, rng):
+    """A group_size of 1, or one that doesn't divide the rewards: a ValueError names it"""
+    select, rewards = student.select_informative_groups, rng.integers(0, 2, 6).to(rng.dtype)
+    return error_of_group_sizes(select, rewards) | {"3": select(rewards, 3)}
+
+
+@check("select_informative_groups", points=2, tier="hardening")
 def constants_and_near_constants(student, rng):
-    """Equal and nearly equal rewards of any size; group_size 1 or no divisor: a ValueError"""
+    """Equal and nearly equal rewards of any size"""
     select = student.select_informative_groups
     values = torch.cat([rng.tensor([0.1, 1 / 3, 1e6 / 3, -0.5, -2]), rng.normal(3)])
     constant = values.repeat_interleave(7)
     near = constant.reshape(8, 7).clone()
     near[:, rng.integer(0, 7)] *= 1 + 1e-6
     tiny = rng.tensor([0.0] * 7 + [1e-7])[rng.permutation(8)]
-    return error_of_group_sizes(select, rng.integers(0, 2, 6).to(rng.dtype)) | {
+    return {
         "constant": select(constant, 7),
         "both signs": select(rng.tensor([-1.0, 1.0] * 4) * values[0], 2),
         "tiny": select(tiny, 4),
@@ -405,7 +422,7 @@ def constant_groups_left_out(student, rng):
 
 @check("leave_one_out_advantages", public=True, points=2, tier="hardening")
 def others_that_require_gradient(student, rng):
-    """No gradient; the rewards stay as they were; group_size 1 or no divisor: a ValueError"""
+    """No gradient; the rewards stay; group_size 1 or no divisor: a ValueError names it"""
     rewards, weights = grouped_rewards(rng, 3, 4), rng.normal(12)
     f = student.leave_one_out_advantages
     return error_of_group_sizes(f, rng.normal(6)) | {
@@ -543,7 +560,7 @@ def aggregates_of_many_shapes(student, rng):
 
 @check("aggregate_tokens", tier="hardening")
 def modes_that_there_are_not(student, rng):
-    """Another mode, or "constant" without a positive max_len: a ValueError; arguments stay"""
+    """Another mode, "constant" without a positive max_len: a ValueError names it; inputs stay"""
     args, f = (rng.normal(6, 7), ragged_mask(rng)), student.aggregate_tokens
     modes = ("grpo", "Token", "", "sequences", None)
     found = {f"mode {mode!r}": error_of("mode", f, *args, mode, 7) for mode in modes}

@@ -230,7 +230,7 @@ def truncated_merged_and_yielded(student, rng):
 
 @check("truncate_rank", points=2, tier="hardening", **CLOSE)
 def ranks_at_the_ends(student, rng):
-    """At or above the adapters' rank they stay as they are, to the bit; below 1: a ValueError"""
+    """From the adapters' rank on they stay, to the bit; below 1: a ValueError names it"""
     model = make_policy(rng, "shallow")
     found, before = {}, copy_weights(model)
     for rank in (RANK, RANK + 1, 50):
