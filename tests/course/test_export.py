@@ -104,7 +104,7 @@ def refused(model, message):
 
 
 @pytest.mark.parametrize(("kind", "sites"), [*ALL_SITES[1:], *SUBSETS])
-def test_peft_computes_our_logits(kind, sites, folders, tmp_path):
+def test_peft_computes_our_logits_and_adapters_come_back(kind, sites, folders, tmp_path):
     ours = make(folders[kind], sites)
     save_peft_adapter(ours, tmp_path / "out")
     theirs = load_peft(folders[kind], tmp_path / "out")
@@ -114,12 +114,6 @@ def test_peft_computes_our_logits(kind, sites, folders, tmp_path):
     assert (get_ours(ours) - base).abs().max() > 1e-3
     with theirs.disable_adapter():
         torch.testing.assert_close(get_theirs(theirs), base, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("kind", "sites"), [*ALL_SITES[1:3], *SUBSETS[:3]])
-def test_an_adapter_comes_back_bit_for_bit(kind, sites, folders, tmp_path):
-    ours = make(folders[kind], sites)
-    save_peft_adapter(ours, tmp_path / "out")
     other = TransformerWithLora.from_pretrained(folders[kind], 3, 12, sites, device="cpu")
     weights = get_base_weights(other)
     load_peft_adapter(other, tmp_path / "out")
@@ -258,6 +252,8 @@ def test_a_folder_without_an_adapter_is_an_error(checkpoints, tmp_path):
 @pytest.mark.parametrize(("kind", "sites"), [*ALL_SITES, *SUBSETS[1:3]])
 def test_a_merged_checkpoint_computes_our_logits(kind, sites, folders, tmp_path):
     ours = make(folders[kind], sites)
+    # What is in memory counts, as after the adapters were folded into the base.
+    ours.base.get_submodule("blocks.0.attn.k").original_component.weight.data += 0.01
     weights, before = get_base_weights(ours), get_ours(ours)
     save_merged(ours, tmp_path / "out")
     assert_bit_identical(ours, weights)
@@ -286,23 +282,6 @@ def test_all_but_the_adapted_weights_is_the_bases(kind, folders, tmp_path):
         assert read[0] == read[1]
 
 
-def test_the_tokenizer_and_its_chat_template_come_along(checkpoints, tmp_path):
-    source = tmp_path / "source"
-    AutoModelForCausalLM.from_pretrained(checkpoints["qwen"]).save_pretrained(source)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoints["qwen"])
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    tokenizer.save_pretrained(source)
-    save_merged(make(source, ("attn.q",)), tmp_path / "out")
-    found = AutoTokenizer.from_pretrained(tmp_path / "out")
-    chat = [{"role": "user", "content": "This movie is"}]
-    assert found.apply_chat_template(chat, tokenize=False) == "This movie is<|im_end|>"
-    text = "A film.<|im_end|>"
-    expected = [tokenizer.bos_token_id, *tokenizer(text)["input_ids"]]  # as prompts begin
-    assert found(text)["input_ids"] == expected
-    assert found.padding_side == tokenizer.padding_side
-    assert found.get_vocab() == tokenizer.get_vocab()
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "qwen"])
 def test_a_bfloat16_base_is_rounded_once(kind, checkpoints, tmp_path):
     ours = make(checkpoints[kind], SITES[kind], dtype=torch.bfloat16)
@@ -324,16 +303,6 @@ def test_a_bfloat16_base_is_rounded_once(kind, checkpoints, tmp_path):
     with ours.merged():
         inside = get_ours(ours)
     torch.testing.assert_close(get_theirs(found).float(), inside, atol=0.1, rtol=0.05)
-
-
-def test_what_is_in_memory_is_exported_not_what_the_base_was_loaded_from(checkpoints, tmp_path):
-    """As after the adapters were folded into the base, to start new ones."""
-    ours = make(checkpoints["gpt2"], SITES["gpt2"])
-    for name in ("attn.k", "mlp.in"):
-        ours.base.get_submodule(f"blocks.0.{name}").original_component.weight.data += 0.01
-    save_merged(ours, tmp_path / "out")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(get_theirs(theirs), get_ours(ours), atol=1e-5, rtol=0)
 
 
 # --- Folders --------------------------------------------------------------------------------------
@@ -362,12 +331,9 @@ def test_only_an_earlier_export_is_replaced(save, checkpoints, tmp_path):
     (tmp_path / "empty").mkdir()
     save(ours, tmp_path / "empty")
     assert {path.name for path in (tmp_path / "empty").iterdir()} == second.keys()
-
-
-def test_an_export_does_not_replace_its_own_base(checkpoints, tmp_path):
-    save_merged(make(checkpoints["llama"], ("attn.q",)), tmp_path / "out")
-    with pytest.raises(ValueError, match="folder should be a new one, but .* holds the base"):
-        save_merged(make(tmp_path / "out", ("attn.q",)), tmp_path / "out")
+    if save is save_merged:
+        with pytest.raises(ValueError, match="folder should be a new one, but .* holds the base"):
+            save(make(tmp_path / "empty", ("attn.q",)), tmp_path / "empty")
 
 
 def test_an_export_that_breaks_off_leaves_nothing_or_the_earlier_one(
@@ -392,20 +358,15 @@ def test_an_export_that_breaks_off_leaves_nothing_or_the_earlier_one(
 
 
 @pytest.mark.parametrize("act", [save_peft_adapter, load_peft_adapter, save_merged])
-def test_another_architecture_is_an_error_that_says_which_are_covered(act, folders, tmp_path):
-    model = make(folders["phi"], ("attn.q",))
+def test_another_architecture_and_processed_weights_are_errors(act, folders, tmp_path):
     message = f"should be among {['gpt2', *GATED]}, but is 'phi'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        act(model, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("act", [save_peft_adapter, load_peft_adapter, save_merged])
-def test_a_base_with_processed_weights_is_an_error(act, checkpoints, tmp_path):
-    model = make(checkpoints["gpt2"], ("attn.q",))
+        act(make(folders["phi"], ("attn.q",)), tmp_path / "out")
+    model = make(folders["gpt2"], ("attn.q",))
     model.base.enable_compatibility_mode(disable_warnings=True)
     with pytest.raises(ValueError, match="base should have its own weights, .*compatibility_mode"):
         act(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- The command ----------------------------------------------------------------------------------
@@ -423,23 +384,7 @@ SMALL = {"batch_size": 8, "num_minibatches": 1, "gen_len": 4, "lora_rank": 3, "d
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
-def test_a_run_becomes_files_at_the_command_line(form, checkpoints, tmp_path, capsys):
-    args = GrpoArgs(base_model=checkpoints["llama"], lora_sites=SITES["llama"], **SMALL)
-    trainer = GrpoTrainer(args)
-    run = write_run(trainer, tmp_path / "run")
-    main([str(run), str(tmp_path / "out"), "--format", form])
-    said = capsys.readouterr().out
-    assert f"out holds the 7 adapters of {run}, as {form}" in said
-    assert "Left out" not in said
-    if form == "peft":
-        theirs = load_peft(checkpoints["llama"], tmp_path / "out")
-    else:
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(get_theirs(theirs), get_ours(trainer.model), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("form", ["peft", "merged"])
-def test_the_printed_lines_read_and_sample_as_in_training(form, checkpoints, tmp_path, capsys):
+def test_a_run_becomes_files_that_the_printed_lines_read(form, checkpoints, tmp_path, capsys):
     base = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).to(torch.bfloat16)
     base.generation_config.update(do_sample=True, top_p=0.5, repetition_penalty=1.5)
     base.save_pretrained(tmp_path / "base")
@@ -451,12 +396,18 @@ def test_the_printed_lines_read_and_sample_as_in_training(form, checkpoints, tmp
         base_model=tmp_path / "base", prompts=[prompt], lora_sites=SITES["llama"], **SMALL
     )
     trainer = GrpoTrainer(args)
-    main([str(write_run(trainer, tmp_path / "run")), str(tmp_path / "out"), "--format", form])
-    lines = [line[4:] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    run = write_run(trainer, tmp_path / "run")
+    main([str(run), str(tmp_path / "out"), "--format", form])
+    said = capsys.readouterr().out
+    assert f"out holds the 7 adapters of {run}, as {form}" in said
+    assert "Left out" not in said
+    lines = [line[4:] for line in said.splitlines() if line.startswith("    ")]
     code, here = "\n".join(lines), {}
     exec(code, here)
     assert "top_p=1.0, repetition_penalty=1.0" in code
     assert here["model"].dtype == torch.float32
+    ours = get_ours(trainer.model)
+    torch.testing.assert_close(get_theirs(here["model"]), ours, atol=1e-5, rtol=0)
     samples = sample_completions(trainer.model, [prompt], 1, temperature=0.0)
     assert here["inputs"]["input_ids"].tolist() == samples.input_ids[:, :-1].tolist()
 
@@ -466,11 +417,7 @@ def test_a_ppo_run_leaves_its_value_head_behind_and_says_so(tmp_path, capsys):
     run = write_run(trainer, tmp_path / "run")
     main([str(run), str(tmp_path / "out"), "--format", "merged"])
     assert "Left out, as the format has no place for a head: value_head." in capsys.readouterr().out
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert theirs.dtype == torch.bfloat16
-    with trainer.model.merged():
-        ours = get_ours(trainer.model)
-    torch.testing.assert_close(get_theirs(theirs).float(), ours, atol=0.1, rtol=0.05)
+    assert AutoConfig.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -504,11 +451,3 @@ def test_a_run_that_cannot_be_exported_is_a_clear_error(
     assert ended.value.code == 1
     assert re.search(f"error: .*{message}", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_damaged_file_of_adapters_is_a_clear_error(tmp_path, capsys):
-    write_run(GrpoTrainer(GrpoArgs(**SMALL)), tmp_path)
-    (tmp_path / "best.safetensors").write_bytes(b"\xff" * 50)
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "best.safetensors"), str(tmp_path / "out"), "--format", "peft"])
-    assert capsys.readouterr().err.startswith("error: ")
