@@ -29,7 +29,6 @@ from solutions.ch7_scale import (
     RefreshTrainer,
     estimate_memory,
     gather_trainable_state,
-    own_weights,
     shard_model,
     to_trl_config,
     unsharded,
@@ -43,7 +42,7 @@ from utils.run_folder import load_checkpoint
 from utils.scale.memory import boot_gpt2, make_update, measure_allocated
 from utils.scale.ranks import run_ranks
 from utils.scale.trl import cut, make_qwen, take_trl_step
-from utils.train import load_function, load_rows
+from utils.train import load_function
 
 ROOT = Path(__file__).parents[2]
 TRAIN, _ = review_prompts()
@@ -101,19 +100,15 @@ def run_everything(folder, qwen):
 def join(memories):
     left = max(m.prompt_len for m in memories)
     right = max(m.mask.shape[1] for m in memories)
-    names = [f.name for f in dataclasses.fields(memories[0]) if f.name not in SIZES]
     joined = {}
-    for name in names:
-        rows = [getattr(m, name) for m in memories]
-        if rows[0] is None:
-            continue
-        for i, (m, x) in enumerate(zip(memories, rows, strict=True)):
-            pads = (
-                left - m.prompt_len if name in ("input_ids", "attention_mask") else 0,
-                right - m.mask.shape[1],
-            )
-            rows[i] = x if x.ndim == 1 else nn.functional.pad(x, pads)
-        joined[name] = torch.cat(rows)
+    for name in (f.name for f in dataclasses.fields(ReplayMemory) if f.name not in SIZES):
+        rows = []
+        for m in memories:
+            before = left - m.prompt_len if name in ("input_ids", "attention_mask") else 0
+            x, pads = getattr(m, name), (before, right - m.mask.shape[1])
+            rows.append(x if x is None or x.ndim == 1 else nn.functional.pad(x, pads))
+        if rows[0] is not None:
+            joined[name] = torch.cat(rows)
     return ReplayMemory(group_size=memories[0].group_size, **joined)
 
 
@@ -249,11 +244,8 @@ def test_a_rollout_is_scored_by_microbatches_too(kind, tmp_path, monkeypatch):
     assert set(rows) == {2}
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "PPO"])
-def test_a_checkpoint_of_a_gpu_is_told_once(kind, tmp_path):
-    parallel, _, args_class, options = CASES[kind]
-    args = args_class(**{"prompts": TRAIN, "runs_dir": tmp_path} | ONE_STEP | options)
-    trainer = parallel(args)
+def test_a_checkpoint_of_a_gpu_is_told_once(tmp_path):
+    trainer = DataParallelGrpoTrainer(GrpoArgs(prompts=TRAIN, runs_dir=tmp_path, **ONE_STEP))
     of_a_gpu = torch.arange(16, dtype=torch.uint8)
     state = trainer.get_state() | {"generator": of_a_gpu, "generators": [of_a_gpu]}
     with pytest.warns(UserWarning, match="another device's") as said:
@@ -266,12 +258,10 @@ def test_a_checkpoint_of_a_gpu_is_told_once(kind, tmp_path):
     assert torch.equal(trainer.generator.get_state(), before)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("microbatch_size", x) for x in (3, 0, 4.0, "4")], ids=str
-)
-def test_a_microbatch_that_does_not_divide_is_an_error(name, value, tmp_path):
-    with pytest.raises(ValueError, match=f"{name} .*batch_size / num_minibatches"):
-        learn_once("GRPO", tmp_path, **{name: value})
+@pytest.mark.parametrize("size", [3, 0, 4.0, "4"])
+def test_a_microbatch_that_does_not_divide_is_an_error(size, tmp_path):
+    with pytest.raises(ValueError, match="microbatch_size .*batch_size / num_minibatches"):
+        learn_once("GRPO", tmp_path, microbatch_size=size)
 
 
 # --- A sharded model ----------------------------------------------------------------------------
@@ -285,10 +275,6 @@ def make_model(folder):
     return model
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def shard_and_compare(folder):
     rank, n = dist.get_rank(), dist.get_world_size()
     single = make_model(folder)
@@ -298,21 +284,11 @@ def shard_and_compare(folder):
     found["of"] = sum(p.numel() for p in model.parameters())
     with torch.no_grad():
         found["logits"] = (model(ids) - single(ids)).abs().max().item()
-        with model.reference(), single.reference():
-            found["reference"] = (model(ids) - single(ids)).abs().max().item()
-    optimizers = []
-    for m, rows in ((single, ids), (model, ids.chunk(n)[rank])):
-        optimizer = torch.optim.AdamW(m.trainable_parameters(), lr=1e-2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = -get_logprobs(m(rows), rows, 1).sum() / ids[:, 1:].numel()
-            (loss * (1 if m is single else n)).backward()
-            optimizer.step()
-        optimizers.append(optimizer)
+    for m, rows, weight in ((single, ids, 1), (model, ids.chunk(n)[rank], n)):
+        loss = -get_logprobs(m(rows), rows, 1).sum() / ids[:, 1:].numel()
+        (loss * weight).backward()
     pairs = zip(single.trainable_parameters(), model.trainable_parameters(), strict=True)
-    pairs = [(a, whole(b), a.grad, whole(b.grad)) for a, b in pairs]
-    found["weights"] = max((a - b).abs().max().item() for a, b, _, _ in pairs)
-    found["gradients"] = max((c - d).abs().max().item() for _, _, c, d in pairs)
+    found["gradients"] = max((a.grad - b.grad.full_tensor()).abs().max().item() for a, b in pairs)
     prompts = TRAIN[rank : rank + 2]  # other prompts on each rank
     generator = torch.Generator().manual_seed(3)
     with unsharded(model), model.merged():
@@ -320,10 +296,7 @@ def shard_and_compare(folder):
     generator.manual_seed(3)
     alone = sample_completions(single, prompts, 8, generator=generator)
     found["same texts"] = texts == alone.texts
-    with torch.no_grad():
-        found["afterwards"] = (model(ids) - single(ids)).abs().max().item()
-    state = gather_trainable_state(model)
-    single.load_trainable_state(state)
+    single.load_trainable_state(gather_trainable_state(model))
     return found
 
 
@@ -332,10 +305,8 @@ def test_a_sharded_model_computes_learns_and_samples_as_one(kind, of_ranks):
     for found in (found[kind] for found in of_ranks):
         assert found["held"] <= 0.51 * found["of"]
         assert found["same texts"]
-        for name in ("logits", "reference", "afterwards"):
-            assert found[name] < 2e-4, name
+        assert found["logits"] < 2e-4
         assert found["gradients"] < 1e-5
-        assert found["weights"] < 1e-4
 
 
 def test_a_rank_that_waits_in_vain_gives_up_and_says_where(capsys):
@@ -441,33 +412,6 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
         alone.set_state(state)
 
 
-def test_data_and_functions_by_name(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "a", "answers": 1}\n\n{"prompt": "b", "answers": 2}\n')
-    assert load_rows(str(path)) == [{"prompt": "a", "answers": 1}, {"prompt": "b", "answers": 2}]
-    (tmp_path / "data.txt").write_text("one\ntwo\n")
-    assert load_rows(str(tmp_path / "data.txt")) == [{"prompt": "one"}, {"prompt": "two"}]
-    assert load_rows("utils.models.corpus:addition_rows") == addition_rows()
-    path.write_text('{"prompt": "a"}\n{"prompt": "b", "answers": 2}\n')
-    for data, match in [
-        (str(path), "row 2"),
-        (str(tmp_path / "none.jsonl"), "no .*none.jsonl"),
-        ("data.csv", "module:function"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            load_rows(data)
-    path.write_text("{oops\n")
-    with pytest.raises(ValueError, match="line 1 should be JSON"):
-        load_rows(str(path))
-    for name, match in [
-        ("utils.rewards", "module:function"),
-        ("utils.nothing:f", "no module"),
-        ("utils.rewards:oops", "check_rewards"),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            load_function(name)
-
-
 # --- TRL ----------------------------------------------------------------------------------------
 
 
@@ -541,8 +485,8 @@ def test_one_step_is_that_of_trl(options, tmp_path):
     folder = make_qwen(tmp_path / "qwen")
     lengths = sorted(TRAIN, key=len)
     prompts = [lengths[i] for i in (0, 10, 20, -1)]
-    found = compare_step(folder, ("attn.q", "attn.k", "attn.v", "attn.o"), prompts, **options)
-    loss, gradients, weights = found
+    sites = ("attn.q", "attn.k", "attn.v", "attn.o")
+    loss, gradients, weights = compare_step(folder, sites, prompts, **options)
     assert loss < 1e-6
     assert gradients < 1e-5
     assert weights < 1e-6
@@ -564,21 +508,9 @@ def test_trl_gives_gpt2_wrong_positions_under_padding(tmp_path):
 # --- A refreshed reference ----------------------------------------------------------------------
 
 
-def make_refreshed(tmp_path, name, **options):
-    args = RefreshArgs(
-        name=name,
-        prompts=TRAIN,
-        total_phases=4,
-        batch_size=16,
-        gen_len=8,
-        num_minibatches=1,
-        refresh_every=1,
-        samples_every=0,
-        checkpoint_every=1,
-        runs_dir=tmp_path,
-        device="cpu",
-        **options,
-    )
+def make_refreshed(tmp_path, name):
+    given = ONE_STEP | {"total_phases": 4, "batch_size": 16, "gen_len": 8, "runs_dir": tmp_path}
+    args = RefreshArgs(name=name, prompts=TRAIN, refresh_every=1, checkpoint_every=1, **given)
     return RefreshTrainer(args)
 
 
@@ -600,15 +532,6 @@ def test_a_refreshed_run_goes_on_with_its_base(tmp_path):
             assert_close(resumed.model(ids), unbroken.model(ids), rtol=0, atol=1e-5)
 
 
-def test_own_weights_change_nothing():
-    model, other = make_model("embedded"), make_model("embedded")
-    own_weights(model)
-    ids = torch.arange(3, 13)[None]
-    with torch.no_grad():
-        assert torch.equal(model(ids), other(ids))
-    assert all("qkv" not in block.attn._modules for block in model.base.blocks)
-
-
 # --- What the chapter says of its recorded runs -------------------------------------------------
 
 RUNS = json.loads((ROOT / "chapters" / "results" / "ch7_scale_runs.json").read_text())
@@ -625,9 +548,7 @@ def test_two_processes_reach_the_accuracy_of_one():
     one, two = (get_values(name, "accuracy") for name in ("1 process", "2 processes"))
     assert min(one) - 0.02 <= min(two)
     assert max(two) <= max(one) + 0.02
-    assert {
-        len(r) for name in ("1 process", "2 processes") for r in get_values(name, "rewards")
-    } == {40}
+    assert all(len(run["rewards"]) == 40 for run in RUNS if "process" in run["run"])
 
 
 def test_a_refreshed_reference_lies_on_the_curve_of_fixed_ones():
@@ -639,15 +560,7 @@ def test_a_refreshed_reference_lies_on_the_curve_of_fixed_ones():
     for name in ("refreshed, beta 0.5", "fixed, beta 0.2"):
         assert say(name, "true", 2) in TEXT
         assert sum(get_values(name, "kl")) / 3 == pytest.approx(2.8, abs=0.05)
-    means = {
-        name: sum(get_values(name, "true")) / 3
-        for name in (
-            "refreshed, beta 1.0",
-            "fixed, beta 1.0",
-            "refreshed, beta 2.0",
-            "fixed, beta 2.0",
-        )
-    }
-    assert [f"{mean:.1f}" for mean in means.values()] == ["3.3", "1.7", "2.2", "0.7"]
-    assert "(3.3 against 1.7)" in TEXT
-    assert "(2.2 against 0.7)" in TEXT
+    for beta in ("1.0", "2.0"):
+        names = (f"{kind}, beta {beta}" for kind in ("refreshed", "fixed"))
+        means = [sum(get_values(name, "true")) / 3 for name in names]
+        assert "({:.1f} against {:.1f})".format(*means) in TEXT
