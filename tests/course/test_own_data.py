@@ -28,7 +28,6 @@ from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.prompts import write_prompt
 from utils.rewards import call_reward_fn, reward_fn_sum
 from utils.run_folder import save_checkpoint
-from utils.tracking import check_same_args, describe_args
 from utils.train import load_rows
 from utils.train.data import load_function
 
@@ -111,25 +110,33 @@ def test_an_answer_that_is_no_whole_number_is_refused():
 def test_lines_end_with_a_newline_alone(tmp_path):
     texts = [f"One{code}line" for code in "\u2028\u2029\x85\x0c"]
     jsonl, txt = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n" for text in texts]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n\n" for text in texts]
     jsonl.write_bytes("\ufeff".encode() + "".join(lines).encode())
     txt.write_bytes("\ufeff".encode() + "\n".join(texts).encode())
     for path in (jsonl, txt):
         assert [row["prompt"] for row in load_rows(str(path))] == texts
-    jsonl.write_bytes('{"prompt": "x"}\n{"prompt": "schön"}\n'.encode("latin-1"))
-    with pytest.raises(ValueError, match="a.jsonl, line 2 should be UTF-8"):
-        load_rows(str(jsonl))
-    jsonl.write_text('{"prompt": "x"')
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1 should be JSON"):
-        load_rows(str(jsonl))
-    jsonl.write_text('{"question": "x"}\n')
-    with pytest.raises(ValueError, match="rename 'question' to prompt"):
-        load_rows(str(jsonl))
     assert load_function("json.py:loads") is json.loads
-    with pytest.raises(ValueError, match="there is no module 'nowhere' for 'nowhere:f' in "):
-        load_rows("nowhere:f")
-    with pytest.raises(ValueError, match="data should need no arguments, .* argument: 'data'"):
-        load_rows("utils.train.data:load_rows")
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "said"),
+    [
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "schön"}\n', "a.jsonl, line 2 should be UTF-8"),
+        ("a.jsonl", '{"prompt": "x"', r"a\.jsonl, line 1 should be JSON"),
+        ("a.jsonl", '{"question": "x"}\n', "rename 'question' to prompt"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": "b", "answers": 2}\n', "row 2"),
+        ("a.jsonl", None, "no .*a.jsonl"),
+        ("data.csv", None, r"module:function.*read_csv\(...\).to_json\('rows.jsonl'"),
+        ("nowhere:f", None, "there is no module 'nowhere' for 'nowhere:f' in "),
+        ("utils.rewards:oops", None, "no function 'oops', but has .*check_rewards"),
+        ("utils.train.data:load_rows", None, "should need no arguments, .* argument: 'data'"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(data, text, said, tmp_path):
+    if text is not None:
+        (tmp_path / data).write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=said):
+        load_rows(str(tmp_path / data) if data == "a.jsonl" else data)
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -173,30 +180,22 @@ def test_a_special_token_beyond_the_embedding_is_named(tmp_path):
 def test_an_exported_tokenizer_puts_the_bos_where_training_put_it(embedded, tmp_path):
     randomize(embedded)
     save_merged(embedded, tmp_path / "with")
-    save_merged(embedded, tmp_path / "without", prepend_bos=False)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "with")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "with")
     inputs = tokenizer("Q: 12+34\n", return_tensors="pt")
     samples = sample_completions(embedded, ["Q: 12+34\n"], 20, temperature=0.0)
     assert torch.equal(inputs["input_ids"], samples.input_ids[:, : samples.prompt_len])
     found = plain.generate(**inputs, do_sample=False, max_new_tokens=20)
-    assert (
-        tokenizer.decode(found[0, samples.prompt_len :], skip_special_tokens=True)
-        == samples.texts[0]
-    )
-    bos = tokenizer.bos_token_id
-    assert bos not in AutoTokenizer.from_pretrained(tmp_path / "without")("Q")["input_ids"]
-
-
-def test_a_tokenizer_that_puts_a_bos_is_exported_without_it_if_training_had_none(
-    embedded, tmp_path
-):
-    save_merged(embedded, tmp_path / "with")  # its tokenizer puts it
-    base = load_base_model(tmp_path / "with", device="cpu")
-    save_merged(TransformerWithLora(base, rank=2), tmp_path / "without", prepend_bos=False)
-    tokenizers = [AutoTokenizer.from_pretrained(tmp_path / name) for name in ("with", "without")]
-    ids = [tokenizer("Q: 1+2")["input_ids"] for tokenizer in tokenizers]
-    assert ids[0] == [tokenizers[0].bos_token_id, *ids[1]]
+    text = tokenizer.decode(found[0, samples.prompt_len :], skip_special_tokens=True)
+    assert text == samples.texts[0]
+    base = load_base_model(tmp_path / "with", device="cpu")  # its tokenizer puts it
+    for model, name in (
+        (embedded, "without"),
+        (TransformerWithLora(base, rank=2), "again without"),
+    ):
+        save_merged(model, tmp_path / name, prepend_bos=False)
+        ids = AutoTokenizer.from_pretrained(tmp_path / name)("Q: 1+2")["input_ids"]
+        assert [tokenizer.bos_token_id, *ids] == tokenizer("Q: 1+2")["input_ids"]
 
 
 def test_an_adapter_with_nan_is_refused(embedded, tmp_path):
@@ -260,13 +259,6 @@ def test_two_kernels_lose_no_notes(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "progress.json").read_text())) == 100
 
 
-def test_columns_that_differ_late_are_shown_where_they_do():
-    args = GrpoArgs(prompts=["p"] * 200, columns={"answer": list(range(200))})
-    other = dataclasses.replace(args, columns={"answer": [*range(100), 0, *range(101, 200)]})
-    with pytest.raises(ValueError, match=r"98, 99, 100, 101, .* but is .*98, 99, 0, 101, "):
-        check_same_args(other, describe_args(args))
-
-
 class Unwritable:
     """As a disk that is full: saving it ends on the way."""
 
@@ -320,8 +312,7 @@ def test_an_ascii_locale_ends_no_check():
 
 def test_what_truncation_keeps_is_measured_in_training(tmp_path):
     def train(**given) -> list[float]:
-        reward_fn = lambda samples: [float(len(s)) for s in samples]  # noqa: E731
-        history = make_trainer(tmp_path, reward_fn=reward_fn, total_phases=1, **given).train()
+        history = make_trainer(tmp_path, **given).train()
         return [row["kept_mass"] for row in history if "kept_mass" in row]
 
     assert train() == []
