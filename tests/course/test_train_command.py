@@ -21,8 +21,8 @@ from utils.models.corpus import addition_prompt, addition_rows, held_out_pairs
 from utils.models.export import read_run
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.models.turns import Stops
-from utils.run_folder import append_samples, keep_samples, read_args
-from utils.signals import find_equal_rewards, find_mostly_cut_off
+from utils.run_folder import read_args
+from utils.signals import find_equal_rewards
 from utils.train.__main__ import is_of_own_code, make_trainer, train
 from utils.train.data import WeightedRewards
 from utils.train.dpo import DpoCommand, train_on_preferences
@@ -133,13 +133,6 @@ def test_what_is_evaluated_is_written_and_the_best_adapters_are_kept(held, tmp_p
     assert is_last == (best["phase"] == 4)
 
 
-def test_the_best_adapters_are_those_of_their_phase(held, tmp_path):
-    _, folder = run("ppo", tmp_path, f"{DATA} {FALLING} --eval-data {held} --eval-every 2")
-    assert json.loads((folder / "best.json").read_text())["phase"] == 0
-    kept = load_file(folder / "best.safetensors")
-    assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
-
-
 def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
     options = f"{DATA} {FALLING} --eval-data {held} --eval-every 1 --patience 2"
     history, folder = run("grpo", tmp_path, options)
@@ -147,7 +140,9 @@ def test_patience_ends_a_run_that_gets_no_better(held, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "Stopped after phase 2: the last 2 evaluations were no better than" in said
     names = {path.name for path in folder.iterdir()}
-    assert {"adapter.safetensors", "checkpoint.pt", "metrics.png", "best.safetensors"} <= names
+    assert {"adapter.safetensors", "checkpoint.pt", "metrics.png"} <= names
+    kept = load_file(folder / "best.safetensors")  # of phase 0
+    assert all(not x.any() for name, x in kept.items() if name.endswith("lora_B"))
     assert "to go on" not in said
     assert resume(folder) == history
 
@@ -169,21 +164,13 @@ def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
     other = tmp_path / "half" / "run"
     assert read_lines(other / "samples.jsonl")[-1]["phase"] == 3
     assert len(read_lines(other / "metrics.jsonl")) == 3
+    with (other / "samples.jsonl").open("a") as file:
+        file.write('{"phase": 4, "pro')  # as where the process is killed
     again = resume(other)
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in h] for h in (whole, again)]
     assert rows[0] == rows[1]
     for name in ("samples.jsonl", "best.json"):
         assert (folder / name).read_text() == (other / name).read_text()
-
-
-def test_samples_of_later_phases_are_removed(tmp_path):
-    append_samples(tmp_path, [{"phase": phase, "prompt": "ö\u2028"} for phase in range(4)])
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write('{"phase": 4, "pro')  # the process was killed here
-    keep_samples(tmp_path, 2)
-    assert [row["phase"] for row in read_lines(tmp_path / "samples.jsonl")] == [0, 1, 2]
-    keep_samples(tmp_path, 0)
-    assert (tmp_path / "samples.jsonl").read_text() == ""
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -248,15 +235,11 @@ def test_weights_that_do_not_fit_and_names_that_are_shared():
 
 
 def test_groups_without_two_rewards_are_said():
-    row = {"phase": 1, "reward": 0.0, "frac_reward_zero_std": 1.0}
-    rows = [row | {"phase": phase} for phase in range(1, 6)]
+    rows = [{"phase": i, "reward": 0.0, "frac_reward_zero_std": 1.0} for i in range(1, 6)]
     assert find_equal_rewards(rows[:2], total_phases=5) is None
-    said = find_equal_rewards(rows[:3], total_phases=5)
-    assert said.startswith("In phases 1 to 3 every group's rewards are equal, so they teach noth")
-    assert find_equal_rewards([{"phase": 0}, rows[0]], total_phases=1).startswith("In phase 1 ")
+    assert "In phases 1 to 3 every group's rewards" in find_equal_rewards(rows[:3], total_phases=5)
     rows[1]["frac_reward_zero_std"] = 0.75
     assert find_equal_rewards(rows[:3], 5) is None
-    assert "phases 3 to 5" in find_equal_rewards(rows, 5)
     assert find_equal_rewards([{"phase": 1, "reward": 0.0}], 1) is None  # PPO has no groups
 
 
@@ -268,8 +251,6 @@ def test_completions_that_are_cut_off_are_measured_and_said(tmp_path, capsys):
     assert [row["truncated_frac"] for row in history] == [1, 1, 1, 1]  # "A: 7" has five tokens
     said = capsys.readouterr().out
     assert said.count("100% of the completions are cut off after --gen-len 3") == 1
-    rows = [{"phase": i, "truncated_frac": 0.5} for i in range(1, 4)]
-    assert find_mostly_cut_off(rows, 3, 8) is None
 
 
 @pytest.mark.parametrize("option", ["", "--dynamic-sampling"])
@@ -320,20 +301,8 @@ def test_grpo_shows_what_it_reads():
     fields = GrpoCommand.__dataclass_fields__.keys()
     assert "vf_coef" in PpoCommand.__dataclass_fields__
     assert not {"vf_coef", "gamma", "lam", "head_lr", "normalize_reward", "kl_in"} & fields
-    hidden = {"prompts", "columns", "reward_fn", "dtype"}
-    unread = GrpoArgs.__dataclass_fields__.keys() - fields - hidden
-    trainer = GrpoTrainer(GrpoArgs(batch_size=8, num_minibatches=1, gen_len=4, device="cpu"))
-
-    class Noting(GrpoArgs):
-        def __getattribute__(self, name):
-            read.add(name)
-            return super().__getattribute__(name)
-
-    read = set()
-    trainer.args.__class__ = Noting
-    trainer.learning_phase(trainer.rollout_phase())
-    assert {"clip_coef", "group_size"} <= read
-    assert not unread & read
+    assert GrpoArgs.__dataclass_fields__.keys() - fields >= {"prompts", "columns", "reward_fn"}
+    assert {"clip_coef", "group_size"} <= fields
 
 
 def test_a_file_gives_options_and_the_command_line_wins(tmp_path, capsys):
