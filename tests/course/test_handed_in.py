@@ -24,8 +24,6 @@ from utils.grading.cells import parse
 from utils.grading.checks import get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.extraction import (
     describe_left_out,
-    find_stubs_below,
-    get_bound_names,
     select_statements,
 )
 from utils.grading.judging import Verdict, get_points, get_quick_checks, judge
@@ -209,15 +207,6 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
             "\n".join(f"!echo {n}" for n in range(600)),
         )
     },
-    "a walrus counts as the last, and is compiled": {
-        "q.py": "def masked_mean(values, mask, dim=None):\n    return values\nimport torch\n"
-        f"@torch.compile{PLAIN.replace('masked_mean', 'mine')}\n(masked_mean := mine)\n"
-    },
-    "single dispatch": {
-        "q.py": "import functools, torch\n@functools.singledispatch\n"
-        "def masked_mean(values, mask, dim=None):\n    raise TypeError\n@masked_mean.register\n"
-        + PLAIN.strip().replace("masked_mean(values,", "_(values: torch.Tensor,")
-    },
     "a module with errors and an experiment": {
         "a.py": mean("zero() + N", "from tools import zero, N"),
         "tools.py": "import torch\nGEN = torch.Generator('cuda')\ndef draw():\n    return GEN\n"
@@ -293,10 +282,6 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
         "a.ipynb": notebook(PLAIN, STUB, "def left_pad(*a):\n    raise NotImplementedError"),
         "b.py": STUB,
     },
-    "made by exec and set on its own module": {
-        "x.py": f"import sys\nSOURCE = {PLAIN.replace('masked_mean', 'mine')!r}\nexec(SOURCE)\n"
-        "setattr(sys.modules[__name__], 'masked_mean', mine)\nglobals().update(masked_mean=mine)\n"
-    },
     "a training run that is kept": {
         "t.ipynb": notebook(
             "import time\ndef train():\n    time.sleep(100)",
@@ -326,8 +311,7 @@ ANSWERED = {
 }
 # Of those that take long, and of each kind that another shows for every day.
 NOT_EVERY_DAY = {
-    "a walrus counts as the last, and is compiled", "single dispatch", "large outputs",
-    "a module with errors and an experiment", "made by exec and set on its own module",
+    "large outputs", "a module with errors and an experiment",
     "one that calls an endless one", "of an earlier version of the course",
     "a folded solution that was copied", "a module that a cell writes",
     "counted and logged, endless experiments, many magics",
@@ -445,29 +429,6 @@ def test_a_cell_that_takes_long_to_read_is_named_and_costs_itself():
     assert seen["defined"] == {"ch0_sampling": ["masked_mean"]}
 
 
-def test_a_stub_hides_no_answer_above_it():
-    stub = "def masked_mean(values, mask):\n    'Mean.'\n    raise NotImplementedError()"
-    cells = (stub, PLAIN, "class A: ...", stub,
-             "def left_pad():\n    return 1\n    raise NotImplementedError")  # fmt: skip
-    below = find_stubs_below(
-        parse(notebook(*cells), "s.ipynb").statements, {"masked_mean", "left_pad"}
-    )
-    assert [s.place for s in below] == ["s.ipynb, cell 4"]
-
-
-def test_an_error_below_a_decorator_is_said_once():
-    broken = "def left_pad(ids):\n    return [ids\n"
-    parsed = parse(notebook(f"{PLAIN}\n@torch.no_grad()\n{broken}"), "d.ipynb")
-    assert [s.name for s in parsed.statements if hasattr(s, "name")] == ["masked_mean"]
-    line = PLAIN.count("\n") + 4
-    assert parsed.problems == [
-        f"d.ipynb, cell 1, line {line}: SyntaxError: '[' was never closed"
-        " (this statement was left out)"
-    ]
-    parsed = parse(notebook(f"@torch.no_grad(\n{PLAIN}"), "d.ipynb")
-    assert parsed.problems[0].startswith("d.ipynb, cell 1, line 1: SyntaxError: '(' was never")
-
-
 def select(*cells: str) -> tuple[list[str], list[str]]:
     """What runs of a notebook, and what is said of the rest."""
     parsed = parse(notebook(*cells), "hw.ipynb")
@@ -523,16 +484,6 @@ def test_methods_of_a_graded_class_are_called_by_experiments_and_its_registry_is
     )
     taken = select_statements(parse(source.encode(), "a.py").statements, {"A", "B"})
     assert [s.line for s in taken] == ["class A: ...", "A.register('y')", "class B:"]
-
-
-def test_a_name_is_bound_by_whatever_binds_it():
-    (statement,) = parse(
-        b"if (a := 1):\n    import b\n    [c for c in (d := [1])]\n    def e(f): g = 1\n"
-        b"    with x as (h, i): j.k = l[0] = 2\n    try: pass\n    except E as m: pass\n"
-        b"    match q:\n        case [n, *o]: pass\n        case {**p}: pass\n",
-        "a.py",
-    ).statements
-    assert get_bound_names(statement) == set("adehijlmnop")
 
 
 # --- Points that were not earned ----------------------------------------------------------------
@@ -648,24 +599,6 @@ def test_what_a_notebook_imports_is_given(chapter, folder, monkeypatch):
     for cell in nbformat.read(folder / f"{chapter}.ipynb", 4).cells:
         for module, found in re.findall(r"^from (utils[\w.]*) import (\w+)", cell.source, re.M):
             assert found in names[module]
-
-
-def test_what_is_not_given_is_said_by_cell_and_line(monkeypatch):
-    cells = ("import torch", f"\nfrom utils.models.decoding import draw, get_decoder\n{PLAIN}",
-             "import utils.models.forward as f\nfrom utils import models\nimport utils.train",
-             "def g():\n    from tests.checks.ch0_sampling import check\n    return check",
-             "from solutions.ch0_sampling import calc_entropy\nfrom utils.mine import x",
-             "y = g")  # fmt: skip
-    files = (("hw.ipynb", notebook(*cells)),)
-    _, problems = sort(SubmittedFiles("x", files), monkeypatch)
-    said = "is left out: the notebook of ch0_sampling does not import it"
-    assert problems == [
-        f"hw.ipynb, cell 2, line 2: utils.models.decoding.draw {said}",
-        f"hw.ipynb, cell 3, line 1: utils.models.forward {said}",
-        f"hw.ipynb, cell 3, line 3: utils.train {said}",
-        f"hw.ipynb, cell 5, line 1: solutions.ch0_sampling.calc_entropy {said}",
-        f"hw.ipynb, cell 5, line 2: utils.mine.x {said}",
-    ]
 
 
 def test_solutions_of_earlier_chapters_are_given_and_no_others(monkeypatch):
