@@ -1,7 +1,6 @@
 """Seeing a run: `python -m utils.watch` while it goes on, `python -m utils.sample` afterwards."""
 
 import json
-import math
 import re
 import shutil
 
@@ -121,18 +120,6 @@ def test_held_out_prompts_come_first(run):
     (run / "samples.jsonl").unlink()
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("none", "run should be a run's folder, an adapter file or a model's name"),
-     ("none.safetensors", "run should be a folder or an adapter file, but there is no"),
-     ("torn.safetensors", "run should be a safetensors file")],
-)  # fmt: skip
-def test_what_is_no_run_is_said(name, message, tmp_path):
-    (tmp_path / "torn.safetensors").write_bytes(b"x" * 50)
-    with pytest.raises(SystemExit, match=message):
-        sample.main([str(tmp_path / name)])
-
-
 def test_the_command_shows_both_and_writes_the_page(run, tmp_path, capsys, monkeypatch):
     page = tmp_path / "page.html"
     monkeypatch.setenv("COLUMNS", "400")  # no text is broken
@@ -173,16 +160,23 @@ def test_a_model_that_nobody_has_trained_is_sampled_alone(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([], "prompt should be given, as embedded"),
-     (["--prompt", "x", "--base", "gpt2"], "base should be left out, as embedded is a model"),
-     (["--prompt", "x", "--chat"], "chat template"),
-     (["--chat"], "chat should be given with prompt"),
-     (["--prompt", "x", "--n", "3"], "n should be left out beside prompt"),
-     (["--prompt", "x", "--gen-len", "0"], "max_new_tokens should be at least 1: 0")],
+    [("none", "run should be a run's folder, an adapter file or a model's name"),
+     ("none.safetensors", "run should be a folder or an adapter file, but there is no"),
+     ("torn.safetensors", "run should be a safetensors file"),
+     ("embedded", "prompt should be given, as embedded"),
+     ("embedded --prompt x --base gpt2", "base should be left out, as embedded is a model"),
+     ("embedded --prompt x --chat", "chat template"),
+     ("embedded --chat", "chat should be given with prompt"),
+     ("embedded --prompt x --n 3", "n should be left out beside prompt"),
+     ("embedded --prompt x --gen-len 0", "max_new_tokens should be at least 1: 0")],
 )  # fmt: skip
-def test_options_that_say_nothing_are_refused(words, message):
+def test_what_is_no_run_and_options_that_say_nothing_are_refused(
+    words, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.safetensors").write_bytes(b"x" * 50)
     with pytest.raises(SystemExit, match=message):
-        sample.main(["embedded", "--device", "cpu", *words])
+        sample.main([*words.split(), "--device", "cpu"])
 
 
 # --- While it goes on -----------------------------------------------------------------------------
@@ -227,11 +221,3 @@ def test_a_folder_without_a_run_or_without_rows_is_said(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text("")
     watch.main([str(tmp_path)])
     assert "0 of ? phases are done" in capsys.readouterr().out
-
-
-def test_a_curve_goes_from_its_lowest_to_its_highest():
-    assert watch.draw_curve([0.0, 1.0, 0.5]) == "▁█▅"
-    assert watch.draw_curve([2.0, 2.0]) == "▁▁"
-    assert len(watch.draw_curve([float(i) for i in range(1000)])) == 24
-    assert watch.draw_curve([0.0, math.inf, 2.0, math.nan]) == "▁ █ "
-    assert watch.draw_curve([math.nan]) == " "
