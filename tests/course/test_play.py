@@ -160,18 +160,19 @@ def test_logits_of_each_adapter(page, name, strength):
     assert measure_difference(found, load_rounded(name, strength)) < 1e-4
 
 
-def test_logits_with_some_sites(page, grpo):
-    sites = ["blocks.0.attn.q", "blocks.1.mlp.in", "blocks.1.attn.v", "blocks.3.mlp.out"]
-    found = get_logits(page, adapter=GRPO, sites=sites)
-    with only_adapters(grpo, lambda site: site in sites):
-        assert measure_difference(found, grpo) < 1e-4
-    assert measure_difference(found, grpo) > 0.1
+SITES = ["blocks.0.attn.q", "blocks.1.mlp.in", "blocks.1.attn.v", "blocks.3.mlp.out"]
+PARTS = {
+    "some sites": ({"sites": SITES}, lambda model: only_adapters(model, SITES.__contains__)),
+    "rank 1": ({"rank": 1}, lambda model: truncate_rank(model, 1)),
+    "rank 3": ({"rank": 3}, lambda model: truncate_rank(model, 3)),
+}
 
 
-@pytest.mark.parametrize("rank", [1, 3])
-def test_logits_with_a_lower_rank(page, grpo, rank):
-    found = get_logits(page, adapter=GRPO, rank=rank)
-    with truncate_rank(grpo, rank):
+@pytest.mark.parametrize("part", PARTS)
+def test_logits_with_a_part_of_an_adapter(page, grpo, part):
+    given, take = PARTS[part]
+    found = get_logits(page, adapter=GRPO, **given)
+    with take(grpo):
         assert measure_difference(found, grpo) < 1e-4
     assert measure_difference(found, grpo) > 0.01
 
@@ -229,12 +230,7 @@ def test_draws_follow_the_probabilities_and_the_seed(page):
 
 
 def test_rewards_of_reviews(page):
-    texts = [
-        "",
-        " great.Great, a BAD ending. 3 warm scenes!",
-        " greatly... Welightful.",
-        " cold cold",
-    ]
+    texts = ["", " great.Great, a BAD ending. 3 warm scenes!", " greatly... Welightful. cold cold"]
     script = """
         const words = {positive: arguments[1], negative: arguments[2]};
         return arguments[0].map(text =>
@@ -252,11 +248,9 @@ def test_the_reward_model(page, policy):
     _, (_, *samples) = ask(page, "sample", prompt=prompt, **wanted)
     model = load_policy(ADAPTERS / f"{REWARD_MODEL}.safetensors", model_class=RewardModel)
     round_weights(model.base.original_model)
-    texts = [sample["text"] for sample in samples]
-    rewards = make_reward_fn(model)(texts, [prompt] * len(texts))
-    torch.testing.assert_close(
-        torch.tensor([sample["reward"] for sample in samples]), rewards, atol=1e-4, rtol=0
-    )
+    texts, found = zip(*((sample["text"], sample["reward"]) for sample in samples), strict=True)
+    rewards = make_reward_fn(model)([*texts], [prompt] * len(texts))
+    torch.testing.assert_close(torch.tensor(found), rewards, atol=1e-4, rtol=0)
 
 
 # --- The widgets ----------------------------------------------------------------------------------
@@ -350,15 +344,6 @@ def test_widgets_of_one_page_leave_each_other_alone(browser, site):
     assert browser.get_log("browser") == []
 
 
-def test_a_page_that_may_run_no_worker_says_so(browser, site):
-    head = "<meta http-equiv='Content-Security-Policy' content=\"worker-src 'none'\">"
-    head += "<script src='_static/play.js'></script>"
-    (site / "alone.html").write_text(f"{head}<div data-play='front'></div>")
-    browser.get((site / "alone.html").as_uri())
-    wait_for(browser, "document.body.textContent.includes('no worker may run')")
-    browser.get_log("browser")
-
-
 def test_what_did_not_load_is_tried_again(browser, site):
     weights, away = site / "_static" / "play", site / "away.js"
 
@@ -375,17 +360,11 @@ def test_what_did_not_load_is_tried_again(browser, site):
         browser.get((site / "ch3-phases.html").as_uri())
         read_note(name).click()
         widget = Widget(browser)
-    for name in ("ch3_grpo-1", "ch3_grpo-2"):
-        (weights / f"{name}.js").rename(away)
-        widget.move(0, Keys.ARROW_RIGHT)
-        button = read_note(name)
-        if name == "ch3_grpo-1":
-            button.click()
-        else:
-            assert widget.move(0, Keys.ARROW_LEFT) == "1 of 25"
-            widget.move(0, Keys.ARROW_RIGHT)
-        assert widget.count("worked") <= 8
-        assert widget.find(".play-failure") == []
+    (weights / "ch3_grpo-1.js").rename(away)
+    widget.move(0, Keys.ARROW_RIGHT)
+    read_note("ch3_grpo-1").click()
+    assert widget.count("worked") <= 8
+    assert widget.find(".play-failure") == []
     browser.get_log("browser")  # says what was missing
 
 
