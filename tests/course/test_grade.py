@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.attacks.containers import make_containers, make_notebook, write_zip
+from tests.attacks.containers import make_containers, write_zip
 from utils.authoring.__main__ import sum_points
 from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
@@ -36,7 +36,6 @@ from utils.grading.comparison import Mismatch
 from utils.grading.observation import Raised, Unsupported
 from utils.grading.packing import pack, unpack
 from utils.grading.points import FILE, fill_points, list_exercises, load_points
-from utils.grading.pytest_plugin import load_submission
 from utils.grading.substitution import ChapterSource
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +46,11 @@ LONG |= {"only_inherits", "helper_that_stands_in"}  # of whole chapters: see tes
 SECONDS = 5
 needs_time = pytest.mark.takes_long
 linux = pytest.mark.skipif(sys.platform != "linux", reason="what shuts a child off is Linux's")
+
+
+def sandboxed(test):
+    """Mark a test that grades in processes of the sandbox."""
+    return linux(needs_time(test))
 
 
 def run_grade(*arguments, **options) -> subprocess.CompletedProcess:
@@ -66,26 +70,6 @@ def get_exercise(report: dict, name: str) -> dict:
     return next(exercise for exercise in report["exercises"] if exercise["name"] == name)
 
 
-PARTLY_RIGHT = """
-import torch
-
-Tensor = torch.Tensor
-%matplotlib inline
-
-
-def helper(values, mask):
-    return values.masked_fill(~mask, 0)
-
-
-def masked_mean(values: Tensor, mask: Tensor, dim=None) -> Tensor:
-    total = helper(values, mask).sum() if dim is None else helper(values, mask).sum(dim)
-    count = mask.sum() if dim is None else mask.sum(dim)
-    return total / count.clamp(min=1)
-
-
-calc_entropy = lambda logits: masked_mean(logits, logits > 0)
-answer = 1 / 0
-"""
 COPIES = """
 import shutil, tempfile
 from pathlib import Path
@@ -111,10 +95,9 @@ def put_in_own_words(source: str) -> str:
 
 
 def write_honest(folder: Path) -> list[Path]:
-    """Work that is right, half right, untouched, or writes files: test_handed_in.py has more."""
+    """Work that is right, untouched, or writes files: test_handed_in.py has more."""
     sources = {
         "full.py": (ROOT / "solutions" / "ch0_sampling.py").read_text(),
-        "half.ipynb": make_notebook(PARTLY_RIGHT, "def calc_entropy(logits:\n    return"),
         "empty.ipynb": (ROOT / "chapters" / "ch0_sampling.ipynb").read_text(encoding="utf-8"),
         "copies.py": COPIES,
     }
@@ -139,18 +122,12 @@ def batch(tmp_path_factory):
         env=os.environ | {"TMPDIR": str(tmp_path_factory.mktemp("temporary"))},
     )
     changed = [str(path) for path, seen in before.items() if look_at(path) != seen]
-    return SimpleNamespace(
-        result=result,
-        out=out,
-        reports=load_reports(out),
-        paths=[*honest, *hostile, *containers],
-        folder=folder,
-        changed=changed,
-    )
+    paths, reports = [*honest, *hostile, *containers], load_reports(out)
+    found = {"result": result, "out": out, "reports": reports, "paths": paths}
+    return SimpleNamespace(**found, folder=folder, changed=changed)
 
 
-@linux
-@needs_time
+@sandboxed
 def test_honest_work_gets_its_marks(batch):
     reports = batch.reports
     full = sum(check.points for checks in get_checks("ch0_sampling").values() for check in checks)
@@ -164,21 +141,9 @@ def test_honest_work_gets_its_marks(batch):
     assert all("not written yet" in message for message in messages)
 
 
-@linux
-@needs_time
-def test_a_broken_cell_costs_what_it_defines(batch):
-    found = {exercise["name"]: exercise for exercise in batch.reports["half"]["exercises"]}
-    assert found["masked_mean"]["score"] == found["masked_mean"]["max_score"]
-    assert found["calc_entropy"]["score"] == 0  # the lambda stands, and is wrong
-    missing = {check["message"] for check in found["left_pad"]["checks"]}
-    assert missing == {"left_pad is not defined"}
-
-
-@linux
-@needs_time
+@sandboxed
 def test_attacks_score_nothing(batch):
-    honest = {"full", "half", "copies"}
-    reports = [report for name, report in batch.reports.items() if name not in honest]
+    reports = [r for name, r in batch.reports.items() if name not in ("full", "copies")]
     assert len(batch.reports) == len(batch.paths)
     gained = {report["submission"]: report["score"] for report in reports if report["score"]}
     assert not gained
@@ -188,8 +153,7 @@ def test_attacks_score_nothing(batch):
     assert "graded" in batch.result.stdout.splitlines()[-1]
 
 
-@linux
-@needs_time
+@sandboxed
 def test_attacks_change_nothing_outside(batch):
     assert not batch.changed
     places = [Path("/tmp"), Path("/dev/shm"), Path("/var/tmp"), Path.home(), ROOT, batch.folder]
@@ -201,8 +165,7 @@ def test_attacks_change_nothing_outside(batch):
     assert not list(Path(__import__("tempfile").gettempdir()).glob("grading-models-*/../escaped*"))
 
 
-@linux
-@needs_time
+@sandboxed
 def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
     for report in batch.reports.values():
         for exercise in report["exercises"]:
@@ -212,8 +175,7 @@ def test_hidden_checks_tell_nothing_that_the_student_chose(batch):
                         assert word not in check["message"], (report["submission"], check)
 
 
-@linux
-@needs_time
+@sandboxed
 def test_a_child_knows_nothing_of_the_batch(batch):
     """Neither the secret nor the other submissions, the environment or the other solutions."""
     mean = get_exercise(batch.reports["what_the_batch_knows"], "masked_mean")
@@ -253,19 +215,17 @@ except (EOFError, OSError):
 """
 
 
-@linux
-@needs_time
+@sandboxed
 def test_a_child_that_is_ended_while_it_reads_its_job_holds_up_nobody():
     command = [sys.executable, "-c", ENDED]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "another" in result.stdout, result.stderr
 
 
-@linux
-@needs_time
+@sandboxed
 def test_the_reports_for_people_and_platforms(batch):
-    results = json.loads((batch.out / "half" / "results.json").read_text())
-    report = batch.reports["half"]
+    results = json.loads((batch.out / "copies" / "results.json").read_text())
+    report = batch.reports["copies"]
     assert results["score"] == report["score"]
     assert sum(test["score"] for test in results["tests"]) == pytest.approx(report["score"])
     allowed = {"score", "max_score", "status", "name", "output", "output_format", "visibility"}
@@ -273,13 +233,13 @@ def test_the_reports_for_people_and_platforms(batch):
     assert {test["visibility"] for test in results["tests"]} == {"visible"}
     with (batch.out / "class.csv").open(newline="") as file:
         rows = {row["submission"]: row for row in csv.DictReader(file)}
-    assert float(rows["half"]["score"]) == report["score"]
+    assert float(rows["copies"]["score"]) == report["score"]
     assert len(rows) == len(batch.paths)
     assert not any(name.startswith(("=", "+", "-", "@")) for name in rows)
     page = (batch.out / "class.html").read_text()
     assert "<b>&'" not in page
     assert "masked_mean" in page
-    assert "not defined" in (batch.out / "half" / "report.html").read_text()
+    assert "not defined" in (batch.out / "copies" / "report.html").read_text()
 
 
 # --- Parts ---------------------------------------------------------------------------------------
@@ -325,48 +285,14 @@ def test_names_are_safe_and_differ(tmp_path):
 
 
 MEAN = """def masked_mean(values, mask, dim=None):
-    total = values.masked_fill(~mask, 0)
-    total = total.sum() if dim is None else total.sum(dim)
-    return total / (mask.sum() if dim is None else mask.sum(dim)).clamp(min=LEAST)
+    return values.masked_fill(~mask, 0).sum(dim) / mask.sum(dim).clamp(min=1)
 """
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        ["%%time\nLEAST = 1\n" + MEAN],
-        ["files = !ls\nLEAST = 1\n" + MEAN],
-        ["torch.mean?\nLEAST = 1\n" + MEAN],
-        ["!pip install x \\\n  -q\nr = %timeit -o 1 + 1\nLEAST = 1\n" + MEAN],
-        ["if True:\n    %matplotlib inline\nLEAST = 1\n" + MEAN],
-        ["import math\nif math.pi > 3:\n    LEAST = 1\nelse:\n    LEAST = 2\n" + MEAN],
-        ["try:\n    from math import pi as LEAST\nfinally:\n    pass\nLEAST /= LEAST\n" + MEAN],
-        ["import torch\nwith torch.no_grad():\n    LEAST = 1\n" + MEAN],
-        ["LEAST = 0\nfor LEAST in range(2):\n    pass\n" + MEAN],
-        ["if True:\n" + "".join(f"    {line}" for line in MEAN.splitlines(True)), "LEAST = 1"],
-        ["from __future__ import annotations", MEAN.replace("None)", "None) -> A"), "LEAST = 1"],
-        ["await something()\nLEAST: int = 1\n" + MEAN.replace("masked_mean", "f"),
-         "masked_mean, rest = f, 3"],
-        ["def left_pad(a, a):\n    pass", "LEAST = 1\n" + MEAN],  # parses, and is refused later
-        [f"left_pad = {' + '.join(['1'] * 1200)}", "LEAST = 1\n" + MEAN],
-        [f"left_pad = 0x{'f' * 5000}", "LEAST = 1\n" + MEAN],
-    ],
-)  # fmt: skip
-def test_notebooks_are_read_as_they_run(cells, tmp_path):
-    path = tmp_path / "work.ipynb"
-    path.write_text(make_notebook(*cells))
-    submission = load_submission(path)
-    assert submission.chapters == ("ch0_sampling",)
-    values = torch.tensor([1.0, 3.0, float("nan")])
-    assert submission.namespace["masked_mean"](values, ~values.isnan()) == 2
-
-
 def test_what_is_no_submission_is_a_problem_and_no_error(tmp_path):
-    for name in ("nothing.ipynb", "text.txt"):
-        path = tmp_path / name
-        if name == "text.txt":
-            path.write_text("hello")
-        assert read_submission("x", path).problems
+    (tmp_path / "text.txt").write_text("hello")
+    assert read_submission("x", tmp_path / "nothing.ipynb").problems
+    assert read_submission("x", tmp_path / "text.txt").problems
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine.py").write_text(MEAN)
     (tmp_path / "link").symlink_to(tmp_path / "folder")
@@ -394,7 +320,7 @@ def test_a_zip_takes_no_more_than_a_submission_may_have(tmp_path):
     for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # 4 KB can unpack to many GB
         assert not read_submission("x", write_zip(path, {"mine.py": MEAN}, compression)).files
     write_zip(path, {f"{number}.py": MEAN for number in range(1000)}, zipfile.ZIP_STORED)
-    path.write_bytes(path.read_bytes().replace(b"total", b"tatol"))  # no checksum is right
+    path.write_bytes(path.read_bytes().replace(b"values", b"valuse"))  # no checksum is right
     assert len(read_submission("x", path).problems) == reading.MAX_FILES + 1
 
 
@@ -593,8 +519,7 @@ def test_wrong_arguments_are_named(arguments, said, tmp_path):
     assert said in result.stderr
 
 
-@linux
-@needs_time
+@sandboxed
 def test_a_report_is_the_same_under_every_hash_seed(tmp_path):
     reports = []
     for seed in ("0", "3"):  # under 3 a class was once left out before its methods
