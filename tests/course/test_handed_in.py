@@ -6,14 +6,13 @@ import json
 import re
 import sys
 import textwrap
-import zipfile
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from tests.attacks.containers import make_notebook
-from tests.course.test_grade import linux, make_grader
+from tests.attacks.containers import make_notebook, write_zip
+from tests.course.test_grade import linux, make_grader, sandboxed
 from tests.course.test_grade import needs_time as takes_long
 from utils.authoring.notebooks import CHAPTERS, SETUP, SOLUTIONS
 from utils.autograder import batch, child, given, reading
@@ -98,9 +97,7 @@ def make_old() -> bytes:
 
 def zipped(files: dict[str, str | bytes]) -> bytes:
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            archive.writestr(name, data)
+    write_zip(stream, files)
     return stream.getvalue()
 
 
@@ -195,6 +192,8 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
             "%%script false\ndef masked_mean(*a):\n    return 1",
             "\n%%writefile x.py\ndef masked_mean(*a):\n    return 2",
             "%%bash\ndef masked_mean() {\n  ls\n}",
+            *("%time", "%run", "%run -i", "%run 01_tools.ipynb", "%time %run 2.py"),
+            "!pip install x \\\n  -q\nr = %timeit -o 1 + 1\nif True:\n    %matplotlib inline",
         )
     },
     "counted and logged, endless experiments, many magics": {
@@ -361,8 +360,7 @@ def test_attacks_score_nothing(graded):
     assert "decoding.draw is left out: the notebook" in str(helpers["problems"])
 
 
-@linux
-@takes_long
+@sandboxed
 def test_what_is_given_and_runs_no_more_is_the_courses_and_said(graded):
     said = str(graded["of an earlier version of the course"]["problems"])
     assert "what the notebook gives of RLHFArgs, RLHFTrainer does not run with this version" in said
@@ -394,6 +392,7 @@ def test_what_is_given_and_runs_no_more_is_the_courses_and_said(graded):
         ("beside a broken one", ["r.py, line 9: SyntaxError: unmatched ')'"]),
         ("magics and await",
          ["q.ipynb, cell 4: not read, as %%script", "q.ipynb, cell 6: not read, as %%bash",
+          "q.ipynb, cell 10: %run 01_tools is not read, as Python imports no file of that name",
           "x.py, which a cell writes, is not read"]),
     ],
 )  # fmt: skip
@@ -401,17 +400,6 @@ def test_what_is_wrong_is_said_by_file_cell_and_line(name, said, graded):
     problems = graded[name]["problems"]
     assert len(problems) == len(said), problems
     assert all(map(str.startswith, problems, said)), problems
-
-
-def test_a_magic_without_anything_to_run_costs_nothing_else():
-    cells = ("%time", "%run", "%run -i", "%run 01_tools.ipynb", "%time %run 2.py", PLAIN)
-    parsed = parse(notebook(*cells), "m.ipynb")
-    assert [s.name for s in parsed.statements if hasattr(s, "name")] == ["masked_mean"]
-    assert parsed.problems == [
-        "m.ipynb, cell 4: %run 01_tools is not read, as Python imports no file of that name:"
-        " rename it"
-    ]
-    assert len(parsed.statements) == len(cells)
 
 
 def test_which_python_is_needed_is_said():
@@ -637,8 +625,7 @@ class GrpoTrainer(RLHFTrainer):
 """
 
 
-@linux
-@takes_long
+@sandboxed
 def test_what_is_handed_on_earns_nothing(tmp_path):
     attack = Path(__file__).parents[1] / "attacks" / "reading" / "helper_that_stands_in.py"
     (tmp_path / "delegates.py").write_text(DELEGATES)
