@@ -1,5 +1,7 @@
 """What the tests of this folder do to models."""
 
+import json
+
 import torch
 
 from solutions.ch2_ppo import TransformerWithValueHeadLora
@@ -31,6 +33,10 @@ def load(
     for parameter in model.trainable_parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def randomize(model):

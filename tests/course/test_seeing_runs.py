@@ -11,7 +11,7 @@ from solutions.ch0_sampling import sample_completions
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch7_scale import RefreshArgs, RefreshTrainer
-from tests.course.helpers import ONE_STEP
+from tests.course.helpers import ONE_STEP, read_lines
 from utils import sample, watch
 from utils.models.loading import load_base_model
 from utils.run_folder import load_checkpoint
@@ -185,7 +185,7 @@ def test_what_is_no_run_and_options_that_say_nothing_are_refused(
 def test_a_run_that_has_ended_is_shown_once(run, capsys):
     watch.main([str(run)])
     said = capsys.readouterr().out
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = read_lines(run / "metrics.jsonl")
     assert "2 of 2 phases are done; it has ended" in said
     assert f"{rows[-1]['reward']:.3f}" in said
     assert f"{rows[0]['entropy']:.3f} to {rows[-1]['entropy']:.3f}" in said

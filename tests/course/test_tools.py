@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import tyro
-from torch import nn
 
-from solutions.ch0_sampling import Samples, encode_prompts, sample_completions
+from solutions.ch0_sampling import Samples
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
-from solutions.ch7_scale import to_trl_config
 from solutions.ch9_async import AsyncArgs, StaleTrainer
 from solutions.ch10_tools import (
     ToolTrainer,
@@ -29,10 +26,11 @@ from solutions.ch10_tools import (
 )
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import ONE_STEP, load, randomize
+from tests.course.test_scale import compare_step
+from tests.course.test_trainers import assert_equal_adapters
+from tests.oracles.ch10_tools import turns_by_plain_calls
 from utils.chapters import sort_chapters
-from utils.models.decoding import draw, get_end_ids
 from utils.models.loading import EMBEDDED_MODEL, TOOLS_MODEL
-from utils.models.pretrain_tools import pretrain_tools
 from utils.models.questions import (
     KINDS,
     calculate,
@@ -45,8 +43,7 @@ from utils.models.questions import (
     write_completion,
 )
 from utils.models.turns import Environment
-from utils.scale.trl import make_qwen, take_trl_step
-from utils.train.options import GrpoCommand, make_args
+from utils.scale.trl import make_qwen
 
 BEGUN = ["Q: 23*47\n<", "Q: 3*47\n<3*4", "Q: 123+456\n<123+456>=579\n", "Q: 12+34\n<"]
 
@@ -59,34 +56,6 @@ def tools():
 
 
 # --- Sampling in turns --------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def sample_plainly(model, prompt, uniforms, tool, max_calls, call_end):
-    """Sample a completion by calls of the model on all that there is, without a cache: its tokens,
-    and which are the policy's."""
-    tokenizer, ends = model.tokenizer, get_end_ids(model)
-    prompt_ids, _ = encode_prompts(model, [prompt], len(uniforms), True)
-    ids, own, pending, start, n_calls = [], [], [], 0, 0
-    for uniform in uniforms:
-        own.append(not pending)
-        if pending:
-            ids.append(pending.pop(0))
-            start = start if pending else len(ids)
-            continue
-        so_far = torch.cat([prompt_ids, torch.tensor([ids], dtype=torch.long)], dim=1)
-        logits = model(so_far)[:, -1]
-        ids.append(draw(logits, uniform[None])[0].item())
-        if ids[-1] in ends:
-            break
-        if ids[-1] == tokenizer.convert_tokens_to_ids(call_end):
-            if n_calls == max_calls:
-                break
-            n_calls += 1
-            said = tool(tokenizer.decode(ids[start:]))
-            pending = tokenizer(said, add_special_tokens=False)["input_ids"]
-            start = start if pending else len(ids)
-    return ids, own
 
 
 def shout(turn: str) -> str:
@@ -102,8 +71,8 @@ def shout(turn: str) -> str:
         ("tools", 0),
     ],
 )
-def test_sampling_in_turns_is_a_loop_of_plain_calls(folders, name, max_calls, monkeypatch):
-    """Left-padded prompts, and a call that ends with a token that the model chooses; in float64
+def test_sampling_in_turns_is_a_loop_of_plain_calls(folders, name, max_calls):
+    """Left-padded prompts, and calls that end with a token that the model chooses; in float64
     where the bridge can, or a uniform number would lie between two roundings of a sum."""
     dtype = torch.float32 if name == "phi" else torch.float64
     if name == "tools":
@@ -112,31 +81,28 @@ def test_sampling_in_turns_is_a_loop_of_plain_calls(folders, name, max_calls, mo
     else:
         model = load(folders, name, dtype=dtype)
     prompts = [*BEGUN, "This movie is"]
-    limits = (3, shout, max_calls, 20)
-    first = sample_in_turns(model, prompts, *limits, torch.Generator().manual_seed(5))
-    call_end = ">" if name == "tools" else find_frequent(model.tokenizer, first)
-    monkeypatch.setattr("solutions.ch10_tools.CALL_END", call_end)
-    turns = sample_in_turns(model, prompts, *limits, torch.Generator().manual_seed(5))
-    uniforms = torch.rand(15, 20, generator=torch.Generator().manual_seed(5))
-    rows = [prompt for prompt in prompts for _ in range(3)]
-    for i, row in enumerate(rows):
-        ids, own = sample_plainly(model, row, uniforms[i], shout, max_calls, call_end)
-        n = len(ids)
-        written = turns.attention_mask[i, turns.prompt_len :].bool()
-        assert turns.completion_ids[i, :n].tolist() == ids
-        assert written.sum() == n
-        assert written[:n].all()
-        assert turns.completion_mask[i, :n].tolist() == own
-        assert not turns.completion_mask[i, n:].any()
-    assert any(turns.call_ends) == (max_calls > 0)
-    assert torch.equal(turns.logprobs.isnan(), ~turns.own_mask)
+
+    def sample(how):
+        generator = torch.Generator().manual_seed(5)
+        return how(model, prompts, 3, shout, max_calls, 20, generator)
+
+    if name != "tools":
+        make_calls_frequent(model, sample(sample_in_turns))
+    found, expected = sample(sample_in_turns), sample(turns_by_plain_calls)
+    for field in ("input_ids", "attention_mask", "completion_mask", "own_mask", "finished"):
+        assert torch.equal(getattr(found, field), getattr(expected, field)), field
+    assert (found.texts, found.call_ends) == (expected.texts, expected.call_ends)
+    assert any(found.call_ends) == (max_calls > 0)
+    logprobs = expected.logprobs.to(found.logprobs.dtype)
+    torch.testing.assert_close(found.logprobs, logprobs, rtol=0, atol=1e-4, equal_nan=True)
 
 
-def find_frequent(tokenizer, samples):
-    """Return a token that many completions have, other than at their beginnings."""
+def make_calls_frequent(model, samples):
+    """Make ">" as likely as a token that many completions have, other than at their beginnings."""
+    tokenizer, weight = model.tokenizer, model.base.original_model.lm_head.weight.data
     counts = samples.completion_ids[:, 2:][samples.own_mask[:, 2:]].bincount(minlength=600)
     counts[tokenizer.all_special_ids] = 0
-    return tokenizer.convert_ids_to_tokens(int(counts[: len(tokenizer)].argmax()))
+    weight[tokenizer.convert_tokens_to_ids(">")] = weight[int(counts[: len(tokenizer)].argmax())]
 
 
 SMALL = ONE_STEP | {
@@ -172,31 +138,10 @@ def test_the_trainer_samples_what_the_chapter_samples():
     for trainer in runs:
         for _ in range(2):
             trainer.learning_phase(trainer.rollout_phase())
-    ours, theirs = (trainer.model.trainable_state() for trainer in runs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_equal_adapters(*(trainer.model.trainable_state() for trainer in runs))
     calls = [trainer.metrics["calls"] for trainer in runs]
     assert calls[0] == pytest.approx(calls[1])
     assert calls[0][0] > 0
-
-
-CHAT = (
-    "{% for m in messages %}{{ 'Q: ' + m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<{% endif %}"
-)
-
-
-def test_chats_sample_as_the_text_that_their_template_writes(tools):
-    generators = [torch.Generator().manual_seed(1) for _ in "ab"]
-    plain = sample_in_turns(tools, BEGUN[:1], 4, run_calculator, generator=generators[0])
-    tools.tokenizer.chat_template = "<bos>" + CHAT
-    try:
-        chat = [[{"role": "user", "content": "23*47"}]]
-        written = sample_in_turns(tools, chat, 4, run_calculator, generator=generators[1])
-    finally:
-        tools.tokenizer.chat_template = None
-    assert written.texts == plain.texts
-    assert torch.equal(written.input_ids, plain.input_ids)
-    assert any(plain.call_ends)
 
 
 # --- Tokens of nobody ---------------------------------------------------------------------------
@@ -225,64 +170,31 @@ def test_log_probs_of_the_environment_may_be_nan():
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_loss_and_gradients_are_trls_with_a_tool_mask(kl_coef, tmp_path):
+    def give_to_environment(samples):
+        """Let it have written some tokens of each completion, not the first."""
+        column = torch.arange(samples.completion_mask.shape[1])
+        of_others = (column > 1) & (column < 2 + torch.arange(16)[:, None] % 5)
+        assert (of_others & samples.completion_mask).any()
+        mask = samples.completion_mask & ~of_others
+        return replace(samples, completion_mask=mask, logprobs=None)
+
     folder = make_qwen(tmp_path / "qwen")
-    torch.manual_seed(0)
     prompts = [f"Q: {question}\n" for question in ("2*3", "23*47", "12+34", "123+456")]
-    args = GrpoArgs(
-        base_model=str(folder), prompts=prompts, batch_size=16, group_size=4, gen_len=14,
-        base_lr=1e-3, final_scale=1.0, total_phases=1, kl_coef=kl_coef,
-        **ONE_STEP | {"ent_coef": 0.0, "max_grad_norm": 1e9},
-    )  # fmt: skip
-    trainer = GrpoTrainer(args)
-    for layer in trainer.model.adapters.values():
-        nn.init.normal_(layer.lora_B, std=0.05)
-    rows = [prompt for prompt in prompts for _ in range(4)]
-    drawn = sample_completions(trainer.model, rows, 14, generator=torch.Generator().manual_seed(3))
-    # The environment wrote some tokens of each completion, not the first.
-    column = torch.arange(drawn.completion_mask.shape[1])
-    of_others = (column > 2) & (column < 3 + torch.arange(16)[:, None] % 5)
-    samples = replace(drawn, completion_mask=drawn.completion_mask & ~of_others, logprobs=None)
-    scores = torch.tensor([float(len(text) % 7 + text.count("e")) for text in samples.texts])
-    trainer.sample_and_score = lambda *_: (samples, scores)
-    (minibatch,) = trainer.rollout_phase().get_minibatches()
-    objective = trainer.compute_rlhf_objective(minibatch)
-    gradients = torch.autograd.grad(objective, trainer.model.trainable_parameters())
-    names = trainer.model.trainable_state()
-    model = TransformerWithLora.from_pretrained(folder, sites=args.lora_sites, device="cpu")
-    model.load_trainable_state(names)
-    config = to_trl_config(args) | {"max_grad_norm": 1e9}
-    loss, theirs = take_trl_step(model, folder, config, samples, scores)
-    assert abs(objective.item() + loss) < 1e-6
-    assert max(gradient.abs().max() for gradient in gradients) > 1e-3
-    for name, gradient in zip(names, gradients, strict=True):
-        torch.testing.assert_close(gradient, -theirs[name], rtol=0, atol=1e-6)
-    unmasked = trainer.compute_rlhf_objective(replace(minibatch, mask=drawn.completion_mask))
-    (other, *_) = torch.autograd.grad(unmasked, trainer.model.trainable_parameters())
-    assert (other - gradients[0]).abs().max() > 1e-4
+    kind, sites = (GrpoTrainer, GrpoArgs), ("attn.q", "attn.v")
+    found = compare_step(folder, sites, prompts, kind, give_to_environment, kl_coef=kl_coef)
+    loss, gradients, weights = found
+    assert loss < 1e-6
+    assert gradients < 1e-5
+    assert weights < 1e-6
 
 
 # --- Environments -------------------------------------------------------------------------------
 
 
-class Fragile:
-    """A calculator that fails once, at its second call."""
-
-    def __init__(self, fail):
-        self.fail, self.n_calls = fail, 0
-
-    def __call__(self, turn):
-        self.n_calls += 1
-        return self.fail() if self.n_calls == 2 else run_calculator(turn)
-
-
-def divide():
-    return 1 // 0
-
-
 @pytest.mark.parametrize(
     ("fail", "said"),
     [
-        (divide, "raised ZeroDivisionError"),
+        (lambda: 1 // 0, "raised ZeroDivisionError"),
         (lambda: time.sleep(60), "no answer within 0.3 seconds"),
         (lambda: 1081, "returned int"),
         (lambda: exit(3), "raised SystemExit"),
@@ -290,9 +202,14 @@ def divide():
     ],
 )
 def test_an_environment_that_fails_costs_one_rollout(fail, said):
-    trainer = GrpoTrainer(
-        GrpoArgs(**SMALL | {"environment": Fragile(fail), "environment_seconds": 0.3})
-    )
+    turns = []
+
+    def answer(turn):
+        turns.append(turn)
+        return fail() if len(turns) == 2 else run_calculator(turn)
+
+    changes = {"environment": answer, "environment_seconds": 0.3}
+    trainer = GrpoTrainer(GrpoArgs(**SMALL | changes))
     start = time.perf_counter()
     with pytest.warns(UserWarning, match=said):
         memory = trainer.rollout_phase()
@@ -329,24 +246,29 @@ def test_an_environment_sees_what_it_names_and_may_end_a_rollout():
 
     _, samples = make_samples(environment=judge)
     assert seen
+    answer_of = dict(zip(SMALL["prompts"], SMALL["columns"]["answers"], strict=True))
     for turn, answers, prompt, completion, unknown in seen:
-        assert (
-            answers == dict(zip(SMALL["prompts"], SMALL["columns"]["answers"], strict=True))[prompt]
-        )
+        assert answers == answer_of[prompt]
         assert turn.endswith(">")
         assert completion.endswith(turn)
         assert unknown == 3
     ended = [text for text in samples.texts if text.endswith(">")]
     assert len(ended) >= len(seen[::2])
-    with pytest.raises(ValueError, match="environment should need no more than a turn"):
-        GrpoArgs(**SMALL | {"environment": lambda turn, secret: ""})
-    for takes_none in (lambda: "", lambda *, turn: "", lambda **columns: ""):
-        with pytest.raises(ValueError, match="environment should take a turn"):
-            GrpoArgs(**SMALL | {"environment": takes_none})
-    with pytest.raises(ValueError, match="environment should be a function"):
-        GrpoArgs(**SMALL | {"environment": "calculator"})
-    with pytest.raises(ValueError, match="turn_end"):
-        GrpoArgs(**SMALL | {"turn_end": ""})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"environment": lambda turn, secret: ""}, "environment should need no more than a turn"),
+        ({"environment": lambda *, turn: ""}, "environment should take a turn"),
+        ({"environment": lambda **columns: ""}, "environment should take a turn"),
+        ({"environment": "calculator"}, "environment should be a function"),
+        ({"turn_end": ""}, "turn_end"),
+    ],
+)
+def test_what_is_no_environment_is_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        GrpoArgs(**SMALL | wrong)
 
 
 def test_what_an_environment_changes_is_a_copy():
@@ -362,22 +284,6 @@ def test_what_an_environment_changes_is_a_copy():
     assert environment.ask("<2*3>", row) == ""
     environment.leave()
     assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
-
-
-def test_of_a_long_answer_no_more_is_read_than_may_have_room(monkeypatch):
-    trainer, seen = GrpoTrainer(GrpoArgs(**SMALL)), []
-    kind = type(trainer.model.tokenizer)
-    read = kind.__call__
-
-    def listen(self, text, **options):
-        seen.append(len(text))
-        return read(self, text, **options)
-
-    monkeypatch.setattr(kind, "__call__", listen)
-    _, samples = make_samples(environment=lambda turn: "film 99\n" * 100_000)
-    assert 0 < max(seen) < 24 * 1000
-    _, others = make_samples(environment=lambda turn: "film 99\n" * 24)
-    assert samples.texts == others.texts
 
 
 @pytest.mark.parametrize("turn_end", ["\n", ">=", "<eos>", ": 1"])
@@ -427,19 +333,8 @@ def test_a_run_in_turns_goes_on_from_its_checkpoint(tmp_path):
         half.phase += 1
     on.set_state(half.get_state())
     history = on.train()
-    ours, theirs = whole.model.trainable_state(), on.model.trainable_state()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_equal_adapters(whole.model.trainable_state(), on.model.trainable_state())
     assert history[-1]["calls"] == rows[-1]["calls"] > 0
-
-
-def test_an_environment_may_be_named_on_the_command_line():
-    given = ["--environment", "solutions.ch10_tools:run_calculator", "--max-calls", "3"]
-    command = tyro.cli(GrpoCommand, args=given)
-    args = make_args(command)
-    assert args.environment is run_calculator
-    assert args.make_environment().max_calls == 3
-    with pytest.raises(ValueError, match="has no function"):
-        make_args(GrpoCommand(environment="solutions.ch10_tools:nothing"))
 
 
 def test_a_slow_answer_does_not_reach_the_next_question():
@@ -482,14 +377,6 @@ def test_questions_are_split_and_their_answers_right():
     assert splits == {"train"}
     shares = [find_split(f"{a}*{b}") for a in range(10, 100) for b in range(a, 100)]
     assert shares.count("corpus") / len(shares) == pytest.approx(0.7, abs=0.03)
-
-
-def test_making_the_model_follows_its_seed(tmp_path):
-    losses = [pretrain_tools(tmp_path / name, steps=3, batch_size=8) for name in ("one", "two")]
-    assert losses[0] == losses[1]
-    one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
-    assert one.read_bytes() == two.read_bytes()
-    assert pretrain_tools(tmp_path / "three", 3, 8, seed=1) != losses[0]
 
 
 def test_the_tools_model_is_small_and_has_the_embedded_tokenizer():
