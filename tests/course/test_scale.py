@@ -11,6 +11,7 @@ import time
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,15 +35,17 @@ from solutions.ch7_scale import (
     unsharded,
 )
 from solutions.ch10_tools import run_calculator
-from tests.course.helpers import ONE_STEP
+from tests.course.helpers import ONE_STEP, read_lines
+from tests.course.test_trainers import without_seconds
 from tests.support import models, trl
 from utils.models.corpus import addition_rows, review_prompts
 from utils.models.loading import EMBEDDED_MODEL
+from utils.plotting import format_spread
+from utils.rewards import reward_fn_addition
 from utils.run_folder import load_checkpoint
 from utils.scale.memory import boot_gpt2, make_update, measure_allocated
 from utils.scale.ranks import run_ranks
 from utils.scale.trl import cut, make_qwen, take_trl_step
-from utils.train import load_function
 
 ROOT = Path(__file__).parents[2]
 TRAIN, _ = review_prompts()
@@ -127,11 +130,15 @@ CASES = {
 }
 
 
-def learn_beside_one(kind, folder):
-    parallel, single, args_class, options = CASES[kind]
+def make_args(kind, folder, **given):
     setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
-    args = args_class(**{"prompts": TRAIN} | ONE_STEP | setup | options)
-    trainer, alone = parallel(args, microbatch_size=4), single(args)
+    _, _, args_class, options = CASES[kind]
+    return args_class(**{"prompts": TRAIN} | ONE_STEP | setup | options | given)
+
+
+def learn_beside_one(kind, folder):
+    args = make_args(kind, folder)
+    trainer, alone = CASES[kind][0](args, microbatch_size=4), CASES[kind][1](args)
     off = []
     for _ in range(3):
         memory = trainer.rollout_phase()
@@ -160,11 +167,8 @@ def test_two_ranks_learn_what_one_process_learns_from_their_union(kind, of_ranks
 
 def learn_once(kind, folder, **of_memory):
     """Return the weights after a step, the gradients of it, and its metrics."""
-    parallel, _, args_class, options = CASES[kind]
-    setup = {"batch_size": 16, "gen_len": 16, "total_phases": 3, "runs_dir": folder}
-    setup |= {"ent_coef": 0.1, "kl_coef": 0.3}
-    args = args_class(**{"prompts": TRAIN} | ONE_STEP | setup | options)
-    trainer = parallel(args, **of_memory)
+    args = make_args(kind, folder, ent_coef=0.1, kl_coef=0.3)
+    trainer = CASES[kind][0](args, **of_memory)
     for layer in trainer.model.adapters.values():
         nn.init.normal_(layer.lora_B, std=0.02, generator=torch.Generator().manual_seed(0))
     trainer.learning_phase(trainer.rollout_phase())
@@ -349,34 +353,15 @@ def finish(process, timeout=150):
 def test_the_plain_command_is_the_plain_trainer(tmp_path):
     status, output = finish(start(tmp_path, "--name", "run", "--total-phases", "2"))
     assert status == 0, output
-    rows = addition_rows()
-    args = GrpoArgs(
-        prompts=[row["prompt"] for row in rows],
-        columns={"answers": [row["answers"] for row in rows]},
-        reward_fn=load_function("utils.rewards:reward_fn_addition"),
-        gen_len=16,
-        batch_size=16,
-        group_size=4,
-        total_phases=2,
-        runs_dir=tmp_path,
-        **ONE_STEP,
-    )
+    given = {name: [row[name] for row in addition_rows()] for name in ("prompt", "answers")}
+    given = {"prompts": given.pop("prompt"), "columns": given, "reward_fn": reward_fn_addition}
+    sizes = {"gen_len": 16, "batch_size": 16, "group_size": 4, "total_phases": 2}
+    args = GrpoArgs(runs_dir=tmp_path, **given, **sizes, **ONE_STEP)
     torch.set_num_threads(1)
     history = GrpoTrainer(args).train()
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    for row, line in zip(history, lines, strict=True):
-        found = json.loads(line)
+    for row, found in zip(history, read_lines(tmp_path / "run" / "metrics.jsonl"), strict=True):
         row.pop("seconds"), found.pop("seconds"), found.pop("truncated_frac")
         assert found == pytest.approx(row, rel=1e-4, abs=1e-5)
-
-
-def find_ranks(parent):
-    """The processes of the ranks below torchrun's."""
-    import psutil
-
-    return [
-        p for p in psutil.Process(parent).children(recursive=True) if "utils.train" in p.cmdline()
-    ]
 
 
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
@@ -389,7 +374,8 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
         if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
             break
         time.sleep(0.1)
-    ranks = find_ranks(process.pid)
+    children = psutil.Process(process.pid).children(recursive=True)  # torchrun's
+    ranks = [p for p in children if "utils.train" in p.cmdline()]
     victim = next(p for p in ranks if p.environ()["RANK"] == "1")
     victim.send_signal(signal.SIGKILL)
     status, output = finish(process)
@@ -400,12 +386,9 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on(tmp_path):
     resumed = start(tmp_path, "--resume", str(tmp_path / "killed"), *given, n_ranks=2)
     status, output = finish(resumed)
     assert status == 0, output
-    histories = []
-    for name in ("whole", "killed"):
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        histories.append([{k: v for k, v in row.items() if k != "seconds"} for row in rows])
-    assert histories[0] == histories[1]
+    files = (tmp_path / name / "metrics.jsonl" for name in ("whole", "killed"))
+    whole, killed = (without_seconds(read_lines(path)) for path in files)
+    assert whole == killed
     state = load_checkpoint(tmp_path / "whole" / "checkpoint.pt")
     alone = DataParallelGrpoTrainer(GrpoArgs(lora_rank=4, device="cpu", runs_dir=tmp_path))
     with pytest.raises(ValueError, match="2 ranks"):
@@ -426,22 +409,13 @@ def test_the_defaults_of_trl_are_what_the_checks_take_them_for(tmp_path):
         assert getattr(found, "value", found) == value, name
 
 
-def compare_step(folder, sites, prompts, rate=1e-3, **options):
+def compare_step(folder, sites, prompts, kind=(RlvrTrainer, RlvrArgs), change=None, **options):
     """Our loss, gradients and one step against TRL's, on the same completions."""
     torch.manual_seed(0)
-    args = RlvrArgs(
-        base_model=folder,
-        prompts=prompts,
-        batch_size=16,
-        group_size=4,
-        gen_len=12,
-        lora_sites=sites,
-        base_lr=rate,
-        final_scale=1.0,
-        total_phases=1,
-        **ONE_STEP | {"ent_coef": 0.0} | options,
-    )
-    trainer = RlvrTrainer(args)
+    given = {"batch_size": 16, "group_size": 4, "gen_len": 12, "total_phases": 1, "ent_coef": 0.0}
+    given |= {"base_model": folder, "prompts": prompts, "lora_sites": sites, "final_scale": 1.0}
+    args = kind[1](**ONE_STEP | given | {"base_lr": 1e-3} | options)
+    trainer = kind[0](args)
     for layer in trainer.model.adapters.values():
         nn.init.normal_(layer.lora_B, std=0.05)
     other = TransformerWithLora.from_pretrained(folder, sites=sites, device="cpu")
@@ -450,6 +424,7 @@ def compare_step(folder, sites, prompts, rate=1e-3, **options):
     generator = torch.Generator().manual_seed(3)
     samples = sample_completions(trainer.model, rows, 12, args.temperature, generator=generator)
     samples = cut(samples, torch.randint(2, 13, (16,), generator=generator))
+    samples = change(samples) if change else samples
     scores = torch.tensor([float(len(t) % 7 + t.count("e")) for t in samples.texts])
     trainer.sample_and_score = lambda *_: (samples, scores)
     (minibatch,) = trainer.rollout_phase().get_minibatches()
@@ -552,13 +527,8 @@ def test_two_processes_reach_the_accuracy_of_one():
 
 
 def test_a_refreshed_reference_lies_on_the_curve_of_fixed_ones():
-    def say(name, key, digits):
-        values = get_values(name, key)
-        numbers = (sum(values) / len(values), min(values), max(values))
-        return "{} [{}, {}]".format(*(f"{x:.{digits}f}" for x in numbers))
-
     for name in ("refreshed, beta 0.5", "fixed, beta 0.2"):
-        assert say(name, "true", 2) in TEXT
+        assert format_spread(get_values(name, "true"), 2) in TEXT
         assert sum(get_values(name, "kl")) / 3 == pytest.approx(2.8, abs=0.05)
     for beta in ("1.0", "2.0"):
         names = (f"{kind}, beta {beta}" for kind in ("refreshed", "fixed"))
