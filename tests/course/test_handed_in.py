@@ -145,7 +145,11 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
         "my_ch2.py": f"{IMPORTS}from my_ch0 import masked_mean\n{VALUE_LOSS}",
     },
     "package": {
-        "hw/mine.ipynb": notebook("from mylib.tools import zero", MEAN.format(fill="zero()")),
+        "hw/mine.ipynb": notebook(
+            "from mylib.tools import zero",
+            "from __future__ import annotations",
+            MEAN.format(fill="zero()").replace("dim=None)", "dim=None) -> Unknown"),
+        ),
         "hw/mylib/__init__.py": "",
         "hw/mylib/tools.py": "from .numbers import ZERO\n\ndef zero():\n    return ZERO\n",
         "hw/mylib/numbers.py": "def fill():\n    global ZERO\n    ZERO = 0.0\nfill()\n",
@@ -160,7 +164,7 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
     "statements that an exercise needs": {
         "q.py": mean(
             "CFG['fill'] + L[0] + FILL + T['x'] + E + Config.fill + TABLE['Zero'].fill + G"
-            " + ALL['one']()",
+            " + ALL['one']() + H + I",
             "CFG = {}\nCFG.update(fill=0.0)\nL = []\nfor x in [0.0]:\n    L.append(x)\n"
             "def c():\n    d()\ndef d():\n    global FILL\n    FILL = 0.0\nc()\n"
             "T = {}\ndef fill(table, at):\n    table[at] = 0.0\nfill(T, 'x')\n"
@@ -171,7 +175,9 @@ RIGHT: dict[str, dict[str, str | bytes]] = {
             "if __name__ == '__main__':\n    G = 0.0\n    train()\n"
             "ALL = {}\nclass Registry:\n    def add(self, f):\n        ALL[f.__name__] = f\n"
             "        return f\nregistry = Registry()\n"
-            "@registry.add\ndef one():\n    return 0.0\n",
+            "@registry.add\ndef one():\n    return 0.0\n"
+            "try:\n    H = 0.0\nfinally:\n    pass\n"
+            "import torch\nwith torch.no_grad():\n    I = 0.0\n",
         )
     },
     "names made as it runs, in a script with arguments": {
