@@ -18,7 +18,7 @@ from tests.support import models
 from utils.course import checking
 from utils.course.checking import run_and_print
 from utils.grading.catalogue import find_definitions
-from utils.grading.checks import Rng, get_chapters, get_checks, get_reference
+from utils.grading.checks import get_chapters, get_checks, get_reference
 from utils.grading.comparison import calc_gap, find_mismatch
 from utils.grading.observation import NotDefined, Raised, StudentNames, observe, to_plain
 from utils.grading.pytest_plugin import load_submission
@@ -158,13 +158,7 @@ def test_a_loop_that_does_not_end_is_stopped():
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ValueError("no"),
-        SystemExit(0),
-        NotDefined("f is not defined"),
-        GeneratorExit(),
-        Unspeakable(),
-    ],
+    [ValueError("no"), SystemExit(0), NotDefined("f"), GeneratorExit(), Unspeakable()],
 )
 def test_what_student_code_raises_is_an_observation(error):
     def probe(student, rng):
@@ -172,15 +166,6 @@ def test_what_student_code_raises_is_an_observation(error):
 
     observed, _ = observe(probe, StudentNames({}), 0, torch.float32)
     assert observed.kind == type(error).__name__
-
-
-def test_the_inputs_are_the_same_in_both_dtypes():
-    single, double = Rng(7), Rng(7, torch.float64)
-    for name in ("normal", "uniform"):
-        a, b = getattr(single, name)(4), getattr(double, name)(4)
-        assert a.dtype == torch.float32
-        assert b.dtype == torch.float64
-        assert torch.equal(a.double(), b)
 
 
 def test_seeds_depend_on_the_secret_the_check_and_the_index():
@@ -230,29 +215,40 @@ def build_with(chapter, *changes):
     return vars(build_module(chapter, source))
 
 
-@pytest.mark.parametrize(
-    ("chapter", "exercise", "other", "right", "mistaken"),
-    [
-        ("ch0_sampling", "get_samples", "left_pad", "[0] * (seq", "[1] * (seq"),
-        (
-            "ch2_ppo",
-            "RLHFTrainer.rollout_phase",
-            "TransformerWithValueHeadLora.forward_with_value_head",
-            'return logits, rearrange(values, "batch seq 1 -> batch seq")',
-            "return logits, values",
-        ),
-    ],
-)
-def test_the_notebook_names_the_exercise_that_fails_another(
-    chapter, exercise, other, right, mistaken, capsys
-):
-    names = build_with(chapter, (right, mistaken))
-    before = dict(names), dict(vars(names[other.partition(".")[0]]))
+OTHERS = {  # what is written instead, or what is not written
+    "get_samples": ("ch0_sampling", ("[0] * (seq", "[1] * (seq"), "left_pad fails here"),
+    "RLHFTrainer.rollout_phase": (
+        "ch2_ppo",
+        ('rearrange(values, "batch seq 1 -> batch seq")', "values"),
+        "TransformerWithValueHeadLora.forward_with_value_head fails here",
+    ),
+    "TransformerWithLora.load_adapter": (  # as when its cell comes first
+        "ch1_lora",
+        ["TransformerWithLora.reference", "TransformerWithLora.save_adapter"],
+        "TransformerWithLora.reference and TransformerWithLora.save_adapter are not written yet",
+    ),
+    "measure_loss_and_gradient_at_start": (  # chapter 2's RLHFTrainer has one to inherit
+        "ch3_grpo",
+        ["GrpoTrainer.rollout_phase"],
+        "GrpoTrainer.rollout_phase is not written yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("exercise", OTHERS)
+def test_the_notebook_names_others_that_fail_or_are_not_written_and_leaves_them(exercise, capsys):
+    chapter, change, said = OTHERS[exercise]
+    if isinstance(change, tuple):
+        names = build_with(chapter, change)
+    else:
+        names = get_chapter_source(chapter).without(*change).build()
+    classes = [x for x in names.values() if isinstance(x, type)]
+    before = dict(names), [dict(vars(x)) for x in classes]
     run_and_print(find_answer(names, exercise), names)
-    said = capsys.readouterr().out
-    assert f"the solutions of the other exercises, because your {other} fails here." in said
-    assert "✗" not in said
-    assert (dict(names), dict(vars(names[other.partition(".")[0]]))) == before
+    printed = capsys.readouterr().out
+    assert f"because your {said}." in printed
+    assert "✗" not in printed
+    assert (dict(names), [dict(vars(x)) for x in classes]) == before
 
 
 def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
@@ -266,33 +262,6 @@ def test_a_mistake_is_named_though_another_exercise_is_wrong_too(capsys):
     said = capsys.readouterr().out
     assert "With your own it fails too, in another way." in said
     assert "The sign is that of a loss" in said
-
-
-@pytest.mark.parametrize(
-    ("chapter", "left_out", "exercise"),
-    [
-        # As when load_adapter's cell comes first.
-        (
-            "ch1_lora",
-            ("TransformerWithLora.reference", "TransformerWithLora.save_adapter"),
-            "TransformerWithLora.load_adapter",
-        ),
-        # The rollout_phase of chapter 2's RLHFTrainer is inherited.
-        ("ch3_grpo", ("GrpoTrainer.rollout_phase",), "measure_loss_and_gradient_at_start"),
-    ],
-)
-def test_the_notebook_names_all_that_is_not_written_and_is_needed(
-    chapter, left_out, exercise, capsys
-):
-    names = get_chapter_source(chapter).without(*left_out).build()
-    parts = vars(names[left_out[0].partition(".")[0]]), vars(get_reference("ch2_ppo").RLHFTrainer)
-    before = [*map(dict, parts)]
-    run_and_print(find_answer(names, exercise), names)
-    said = capsys.readouterr().out
-    which = "are" if len(left_out) > 1 else "is"
-    assert f"because your {' and '.join(left_out)} {which} not written yet." in said
-    assert "✗" not in said
-    assert [*map(dict, parts)] == before
 
 
 def list_stand_ins(chapter):
@@ -346,9 +315,6 @@ def test_without_solutions_a_method_that_another_check_needs_is_said_to_be_missi
     names["TransformerWithLora"].reference = lambda self: None.merged()
     run_and_print(names["TransformerWithLora"].reference, names)
     assert said not in capsys.readouterr().out
-    del names["TransformerWithLora"].forward  # torch's own says that it is missing
-    run_and_print(names["TransformerWithLora"].trainable_parameters, names)
-    assert f"{said} (TransformerWithLora.forward). " in capsys.readouterr().out
 
 
 def test_the_notebook_says_that_checks_are_slow(capsys):
@@ -357,17 +323,6 @@ def test_the_notebook_says_that_checks_are_slow(capsys):
     assert capsys.readouterr().out == (
         "GrpoTrainer.train: its checks are slow: check(GrpoTrainer.train, slow=True)\n"
     )
-
-
-def test_a_traceback_shows_no_library_but_where_the_error_arose():
-    def probe(student, rng):
-        return student.score(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-
-    mine = build_module("mine", "def score(model):\n    return model(torch.zeros(3))", torch=torch)
-    observed, _ = observe(probe, StudentNames(vars(mine)), 0, torch.float32)
-    files = re.findall(r'File "(.+)", line', observed.trace)
-    assert observed.kind == "RuntimeError"
-    assert [Path(file).name for file in files] == ["<mine>", "linear.py"]
 
 
 # --- Submissions --------------------------------------------------------------------------------
@@ -449,23 +404,6 @@ def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, 
     assert "masked_mean is not defined" in result.stdout
     assert "ch1" not in result.stdout
     assert "ch0_sampling  calc_reinforce_objective" in result.stdout
-
-
-@pytest.mark.takes_long
-def test_pytest_pays_for_one_bug_once(tmp_path):
-    path = tmp_path / "mine.py"
-    broken = "def masked_mean(values, mask, dim=None):\n    raise NotImplementedError\n"
-    right = """
-def calc_reinforce_objective(logprobs, advantages, mask):
-    product = logprobs.masked_fill(~mask, 0) * advantages.detach().masked_fill(~mask, 0)
-    return masked_mean(product, mask)
-"""
-    path.write_text(broken + right)
-    result = run_pytest(*CHECKED, "--submission", str(path), *CHOSEN)
-    points = re.findall(r"ch0_sampling  (\w+) +(\d+) of (\d+)", result.stdout)
-    earned = {name: (int(got), int(total)) for name, got, total in points}
-    assert earned["masked_mean"][0] == 0
-    assert earned["calc_reinforce_objective"][0] == earned["calc_reinforce_objective"][1] > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in models.N_LAYERS if kind != "deep"])
