@@ -172,13 +172,8 @@ def test_what_peft_made_and_trained_gives_its_logits(kind, sites, options, check
 
 @pytest.mark.parametrize(("rank", "ours"), [(9, 3), (3, 3)])
 def test_what_peft_trained_on_c_attn_cannot_be_taken_apart(rank, ours, checkpoints, tmp_path):
-    theirs = make_theirs(
-        checkpoints["gpt2"],
-        r=rank,
-        lora_alpha=4 * rank,
-        target_modules=["c_attn"],
-        fan_in_fan_out=True,
-    )
+    options = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+    theirs = make_theirs(checkpoints["gpt2"], r=rank, lora_alpha=4 * rank, **options)
     train_a_step(theirs)
     theirs.save_pretrained(tmp_path)
     model = make(checkpoints["gpt2"], ("attn.q", "attn.k", "attn.v"), rank=ours)

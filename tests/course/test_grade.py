@@ -502,10 +502,7 @@ def test_points_are_those_of_the_checks_and_can_be_edited(tmp_path):
     ("arguments", "said"),
     [
         (["nowhere.ipynb", "--out", "OUT"], "no such path: nowhere.ipynb"),
-        (
-            ["README.md", "--out", "OUT", "-j", "0"],
-            "-j, --seconds and --submission-seconds should be",
-        ),
+        (["README.md", "--out", "OUT", "-j", "0"], "--submission-seconds should be at least 1"),
         (["README.md", "--out", "OUT", "--points", "none.toml"], "none.toml should be a TOML file"),
         (["README.md", "--out", "Makefile"], "--out should be a folder to write into"),
         (["README.md", "--out", "README.md/graded"], "--out should be a folder to write into"),
