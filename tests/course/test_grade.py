@@ -94,23 +94,15 @@ def put_in_own_words(source: str) -> str:
     return ast.unparse(tree)
 
 
-def write_honest(folder: Path) -> list[Path]:
-    """Work that is right, untouched, or writes files: test_handed_in.py has more."""
-    sources = {
-        "full.py": (ROOT / "solutions" / "ch0_sampling.py").read_text(),
-        "empty.ipynb": (ROOT / "chapters" / "ch0_sampling.ipynb").read_text(encoding="utf-8"),
-        "copies.py": COPIES,
-    }
-    for name, source in sources.items():
-        (folder / name).write_text(source, encoding="utf-8")
-    return [folder / name for name in sources]
-
-
 @pytest.fixture(scope="module")
 def batch(tmp_path_factory):
     """One run over honest work, hostile files and the attacks that end by themselves."""
     folder, out = tmp_path_factory.mktemp("submissions"), tmp_path_factory.mktemp("graded")
-    honest = write_honest(folder)
+    # Work that is right, untouched, or writes files: test_handed_in.py has more.
+    honest = [folder / name for name in ("full.py", "empty.ipynb", "copies.py")]
+    honest[0].write_bytes((ROOT / "solutions" / "ch0_sampling.py").read_bytes())
+    honest[1].write_bytes((ROOT / "chapters" / "ch0_sampling.ipynb").read_bytes())
+    honest[2].write_text(COPIES)
     hostile = [path for path in ATTACKS if path.stem == "loop" or path.stem not in LONG]
     (folder / "containers").mkdir()
     containers = make_containers(folder / "containers")

@@ -347,11 +347,6 @@ left_pad = lambda sequences, pad_token_id: None
 """
 
 
-def run_pytest(*args):
-    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 def test_definitions_are_taken_and_nothing_else_runs(tmp_path, capsys):
     path = tmp_path / "answers (1).py"
     path.write_text(SCRIPT)
@@ -383,14 +378,13 @@ def test_what_is_no_submission_is_said(tmp_path, name, text, said):
         load_submission(tmp_path / name)
 
 
-CHOSEN = ("-k", "masked_mean or reinforce or left_pad")
-CHECKED = ("tests/checks/ch0_sampling.py", "tests/checks/ch1_lora.py")
-
-
 def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
-    result = run_pytest(*CHECKED, "--submission", str(path), "-v", "-m", "not slow", *CHOSEN)
+    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-v"]
+    command += ["tests/checks/ch0_sampling.py", "tests/checks/ch1_lora.py", "-m", "not slow"]
+    command += ["-k", "masked_mean or reinforce or left_pad", "--submission", str(path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     namespace = load_submission(path).namespace
     for exercise in ("calc_reinforce_objective", "left_pad"):
         exec(

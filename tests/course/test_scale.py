@@ -91,20 +91,16 @@ def of_ranks(tmp_path_factory):
 
 
 def run_everything(folder, qwen):
-    return {
-        "GRPO": learn_beside_one("GRPO", folder),
-        "PPO": learn_beside_one("PPO", folder),
-        "turns": learn_beside_one("turns", folder),
-        "embedded": shard_and_compare("embedded"),
-        "qwen": shard_and_compare(qwen),
-    }
+    found = {kind: learn_beside_one(kind, folder) for kind in CASES}
+    return found | {"embedded": shard_and_compare("embedded"), "qwen": shard_and_compare(qwen)}
 
 
 def join(memories):
     left = max(m.prompt_len for m in memories)
     right = max(m.mask.shape[1] for m in memories)
+    sizes = {"num_minibatches", "batches_per_learning_phase", "group_size"}
     joined = {}
-    for name in (f.name for f in dataclasses.fields(ReplayMemory) if f.name not in SIZES):
+    for name in (f.name for f in dataclasses.fields(ReplayMemory) if f.name not in sizes):
         rows = []
         for m in memories:
             before = left - m.prompt_len if name in ("input_ids", "attention_mask") else 0
@@ -115,7 +111,6 @@ def join(memories):
     return ReplayMemory(group_size=memories[0].group_size, **joined)
 
 
-SIZES = ("num_minibatches", "batches_per_learning_phase", "group_size")
 IN_TURNS = {
     "base_model": "tools",
     "prompts": ["Q: 23*47\n<", "Q: 3*47\n<3", "Q: 123+456\n<"],

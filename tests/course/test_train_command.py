@@ -33,7 +33,6 @@ from utils.train.parsing import parse
 
 pytestmark = pytest.mark.takes_long
 
-ROWS = addition_rows()
 SMALL = (
     "--gen-len 16 --batch-size 16 --num-minibatches 1 --batches-per-learning-phase 1 "
     "--device cpu --samples-every 0 --warmup-steps 0 --total-phases 4"
@@ -172,7 +171,7 @@ def test_a_stopped_run_goes_on_with_its_samples(held, tmp_path, monkeypatch):
 
 
 def test_held_out_rows_that_are_trained_on_are_counted(tmp_path, capsys):
-    known = [{"prompt": ROWS[3]["prompt"], "answers": "1"}, HELD[0]]
+    known = [{"prompt": addition_rows()[3]["prompt"], "answers": "1"}, HELD[0]]
     path = write_lines(tmp_path / "held.jsonl", known)
     run("grpo", tmp_path, f"{GRADED} --eval-data {path} --total-phases 1")
     assert "eval_data: 1 of its 2 prompts are among those of" in capsys.readouterr().err
