@@ -14,8 +14,6 @@ from solutions.ch6_preferences import (
     PickedGrpoArgs,
     PickedGrpoTrainer,
     RewardModel,
-    best_of_n,
-    calc_best_of_n_kl,
     calc_dpo_loss,
     calc_preference_accuracy,
     calc_preference_loss,
@@ -30,7 +28,7 @@ from solutions.ch6_preferences import (
 from tests.oracles.trl import calc_trl_dpo_loss, calc_trl_reward_loss
 from utils.course import own_preferences
 from utils.models.corpus import review_prompts
-from utils.preferences import Preferences, append_preference, load_preferences
+from utils.preferences import Preferences, load_preferences
 
 ROOT = Path(__file__).parents[2]
 TRAIN, HELD = review_prompts()
@@ -39,35 +37,32 @@ TRAIN, HELD = review_prompts()
 # --- Against TRL --------------------------------------------------------------------------------
 
 
+def assert_same_gradients(ours, loss, theirs, trl_loss):
+    assert_close(loss, trl_loss, rtol=1e-6, atol=1e-6)
+    for mine, other in zip(
+        torch.autograd.grad(loss, ours), torch.autograd.grad(trl_loss, theirs), strict=True
+    ):
+        assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("beta", [0.05, 0.1, 1.0])
 def test_dpo_is_that_of_trl(beta):
     torch.manual_seed(0)
     ref = [-30 * torch.rand(6) - 5 for _ in range(2)]
     ours = [(x + 3 * torch.randn(6)).requires_grad_() for x in ref]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
-    loss, chosen, rejected = calc_dpo_loss(*ours, *ref, beta=beta)
-    trl_loss, trl_chosen, trl_rejected = calc_trl_dpo_loss(*theirs, *ref, beta)
-    loss.backward()
-    trl_loss.backward()
-    close = {"rtol": 1e-6, "atol": 1e-6}
-    assert_close(loss, trl_loss, **close)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine.grad, other.grad, **close)
-    assert chosen.mean().item() == pytest.approx(trl_chosen, rel=1e-6)
-    assert rejected.mean().item() == pytest.approx(trl_rejected, rel=1e-6)
+    loss, *rewards = calc_dpo_loss(*ours, *ref, beta=beta)
+    trl_loss, *trl_rewards = calc_trl_dpo_loss(*theirs, *ref, beta)
+    assert_same_gradients(ours, loss, theirs, trl_loss)
+    assert [x.mean().item() for x in rewards] == pytest.approx(trl_rewards, rel=1e-6)
 
 
 def test_the_preference_loss_is_that_of_trl():
     torch.manual_seed(0)
     ours = [torch.randn(9, requires_grad=True) for _ in range(2)]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
-    loss = calc_preference_loss(*ours)
     trl_loss, trl_accuracy = calc_trl_reward_loss(*theirs)
-    loss.backward()
-    trl_loss.backward()
-    assert_close(loss, trl_loss, rtol=1e-6, atol=1e-6)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-6)
+    assert_same_gradients(ours, calc_preference_loss(*ours), theirs, trl_loss)
     assert calc_preference_accuracy(*(x.detach() for x in ours)) == pytest.approx(trl_accuracy)
 
 
@@ -157,42 +152,16 @@ def test_dpo_widens_the_margin_and_leaves_the_reference(embedded):
 
 
 def test_a_picked_group_is_compared_with_its_pool(embedded, tmp_path):
-    def make(baseline):
-        args = PickedGrpoArgs(
-            prompts=TRAIN[:3],
-            reward_fn=lambda samples: reward_fn_true(samples),
-            batch_size=8,
-            group_size=4,
-            pool_size=16,
-            num_minibatches=1,
-            pick_temperature=0.1,
-            baseline=baseline,
-            runs_dir=tmp_path,
-            device="cpu",
-        )
-        return PickedGrpoTrainer(args)
-
-    memories = {name: make(name).rollout_phase() for name in ("pool", "kept")}
-    assert torch.equal(memories["pool"].input_ids, memories["kept"].input_ids)
-    means = {name: m.advantages.view(2, 4).mean(-1) for name, m in memories.items()}
-    assert (means["pool"] > 0.5).all()
-    assert_close(means["kept"], torch.zeros(2), rtol=0, atol=1e-3)
-
-
-# --- Picking ------------------------------------------------------------------------------------
-
-
-def test_best_of_n_of_distinct_texts_reaches_the_bound():
-    """A policy of m equally likely texts with m rewards: the KL of best of n, by enumeration."""
-    m, n = 2000, 8
-    ranks = torch.arange(1, m + 1, dtype=torch.float64) / m
-    probs = ranks**n - (ranks - 1 / m) ** n
-    kl = (probs * (probs * m).log()).sum().item()
-    assert kl == pytest.approx(calc_best_of_n_kl(n), abs=1e-2)
-    few = torch.tensor([0.5, 1.0], dtype=torch.float64)  # two texts: the bound is far off
-    probs = torch.stack([few[0] ** n, 1 - few[0] ** n])
-    assert (probs * (probs * 2).log()).sum().item() < calc_best_of_n_kl(n)
-    assert best_of_n(list("abcd"), torch.tensor([1.0, 2.0, 4.0, 3.0]), 2) == ["b", "c"]
+    sizes = {"batch_size": 8, "group_size": 4, "pool_size": 16, "num_minibatches": 1}
+    setup = {"prompts": TRAIN[:3], "reward_fn": lambda samples: reward_fn_true(samples)}
+    setup |= {"pick_temperature": 0.1, "runs_dir": tmp_path, "device": "cpu"}
+    pool, kept = (
+        PickedGrpoTrainer(PickedGrpoArgs(**sizes, **setup, baseline=baseline)).rollout_phase()
+        for baseline in ("pool", "kept")
+    )
+    assert torch.equal(pool.input_ids, kept.input_ids)
+    assert (pool.advantages.view(2, 4).mean(-1) > 0.5).all()
+    assert_close(kept.advantages.view(2, 4).mean(-1), torch.zeros(2), rtol=0, atol=1e-3)
 
 
 # --- Files of preferences -----------------------------------------------------------------------
@@ -262,41 +231,28 @@ def test_empty_and_missing_files_are_named(tmp_path):
 
 # --- Choosing -----------------------------------------------------------------------------------
 
-CANDIDATES = Preferences([f"P{i}" for i in range(4)], ["good"] * 4, ["poor"] * 4)
+CANDIDATES = Preferences(["P0", "P1", CHAT, "P3"], ["good"] * 4, ["poor"] * 4)
 
 
-def test_typed_choices_survive_a_stop(tmp_path, monkeypatch, capsys):
+def test_typed_choices_survive_a_stop_and_an_edit_by_hand(tmp_path, monkeypatch, capsys):
     path = tmp_path / "mine.jsonl"
-    answers = iter(["1", "what?", "2", "q"])
+    assert own_preferences.load_own_preferences(CANDIDATES, path) is CANDIDATES
+    assert "simulated" in capsys.readouterr().out
+    answers = iter(["1", "what?", "2", "q", "1", "1"])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
     assert "2 choices" in capsys.readouterr().out
     lefts = [own_preferences.get_sides(CANDIDATES, i) for i in range(4)]
     mine = own_preferences.load_own_preferences(CANDIDATES, path)
     assert list(mine.chosen) == [lefts[0][0], lefts[1][1]]
-    answers = iter(["1", "1"])
+    path.write_text(path.read_text().rstrip("\n"))  # as an editor may
     own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
-    assert own_preferences.count_choices(path) == 4
+    assert list(load_preferences(path).prompts) == list(CANDIDATES.prompts)
     own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)  # asks nothing more
     assert "All 4" in capsys.readouterr().out
-
-
-def test_files_that_were_edited_by_hand_go_on(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "P0", "chosen": "good", "rejected": "poor"}')  # without a newline
-    monkeypatch.setattr("builtins.input", lambda _: "1")
-    own_preferences.ask_for_preferences(CANDIDATES, path, buttons=False)
-    assert len(own_preferences.load_own_preferences(CANDIDATES, path)) == 4
     others = Preferences(["Q"] * 4, ["good"] * 4, ["poor"] * 4)
     own_preferences.ask_for_preferences(others, path, buttons=False)
     assert "other pairs" in capsys.readouterr().out
-
-
-def test_choices_between_answers_to_chats_are_read_again(tmp_path, monkeypatch):
-    chats = Preferences([CHAT], ["Hello!"], ["No."])
-    monkeypatch.setattr("builtins.input", lambda _: "1")
-    own_preferences.ask_for_preferences(chats, tmp_path / "mine.jsonl", buttons=False)
-    assert load_preferences(tmp_path / "mine.jsonl").prompts == (CHAT,)
 
 
 def test_clicked_choices_are_saved_one_by_one(tmp_path):
@@ -317,13 +273,6 @@ def test_both_sides_get_the_good_one():
     many = Preferences(["P"] * 200, ["good"] * 200, ["poor"] * 200)
     lefts = [own_preferences.get_sides(many, i)[0] for i in range(200)]
     assert 70 < lefts.count("good") < 130
-
-
-def test_without_choices_the_simulated_person_chooses(tmp_path, capsys):
-    assert own_preferences.load_own_preferences(CANDIDATES, tmp_path / "none.jsonl") is CANDIDATES
-    assert "simulated" in capsys.readouterr().out
-    append_preference(tmp_path / "one.jsonl", "A", "b", "c")
-    assert own_preferences.load_own_preferences(CANDIDATES, tmp_path / "one.jsonl").chosen == ("b",)
 
 
 # --- What the chapter says of its runs ----------------------------------------------------------
