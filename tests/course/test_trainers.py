@@ -13,23 +13,15 @@ from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, reward_fn_char_count
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_single_update_objective
 from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
-from tests.course.helpers import assert_bit_identical, get_base_weights, randomize
+from tests.course.helpers import ONE_STEP, assert_bit_identical, get_base_weights, randomize
 from utils.course.evaluation import sample_prompts
 from utils.models.forward import NativeScorer, get_scorer
 from utils.plotting import plot_history
 from utils.rewards import call_reward_fn
 from utils.run_folder import save_checkpoint
 
-SMALL = {
-    "total_phases": 4,
-    "batch_size": 16,
-    "gen_len": 10,
-    "warmup_steps": 0,
-    "num_minibatches": 2,
-    "batches_per_learning_phase": 1,
-    "device": "cpu",
-    "samples_every": 0,
-}
+SIZES = {"total_phases": 4, "batch_size": 16, "gen_len": 10, "num_minibatches": 2}
+SMALL = ONE_STEP | SIZES
 
 
 def make_trainer(kind: str, folder, model=None, **overrides):
@@ -70,10 +62,9 @@ def test_the_first_kl_is_exactly_zero_and_the_first_ratio_one(
     memory = trainer.rollout_phase()
     trainer.metrics.clear()
     for minibatch in memory.get_minibatches(trainer.generator):
-        prompt_len = minibatch.input_ids.shape[1] - minibatch.mask.shape[1]
         with torch.no_grad():
             logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
-        logprobs = get_logprobs(logits, minibatch.input_ids, prompt_len, temperature)
+        logprobs = get_logprobs(logits, minibatch.input_ids, minibatch.prompt_len, temperature)
         off = (logprobs - minibatch.logprobs)[minibatch.mask]
         assert off.abs().max() < 2e-5  # a minibatch has other rows than were scored together
         trainer.compute_rlhf_objective(minibatch)
@@ -88,10 +79,9 @@ def test_one_update_per_rollout_has_a_ratio_of_exactly_one_and_no_pass_for_it(
     trainer = make_trainer("grpo", tmp_path, temperature=0.7, **once)
     randomize(trainer.model)
     monkeypatch.setattr(GrpoTrainer, "score", None)
-    memory = trainer.rollout_phase()  # without scoring anything
+    (minibatch,) = trainer.rollout_phase().get_minibatches(trainer.generator)  # nothing is scored
     monkeypatch.undo()
-    (minibatch,) = memory.get_minibatches(trainer.generator)
-    mask = minibatch.mask
+    mask, adapters = minibatch.mask, trainer.model.trainable_parameters()
     logits = trainer.model(minibatch.input_ids, minibatch.attention_mask)
     logprobs = get_logprobs(logits, minibatch.input_ids, minibatch.prompt_len, 0.7)
     off = (logprobs - minibatch.logprobs)[mask]
@@ -99,14 +89,9 @@ def test_one_update_per_rollout_has_a_ratio_of_exactly_one_and_no_pass_for_it(
     minibatch.logprobs.add_(torch.randn_like(minibatch.logprobs))  # nobody reads them
     advantages = torch.randn(len(mask))
     minibatch = dataclasses.replace(minibatch, advantages=advantages)
-    adapters = trainer.model.trainable_parameters()
-    found, expected = (
-        torch.autograd.grad(objective, adapters)
-        for objective in (
-            trainer.compute_rlhf_objective(minibatch),
-            calc_single_update_objective(logprobs, advantages, mask),
-        )
-    )
+    found = torch.autograd.grad(trainer.compute_rlhf_objective(minibatch), adapters)
+    single = calc_single_update_objective(logprobs, advantages, mask)
+    expected = torch.autograd.grad(single, adapters)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
@@ -127,15 +112,20 @@ def test_a_run_on_the_native_forward_is_the_run_on_the_bridge(kind, kinds, tmp_p
         assert native == pytest.approx(bridge, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(kind, tmp_path, monkeypatch):
+def test_training_moves_the_adapters_and_leaves_the_base_bit_identical(
+    kind, dtype, tmp_path, monkeypatch
+):
     monkeypatch.setattr("utils.tracking.plot_history", plot_history)
-    trainer = make_trainer(kind, tmp_path)
+    trainer = make_trainer(kind, tmp_path, dtype=dtype)
     weights, before = get_base_weights(trainer.model), get_adapters(trainer)
     history = trainer.train()
     assert_bit_identical(trainer.model, weights)
-    after = get_adapters(trainer)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
+    for name, after in get_adapters(trainer).items():
+        assert not torch.equal(before[name], after)
+        assert after.dtype == torch.float32
+        assert after.isfinite().all()
     assert [row["phase"] for row in history] == [1, 2, 3, 4]
     folder = tmp_path / kind
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -213,23 +203,26 @@ def test_interrupted_in_the_middle_of_learning_loses_that_phase_only(tmp_path):
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    make_trainer("ppo", tmp_path, total_phases=1).train()
-    same = make_trainer("ppo", tmp_path, total_phases=1, lora_alpha=32.0, base_model="embedded")
-    same.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
-    other = make_trainer("ppo", tmp_path, total_phases=1, base_lr=0.5)
-    with pytest.raises(
-        ValueError, match=r"base_lr should be 0.001 as in the checkpoint, but is 0.5"
-    ):
-        other.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
-    with pytest.raises(ValueError, match="is not there"):
-        other.load_checkpoint(tmp_path / "none.pt")
-    for damaged in (b"PK" + b"\0" * 100, b"hello", b"", bytes(range(256))):
-        (tmp_path / "damaged.pt").write_bytes(damaged)
-        with pytest.raises(ValueError, match="should be a checkpoint"):
-            other.load_checkpoint(tmp_path / "damaged.pt")
+    path, setup = tmp_path / "ppo" / "checkpoint.pt", {"total_phases": 1}
+    given = {"base_lr": np.float64(1e-3), "lora_sites": ["attn.q"], "lora_alpha": 32}
+    make_trainer("ppo", tmp_path, **setup, **given).train()
+    alike = {"base_lr": 1e-3, "lora_sites": ("attn.q",), "lora_alpha": 32.0}
+    same = make_trainer("ppo", tmp_path, **setup, **alike)
+    same.load_checkpoint(path)
+    assert same.phase == 1
+    other = make_trainer("ppo", tmp_path, **setup, **alike | {"base_lr": 0.5})
+    (tmp_path / "damaged.pt").write_bytes(b"PK" + b"\0" * 100)
+    (tmp_path / "empty.pt").write_bytes(b"")
     torch.save({"model": torch.zeros(3)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="should be a trainer's checkpoint"):
-        other.load_checkpoint(tmp_path / "other.pt")
+    for name, said in (
+        (path, "base_lr should be 0.001 as in the checkpoint, but is 0.5"),
+        ("none.pt", "is not there"),
+        ("damaged.pt", "should be a checkpoint"),
+        ("empty.pt", "should be a checkpoint"),
+        ("other.pt", "should be a trainer's checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            other.load_checkpoint(tmp_path / name)
 
 
 def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
@@ -238,9 +231,6 @@ def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
     with pytest.raises(ValueError, match="name should be new, but .* holds a run"):
         make_trainer("ppo", tmp_path, total_phases=1).train()
     assert files == {path: path.read_bytes() for path in (tmp_path / "ppo").iterdir()}
-    for _ in range(2):
-        make_trainer("ppo", tmp_path, name=None, total_phases=1, batch_size=2).train()
-    assert len(list(tmp_path.glob("rlhf-*"))) == 2
 
 
 def test_an_error_in_a_later_phase_loses_nothing_and_the_reward_function_may_be_mended(tmp_path):
@@ -286,8 +276,7 @@ def test_groups_share_a_prompt_and_columns_follow_it(tmp_path):
     prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
     prompt_ids = memory.input_ids[:, :prompt_len]
     texts = trainer.model.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    for start in range(0, 16, 4):
-        assert len(set(texts[start : start + 4])) == 1
+    assert texts == [text for text in texts[::4] for _ in range(4)]
     assert len(set(texts)) > 1
     assert texts == [prompt for prompt, _ in seen]
     assert [f"Q: {int(answer) - 11}+11\n" for _, answer in seen] == texts
@@ -331,21 +320,12 @@ def test_reward_functions_get_what_they_name():
         assert got[-1] == expected
 
 
-def test_numpy_numbers_and_lists_of_sites_survive_a_checkpoint(tmp_path):
-    arguments = {"base_lr": np.float64(1e-3), "lora_sites": ["attn.q"], "total_phases": 1}
-    make_trainer("ppo", tmp_path, **arguments).train()
-    same = make_trainer("ppo", tmp_path, **arguments | {"lora_sites": ("attn.q",)})
-    same.load_checkpoint(tmp_path / "ppo" / "checkpoint.pt")
-    assert same.phase == 1
-
-
 def test_tables_of_samples_are_printed(tmp_path, capsys):
     make_trainer("ppo", tmp_path, total_phases=3, samples_every=2).train()
     out = capsys.readouterr().out
     assert out.count("│ sample   │ reward") == 2
     assert "ppo, phase 1 of 3: mean reward" in out
     assert "ppo, phase 3 of 3: mean reward" in out
-    assert [out.count(f"│ {which}") for which in ("best", "median", "worst")] == [2, 2, 2]
 
 
 def test_methods_that_record_no_metrics_train_all_the_same(tmp_path, capsys):
@@ -368,29 +348,6 @@ def test_wandb_is_offline_by_default(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     make_trainer("grpo", tmp_path, total_phases=1, use_wandb=True).train()
     assert list((tmp_path / "grpo" / "wandb").glob("offline-run-*/*.wandb"))
-
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_bfloat16_trains(kind, checkpoints, tmp_path):
-    setup = {"base_model": checkpoints["qwen"], "dtype": torch.bfloat16, "total_phases": 1}
-    trainer = make_trainer(kind, tmp_path, **setup)
-    weights = get_base_weights(trainer.model)
-    before = get_adapters(trainer)
-    trainer.train()
-    assert_bit_identical(trainer.model, weights)
-    after = get_adapters(trainer)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert all(x.dtype == torch.float32 and x.isfinite().all() for x in after.values())
-
-
-@pytest.mark.takes_long
-def test_ppo_learns_good_moods(tmp_path):
-    arguments = {"total_phases": 12, "warmup_steps": 0, "samples_every": 0, "device": "cpu"}
-    trainer = RLHFTrainer(RLHFArgs(runs_dir=tmp_path, **arguments))
-    history = trainer.train()
-    assert abs(history[0]["reward"]) < 0.3
-    assert history[-1]["reward"] > 0.8
-    assert history[-1]["kl_exact"] < 0.3
 
 
 @pytest.mark.takes_long
