@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from solutions.ch0_sampling import (
-    get_completion_mask,
     get_logprobs,
     get_samples,
     left_pad,
     masked_mean,
-    sample_next_token,
 )
 from solutions.ch1_lora import LoraLayer, TransformerWithLora
 from solutions.ch2_ppo import (
@@ -23,7 +21,6 @@ from solutions.ch2_ppo import (
     RLHFTrainer,
     compute_advantages,
     compute_token_rewards,
-    normalize_advantages,
     normalize_reward,
 )
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
@@ -33,7 +30,7 @@ from utils.grading.checks import Rng
 ROOT = Path(__file__).parents[2]
 MASK = ragged_mask(Rng(0))
 X = torch.zeros(MASK.shape)
-LOGITS = torch.rand(2, 3, 5)
+LOGITS, IDS = torch.rand(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)
 FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages"), X) | {
     "mask": MASK
 }
@@ -44,32 +41,18 @@ FIELDS = dict.fromkeys(("input_ids", "attention_mask", "logprobs", "advantages")
     [
         (lambda: left_pad([], 0), "sequences should hold at least one"),
         (lambda: LoraLayer(3, 4, rank=0), "rank should be at least 1, but is 0"),
-        (lambda: sample_next_token(X, -1.0), "temperature should be at least 0"),
-        (lambda: sample_next_token(X, top_k=0), "top_k should be an integer of at least 1"),
-        (lambda: sample_next_token(X, top_p=1.5), r"top_p should be in \(0, 1\]"),
-        (
-            lambda: get_logprobs(LOGITS, torch.zeros(2, 3, dtype=torch.long), 4),
-            r"prefix_len should be in \[1, 3\], but is 4",
-        ),
-        (
-            lambda: get_logprobs(LOGITS, torch.zeros(2, 4, dtype=torch.long)),
-            r"tokens should be .*batch seq.* beside logits \[2, 3, 5\], but is int64\[2, 4\]",
-        ),
+        (lambda: get_logprobs(LOGITS, IDS[:, :3], 4), r"prefix_len should be in \[1, 3\]"),
+        (lambda: get_logprobs(LOGITS, IDS), r"beside logits \[2, 3, 5\], but is int64\[2, 4\]"),
         (lambda: masked_mean(torch.rand(2, 3), MASK), r"mask should be .* beside values \[2, 3\]"),
         (lambda: compute_advantages(X, X, MASK.float()), "mask should be Bool.*but is float32"),
         (lambda: compute_advantages(X, X[:, 1:], MASK), "token_rewards should be .*batch compl"),
         (lambda: compute_token_rewards(X[:3, 0], MASK), "mask should be .* beside scores"),
-        (lambda: compute_token_rewards(X[:, 0], MASK, kl_coef=0.1), "logprobs should be given"),
-        (lambda: calc_grpo_objective(X, X, None, X[:, 0], MASK), "ref_logprobs should be given"),
         (lambda: calc_grpo_objective(X, X, X, X[:2, 0], MASK), "advantages should be"),
         (lambda: normalize_reward([1.0, 2.0]), r"rewards should be Float.*but is \[1.0, 2.0\]"),
         (
             lambda: ReplayMemory(**FIELDS, group_size=3, num_minibatches=4).get_minibatches(),
             r"num_minibatches should be in \[1, 2\], the number of groups, but is 4",
         ),
-        (lambda: LoraLayer(3, 4, alpha=0), "alpha should be positive"),
-        (lambda: get_completion_mask(MASK.long(), None), "eos_token_id should be an integer"),
-        (lambda: normalize_advantages(X, None), "mask should be .*, but is None"),
         (lambda: LoraLayer(3, 4)(torch.rand(2, 5)), r"x should end in 3, but is \[2, 5\]"),
     ],
 )
@@ -90,18 +73,12 @@ def test_functions_name_the_argument(call, message):
         ({"base_lr": float("inf")}, "base_lr should be a finite number"),
         ({"columns": {"prompts": ["a"]}}, "columns should be a dict without 'prompts'"),
         ({"lora_sites": "attn.q"}, "lora_sites should be a tuple of names, but is 'attn.q'"),
-        ({"clip_coef_high": -1}, "clip_coef_high should be a finite number in"),
-        ({"top_k": 0}, "top_k should be an integer of at least 1"),
         ({"batch_size": 0}, "batch_size should be an integer of at least 1, but is 0"),
         ({"batch_size": 130}, "batch_size should be a multiple of num_minibatches"),
         ({"gen_len": 2.5}, "gen_len should be an integer"),
         ({"temperature": 0.0}, "temperature should be a finite number in"),
-        ({"base_lr": float("nan")}, "base_lr should be a finite number in"),
         ({"lam": 1.5}, r"lam should be a finite number in \[0, 1\], but is 1.5"),
-        ({"warmup_steps": -1}, "warmup_steps should be an integer of at least 0"),
-        ({"kl_coef": -0.1}, "kl_coef should be a finite number in"),
         ({"kl_in": "objective"}, r"kl_in should be one of \['loss', 'reward'\]"),
-        ({"lora_rank": 0}, "lora_rank should be an integer of at least 1"),
     ],
 )
 def test_arguments_of_a_run_are_checked_when_they_are_made(arguments, message):
@@ -115,8 +92,6 @@ def test_arguments_of_a_run_are_checked_when_they_are_made(arguments, message):
         ({"group_size": 1}, "group_size should be an integer of at least 2"),
         ({"group_size": 24}, "group_size should divide a minibatch of .* 32 completions"),
         ({"kl_in": "reward"}, r"kl_in should be one of \['loss'\], but is 'reward'"),
-        ({"num_minibatches": 32}, "group_size should divide a minibatch of .* 4 completions"),
-        ({"advantage_scale": "std"}, "advantage_scale should be one of"),
         ({"kl_kind": "k1"}, r"kl_kind should be one of \['k3', 'exact'\]"),
     ],
 )
@@ -126,16 +101,14 @@ def test_arguments_of_grpo_are_checked_when_they_are_made(arguments, message):
 
 
 def test_prompts_that_cannot_be_sampled(embedded):
-    with pytest.raises(ValueError, match="prompts should hold at least one prompt"):
-        get_samples(embedded, [], 5)
-    with pytest.raises(ValueError, match="prompts should be a list of strings, or of .*'Review:'"):
-        get_samples(embedded, "Review:", 5)
-    with pytest.raises(ValueError, match="prompts should have tokens, but one is ''"):
-        get_samples(embedded, ["Review:", ""], 5, prepend_bos=False)
-    with pytest.raises(ValueError, match="max_new_tokens should be an integer of at least 1"):
-        get_samples(embedded, ["Review:"], 0)
-    with pytest.raises(ValueError, match=r"context of 128 tokens, but 'Review: The The"):
-        get_samples(embedded, ["Q", "Review:" + " The" * 120], 20)
+    for prompts, said in (
+        ([], "prompts should hold at least one prompt"),
+        ("Review:", "prompts should be a list of strings, or of .*'Review:'"),
+        (["Review:", ""], "prompts should have tokens, but one is ''"),
+        (["Q", "Review:" + " The" * 120], r"context of 128 tokens, but 'Review: The The"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            get_samples(embedded, prompts, 20, prepend_bos=False)
     assert get_samples(embedded, [""], 3).texts  # the bos alone will do
 
 
@@ -182,19 +155,17 @@ def test_arguments_and_models_of_another_trainer(embedded):
         RLHFTrainer(RLHFArgs(), embedded)
 
 
-def test_models_that_are_not_there(tmp_path):
-    with pytest.raises(ValueError, match="should be a folder with a model, but .*nowhere"):
-        TransformerWithLora.from_pretrained(tmp_path / "nowhere")
+def test_models_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for path, said in (
+        (tmp_path / "nowhere", "should be a folder with a model, but .*nowhere"),
+        (tmp_path, "should hold a config.json"),
+        ("no/such-model", "there is no folder 'no/such-model' here"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            TransformerWithLora.from_pretrained(path, device="cpu")
     with pytest.raises(ValueError, match="is not there"):
         RLHFTrainer(RLHFArgs(base_model="./no/such/model"))
-    with pytest.raises(ValueError, match="should hold a config.json"):
-        TransformerWithLora.from_pretrained(tmp_path)
-
-
-def test_a_name_that_the_hub_does_not_have(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="there is no folder 'no/such-model' here"):
-        TransformerWithLora.from_pretrained("no/such-model", device="cpu")
 
 
 @pytest.mark.parametrize("lacks", ["einops", "torch"])
