@@ -43,6 +43,16 @@ def get_parts(scores):
     return scores.logprobs, scores.entropies, scores.values, scores.measure_kl()
 
 
+def assert_parts_of_the_bridge(model, temperature=0.7):
+    """Return the parts of both as well, and the mask."""
+    ids, attention, mask = make_rows()
+    found = get_parts(get_scorer(model).measure(ids, attention, 7, temperature))
+    expected = score_by_the_bridge(model, ids, attention, temperature)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
+    return found, expected, mask
+
+
 @torch.no_grad()
 def assert_scored_as_by_the_bridge(model, rows):
     ids, attention, mask = rows
@@ -66,19 +76,20 @@ def get_gradients(parts, mask, model):
 def test_scores_and_gradients_are_those_of_the_bridge(name, temperature, folders, monkeypatch):
     monkeypatch.setattr(forward, "MIN_ROWS", 3)  # several chunks, the last one shorter
     monkeypatch.setattr(forward, "CHUNK", 0)
-    model, (ids, attention, mask) = load(folders, name), make_rows()
-    scorer = get_scorer(model)
-    assert type(scorer) is NativeScorer
-    found = get_parts(scorer.measure(ids, attention, 7, temperature))
-    expected = score_by_the_bridge(model, ids, attention, temperature)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
-        assert not ours[~mask].any()
-    pairs = zip(
-        get_gradients(found, mask, model), get_gradients(expected, mask, model), strict=True
-    )
-    for ours, theirs in pairs:
+    model = load(folders, name)
+    assert type(get_scorer(model)) is NativeScorer
+    found, expected, mask = assert_parts_of_the_bridge(model, temperature)
+    assert not any(part[~mask].any() for part in found)
+    gradients = (get_gradients(parts, mask, model) for parts in (found, expected))
+    for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).norm() < 3e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_scored_by_the_bridge(name, folders):
+    model = load(folders, name)
+    assert type(get_scorer(model)) is BridgeScorer
+    assert_parts_of_the_bridge(model)
 
 
 def test_in_float64_hardly_a_difference_is_left(folders):
@@ -103,11 +114,10 @@ def test_bfloat16_is_as_near_to_float32_as_the_bridge_is(name, folders):
         assert ours.dtype == torch.float32
         ours, theirs = ((x - right)[mask].square().mean().sqrt() for x in (ours, theirs))
         assert ours < 1.5 * theirs + 1e-3
-    gradients = [get_gradients(parts, mask, m) for parts, m in
-                 ((found, rounded), (bridged, rounded), (expected, exact))]  # fmt: skip
+    right = torch.cat([g.flatten() for g in get_gradients(expected, mask, exact)])
     ours, theirs = (
-        sum((x - y).square().sum() for x, y in zip(g, gradients[2], strict=True)).sqrt()
-        for g in gradients[:2]
+        (torch.cat([g.flatten() for g in get_gradients(parts, mask, rounded)]) - right).norm()
+        for parts in (found, bridged)
     )
     assert ours < 2 * theirs  # of one draw: 0.65 to 1.78 times, over these models and five draws
 
@@ -123,13 +133,6 @@ def test_modes_decide_what_is_scored(folders):
             scores.measure_kl()
 
 
-def test_a_moved_bridge_whose_weights_are_no_longer_joint(folders):
-    model = load(folders, "gpt2")
-    weight = model.base.blocks[0].attn.q.original_component.weight
-    weight.data = 2 * weight.data
-    assert_scored_as_by_the_bridge(model, make_rows())
-
-
 def test_entropies_carry_a_gradient_only_if_asked(folders):
     model, (ids, attention, _) = load(folders, "gpt2"), make_rows()
     scores = get_scorer(model).measure(ids, attention, 7, has_entropy_grad=False)
@@ -142,19 +145,8 @@ def test_entropies_carry_a_gradient_only_if_asked(folders):
 class Overridden(TransformerWithLora):
     """A reader's own forward pass."""
 
-    def forward(self, input_ids, attention_mask=None, **kwargs):
-        return 2 * super().forward(input_ids, attention_mask, **kwargs)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures_are_scored_by_the_bridge(name, folders):
-    model, (ids, attention, mask) = load(folders, name), make_rows()
-    scorer = get_scorer(model)
-    assert type(scorer) is BridgeScorer
-    found = get_parts(scorer.measure(ids, attention, 7, 0.7))
-    expected = score_by_the_bridge(model, ids, attention, 0.7)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours[mask], theirs[mask], rtol=1e-5, atol=2e-5)
+    def forward(self, *args, **kwargs):
+        return 2 * super().forward(*args, **kwargs)
 
 
 def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
@@ -165,11 +157,8 @@ def test_a_reader_who_looks_on_is_shown_the_bridge(folders):
     assert type(get_scorer(model)) is NativeScorer
     linear = model.base.get_submodule("blocks.0.attn.o").original_component
     (layer, *_) = model.adapters.values()
-    for register in (
-        linear.register_forward_hook,
-        linear.register_forward_pre_hook,
-        layer.register_forward_hook,
-    ):
+    before = linear.register_forward_pre_hook
+    for register in (linear.register_forward_hook, before, layer.register_forward_hook):
         handle = register(lambda *_: None)
         assert type(get_scorer(model)) is BridgeScorer
         handle.remove()
@@ -208,14 +197,8 @@ def test_what_computes_something_else_is_scored_by_the_bridge(folders, monkeypat
         with torch.no_grad():
             return type(get_scorer(model))
 
-    def swap(kind):
-        def change(model):
-            next(iter(model.adapters.values())).__class__ = kind
-
-        return change
-
-    assert get_kind(swap(SameLayer)) is NativeScorer
-    assert get_kind(swap(HalfLayer)) is BridgeScorer
+    def replace_adapter(model, kind=HalfLayer):
+        next(iter(model.adapters.values())).__class__ = kind
 
     def replace_mlp(model):
         mlp = model.base.blocks[0].mlp.original_component
@@ -226,7 +209,8 @@ def test_what_computes_something_else_is_scored_by_the_bridge(folders, monkeypat
         unembed = model.base.unembed.original_component
         unembed.bias = torch.nn.Parameter(torch.linspace(0, 3, len(unembed.weight)))
 
-    for change in (replace_mlp, add_bias):
+    assert get_kind(lambda model: replace_adapter(model, SameLayer)) is NativeScorer
+    for change in (replace_adapter, replace_mlp, add_bias):
         assert get_kind(change) is BridgeScorer, change.__name__
     with torch.autocast("cpu", torch.bfloat16):
         assert get_kind(lambda model: None) is BridgeScorer
@@ -260,8 +244,10 @@ def test_a_method_of_a_notebook_is_tried(hook_name, factor, expected, folders):
     assert torch.equal(model.value_head.weight, weight)
 
 
-def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):
-    model, (ids, *_) = load(folders, "llama"), make_rows()
+def test_rows_without_a_mask_without_a_completion_and_with_gaps(folders):
+    model, (ids, attention, mask) = load(folders, "llama"), make_rows()
+    attention[0, 9], attention[3, 6] = 0, 0  # amid a completion, and the end of a prompt
+    assert_scored_as_by_the_bridge(model, (ids, attention, mask))
     with torch.no_grad():
         found = get_scorer(model).measure(ids, None, 7)
         expected = get_scorer(model).measure(ids, torch.ones_like(ids), 7)
@@ -269,11 +255,13 @@ def test_no_mask_is_no_padding_and_no_column_is_no_token(folders):
     assert torch.equal(found.logprobs, expected.logprobs)
 
 
-def test_adapters_count_as_their_attributes_say(folders):
+def test_adapters_and_weights_count_as_their_attributes_say(folders):
     model = load(folders, "gpt2")
     for layer in model.adapters.values():
         layer.scaling = 0.5
-    model.base.blocks[0].attn.q.original_component.bias.data = torch.ones(32)
+    query = model.base.blocks[0].attn.q.original_component
+    query.bias.data = torch.ones(32)
+    query.weight.data = 2 * query.weight.data  # no longer joint with the keys' and values'
     assert_scored_as_by_the_bridge(model, make_rows())
 
 
@@ -293,12 +281,6 @@ def test_settings_that_mean_nothing_are_refused(wrong, folders):
     model, (ids, attention, _) = load(folders, "gpt2"), make_rows()
     with pytest.raises(ValueError, match=next(iter(wrong))):
         get_scorer(model).measure(ids, attention, **{"prompt_len": 7} | wrong)
-
-
-def test_rows_with_gaps_are_left_to_the_bridge(folders):
-    model, (ids, attention, mask) = load(folders, "llama"), make_rows()
-    attention[0, 9], attention[3, 6] = 0, 0  # amid a completion, and the end of a prompt
-    assert_scored_as_by_the_bridge(model, (ids, attention, mask))
 
 
 def test_a_prompt_is_computed_once_and_padding_never(folders, monkeypatch):
