@@ -136,10 +136,7 @@ def grade_emptily(todo, *_, **check):
 def test_an_error_of_the_grader_is_said_at_the_end_and_graded_again(
     tmp_path, run_grade, monkeypatch
 ):
-    asked = []
-
     def fail(todo, *_):
-        asked.append(todo)
         return grade_emptily(todo, error="KeyError: 1")
 
     monkeypatch.setattr(grade.batch, "grade_all", fail)
@@ -149,7 +146,7 @@ def test_an_error_of_the_grader_is_said_at_the_end_and_graded_again(
         assert ended.returncode == 1
         last = ended.stderr.strip().splitlines()[-1]
         assert last.startswith("The grader failed on 1 check of hw.")
-    assert len(asked) == 2
+        assert "(0 from before)" in ended.stdout
     stored = load_reports(tmp_path / "out")["hw"]
     assert (stored["score"], stored["max_score"]) == (0, 0)
     assert stored["not_graded"] == [f"{CHAPTER} calc_exact_kl, a_check: KeyError: 1"]
@@ -172,12 +169,12 @@ def test_what_took_too_long_is_said_at_the_end(tmp_path, run_grade, monkeypatch)
 
 
 def test_another_secret_grades_again_and_another_order_of_chapters_does_not():
-    versions = []
-    for secret, chapters in (("one", ["ch0", CHAPTER]), ("one", [CHAPTER, "ch0", CHAPTER]),
-                             ("another", ["ch0", CHAPTER])):  # fmt: skip
+    def digest(secret, *chapters):
         args = grade.parse_arguments(["x.py", "--out", "out", "--chapters", *chapters])
-        versions.append(grade._digest_grader(args, secret))
-    assert versions[0] == versions[1] != versions[2]
+        return grade._digest_grader(args, secret)
+
+    assert digest("one", "ch0", CHAPTER) == digest("one", CHAPTER, "ch0", CHAPTER)
+    assert digest("one", "ch0", CHAPTER) != digest("another", "ch0", CHAPTER)
 
 
 def test_core_checks_share_two_thirds():
@@ -214,9 +211,7 @@ def test_whose_a_submission_is(tmp_path):
         ("id,name\n1,a\n1,b\n", "each id should stand there once"),
         ("id,name,late\n1,a,often\n", "line 2: could not convert string to float: 'often'"),
         ("id,name,late\n1,a,101\n", "line 2: late should be from 0 to 100, but is 101"),
-        ("id,name\n,a\n", "line 2: id and name should not be empty"),
         ("id,name\n1,Doe, Jane\n", "line 2: there are more cells than the first line names"),
-        ("id,name,name\n1,a,b\n", "each once"),
         ('id,name\n1,"Doe\n2,Smith\n', "line [12]: unexpected end of data"),
     ],
 )
@@ -248,18 +243,12 @@ def test_a_persons_chapters_are_added_up_and_of_each_the_best_counts(tmp_path):
     assert said[0] == "jane doe 1 old: jane doe 1 of Jane Doe counts instead, in b"
     assert "give --chapters" in said[1]
     assert said[2:] == ["Late Comer (103) handed in nothing"]
-
-
-def test_where_chapters_were_set_all_can_reach_the_same(tmp_path):
-    reports = [make_report("jane doe 0", a=(5, 6), b=(0, 4)),
-               make_report("jane doe 1", a=(0, 6), b=(3, 4)),
-               make_report("john smith", a=(6, 6), b=(0, 4))]  # fmt: skip
-    said = write_grades(tmp_path, PEOPLE, reports, "RLHF", ["a", "b"])
+    # Where chapters were set, all can reach the same.
+    write_grades(tmp_path, PEOPLE, [*jane, make_report("john smith", a=(6, 6), b=(0, 4))],
+                 "RLHF", ["a", "b"])  # fmt: skip
     rows = read_csv(tmp_path / "grades.csv")
-    assert [row["score"] for row in rows] == ["8", "6", "0"]
-    assert {row["of"] for row in rows} == {"10"}
+    assert [(row["score"], row["of"]) for row in rows] == [("8", "10"), ("6", "10"), ("0", "10")]
     assert read_csv(tmp_path / "canvas.csv")[0]["RLHF"] == "10"
-    assert said == ["Late Comer (103) handed in nothing"]
 
 
 def test_what_fits_nobody_or_several_is_said(tmp_path):
@@ -301,33 +290,21 @@ def test_what_was_taken_away_renamed_or_moved_is_counted_no_more(tmp_path, run_g
     assert "2 submissions are graded again, as --chapters is another than before" in other.stderr
 
 
-def test_what_stands_in_the_place_of_a_report_is_said(tmp_path, run_grade):
-    (tmp_path / "hw.py").write_text("x = 1\n")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "hw").write_text("")
-    ended = run_grade(tmp_path / "hw.py", "--out", out)
-    assert "hw should be a folder, for a report, but is a file" in ended.stderr
-    (out / "grades.csv").mkdir()
-    again = run_grade(tmp_path / "hw.py", "--out", out)
-    assert "grades.csv should be a file, but is a folder: move it away" in again.stderr
-    assert ended.returncode == again.returncode == 2
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"readable": true}'])
 def test_a_stored_report_that_is_none_is_said(text, tmp_path, run_grade, monkeypatch):
     monkeypatch.setattr(grade.batch, "grade_all", grade_emptily)
+    out = tmp_path / "out"
     (tmp_path / "hw.py").write_text("x = 1\n")
-    (tmp_path / "out" / "other").mkdir(parents=True)
-    (tmp_path / "out" / "other" / "report.json").write_text(text)
+    (out / "other").mkdir(parents=True)
+    (out / "other" / "report.json").write_text(text)
     for path in (tmp_path / "hw.py", Path(os.path.relpath(tmp_path / "hw.py"))):
-        ended = run_grade(path, "--out", tmp_path / "out")
+        ended = run_grade(path, "--out", out)
         assert ended.returncode == 0
         assert "report.json is damaged, or of another version: it is not counted" in ended.stderr
         assert ended.stdout.startswith("1 submission (")
-    assert [row["submission"] for row in read_csv(tmp_path / "out" / "class.csv")] == ["hw"]
-
-
-def test_a_penalty_and_an_adjustment():
-    assert Person("1", "a", late=25, adjustment=-1).count(8) == 5
-    assert Person("1", "a", adjustment=-10).count(8) == 0
+    assert [row["submission"] for row in read_csv(out / "class.csv")] == ["hw"]
+    shutil.rmtree(out / "hw")
+    (out / "hw").write_text("")
+    ended = run_grade(tmp_path / "hw.py", "--out", out)
+    assert ended.returncode == 2
+    assert "hw should be a folder, for a report, but is a file" in ended.stderr
