@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from utils.grading import known_answers, reference
 from utils.grading.checks import get_chapters, get_checks, get_reference
@@ -66,29 +67,17 @@ def test_the_reference_passes_with_another_secret(chapter):
             assert judge(check, observed, index, OTHER_SECRET) is None, check.path
 
 
-def list_gaps(gap, value):
-    """Pairs: ten times the largest gap of a tensor, and its largest finite number."""
-    if isinstance(gap, dict):
-        return [pair for key in gap for pair in list_gaps(gap[key], value[key])]
-    if isinstance(gap, list):
-        return [pair for g, v in zip(gap, value, strict=True) for pair in list_gaps(g, v)]
-    if isinstance(gap, float):
-        return [(10 * gap, abs(value))]
-    if isinstance(gap, torch.Tensor) and gap.numel():
-        finite = value.double().nan_to_num(0.0, 0.0, 0.0)
-        return [(10 * gap.max().item(), finite.abs().max().item())]
-    return []
-
-
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_no_tolerance_is_so_wide_that_it_would_hide_a_mistake(chapter):
     """The gap is rounding: a probe whose inputs differ in float64 would accept anything."""
     for checks in get_checks(chapter).values():
         for c in (c for c in checks if c.holds is None and c.float64):
             for index in range(c.seeds):
-                gap = measure_reference_gap(c, index)
-                for wide, largest in list_gaps(gap, observe_reference(c, index)):
-                    assert wide <= 1e-3 * largest + 1e-4, c.path
+                gaps = tree_leaves(measure_reference_gap(c, index))
+                for gap, part in zip(gaps, tree_leaves(observe_reference(c, index)), strict=True):
+                    if isinstance(gap, float | torch.Tensor) and torch.as_tensor(gap).numel():
+                        sizes = torch.as_tensor(part).double().nan_to_num(0.0, 0.0, 0.0).abs()
+                        assert 10 * torch.as_tensor(gap).max() <= 1e-3 * sizes.max() + 1e-4, c.path
 
 
 @pytest.mark.takes_long
@@ -134,15 +123,6 @@ def test_the_answer_to_a_check_cannot_be_prepared(chapter):
     assert constant == []
 
 
-def change_each(observed, change):
-    """An observation with `change` of each of its tensors, numbers, strings."""
-    if isinstance(observed, dict):
-        return {key: change_each(value, change) for key, value in observed.items()}
-    if isinstance(observed, list):
-        return [change_each(value, change) for value in observed]
-    return change(observed)
-
-
 def fill(number: int):
     def change(value):
         if isinstance(value, torch.Tensor):
@@ -167,7 +147,7 @@ def test_constants_earn_nothing(chapter, change):
             return Mismatch("not run")
         for index in range(check.seeds):
             observed = observe_reference(check, index)
-            changed = change_each(observed, change)
+            changed = tree_map(change, observed)
             if repr(changed) == repr(observed):
                 return Mismatch("nothing of it is changed")
             if mismatch := judge(check, changed, index):
@@ -180,6 +160,21 @@ def test_constants_earn_nothing(chapter, change):
         if count_points(verdicts := [Verdict(check, (), judge_all(check)) for check in checks])
     }
     assert not earning
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_nan_holds_for_no_predicate(chapter):
+    def make_nan(value):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return torch.full_like(value, torch.nan)
+        return torch.nan if isinstance(value, float) else value
+
+    for check in (check for check in list_quick_checks(chapter) if check.holds is not None):
+        observed = observe_reference(check, 0)
+        spoilt = tree_map(make_nan, observed)
+        if repr(spoilt) != repr(observed):
+            assert judge(check, spoilt, 0), check.path
+            assert judge(check, observed, 0) is None, check.path
 
 
 # --- Null answers --------------------------------------------------------------------------------
@@ -258,20 +253,6 @@ def grade_null(chapter, exercise, wrap):
     ]
 
 
-def grade_changed(chapter, exercise, change):
-    """Grade the solution with a change of what it returns; also give back what it returned."""
-    returned = []
-
-    def keep(x):
-        returned.append(x)
-        return change(x)
-
-    def wrap(f):
-        return lambda *args, **kwargs: map_tensors(keep, f(*args, **kwargs))
-
-    return grade_null(chapter, exercise, wrap), returned
-
-
 @pytest.mark.takes_long
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_an_answer_without_a_thought_earns_nothing(chapter):
@@ -282,14 +263,20 @@ def test_an_answer_without_a_thought_earns_nothing(chapter):
         found = {name: grade_null(chapter, exercise, null) for name, null in NULLS.items()}
         cls, _, method = exercise.partition(".")
         cls = getattr(get_reference(chapter), cls)
-        if method and hasattr(super(cls, cls), method):
-            inherited = getattr(super(cls, cls), method)
-            found["inherits"] = grade_null(
-                chapter, exercise, lambda f, inherited=inherited: inherited
-            )
+        if method and (inherited := getattr(super(cls, cls), method, None)):
+            found["inherits"] = grade_null(chapter, exercise, lambda f, given=inherited: given)
         is_function = isinstance(definitions[exercise], ast.FunctionDef)
         for name, change in CHANGES.items() if is_function else ():
-            verdicts, returned = grade_changed(chapter, exercise, change)
+            returned = []
+
+            def wrap(f, change=change, returned=returned):
+                def keep(tensor):
+                    returned.append(tensor)
+                    return change(tensor)
+
+                return lambda *args, **kwargs: map_tensors(keep, f(*args, **kwargs))
+
+            verdicts = grade_null(chapter, exercise, wrap)
             if name != "returns it detached":
                 found |= {name: verdicts} if returned else {}
             elif any(x.requires_grad for x in returned) and exercise not in MAY_BE_DETACHED:
@@ -298,22 +285,3 @@ def test_an_answer_without_a_thought_earns_nothing(chapter):
             if count_points(verdicts):
                 earning[exercise, name] = [v.check.name for v in verdicts if v.passed]
     assert not earning
-
-
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_nan_holds_for_no_predicate(chapter):
-    def make_nan(value):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return torch.full_like(value, torch.nan)
-        return torch.nan if isinstance(value, float) else value
-
-    def spoil(observed):
-        return change_each(observed, make_nan)
-
-    for check in list_quick_checks(chapter):
-        if check.holds is None:
-            continue
-        observed = observe_reference(check, 0)
-        if repr(spoil(observed)) != repr(observed):
-            assert judge(check, spoil(observed), 0), check.path
-            assert judge(check, observed, 0) is None, check.path
