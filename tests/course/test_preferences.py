@@ -9,7 +9,6 @@ import torch
 from torch.testing import assert_close
 
 from chapters.experiments import ch6_preferences_runs
-from solutions.ch1_lora import TransformerWithLora
 from solutions.ch6_preferences import (
     PickedGrpoArgs,
     PickedGrpoTrainer,
@@ -22,7 +21,6 @@ from solutions.ch6_preferences import (
     make_reward_fn,
     reward_fn_true,
     sum_logprobs,
-    train_dpo,
     train_reward_model,
 )
 from tests.oracles.trl import calc_trl_dpo_loss, calc_trl_reward_loss
@@ -117,12 +115,11 @@ def test_choices_are_as_noisy_as_bradley_and_terry_say(embedded):
 
 
 @pytest.mark.takes_long
-def test_a_reward_model_learns_and_keeps_its_scale(embedded, tmp_path):
+def test_a_reward_model_learns_and_keeps_its_scale(embedded):
     pairs, _ = make_preferences(embedded, TRAIN, 160, seed=1)
     held_pairs, _ = make_preferences(embedded, HELD, 200, seed=2)
     torch.manual_seed(1)
     model = RewardModel.from_pretrained("embedded", device="cpu")
-    assert make_reward_fn(model)(["fine."], ["It is "]).item() == 0  # an untrained head
     train_reward_model(model, pairs, seed=1)
     reward_fn = make_reward_fn(model)
     n = len(held_pairs)
@@ -131,24 +128,6 @@ def test_a_reward_model_learns_and_keeps_its_scale(embedded, tmp_path):
     on_training = reward_fn([*pairs.chosen, *pairs.rejected], [*pairs.prompts] * 2)
     assert_close(on_training.mean(), torch.tensor(0.0), rtol=0, atol=1e-4)
     assert_close(on_training.std(), torch.tensor(1.0), rtol=0, atol=1e-4)
-    model.save_adapter(tmp_path / "reward.safetensors")
-    other = RewardModel.from_pretrained("embedded", device="cpu")
-    other.load_adapter(tmp_path / "reward.safetensors")
-    texts = (list(held_pairs.chosen[:5]), list(held_pairs.prompts[:5]))
-    assert_close(make_reward_fn(other)(*texts), reward_fn(*texts))
-
-
-def test_dpo_widens_the_margin_and_leaves_the_reference(embedded):
-    pairs, _ = make_preferences(embedded, TRAIN, 64, seed=1)
-    torch.manual_seed(1)
-    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
-    history = train_dpo(model, pairs, beta=0.5, lr=3e-3, epochs=4, batch_size=16, seed=1)
-    assert len(history) == 16
-    assert history[0]["margin"] == 0
-    assert sum(row["margin"] for row in history[-4:]) / 4 > 0.3
-    samples = encode_completions(model, pairs.prompts[:4], pairs.chosen[:4])
-    with torch.no_grad(), model.reference():
-        assert_close(sum_logprobs(model, samples), sum_logprobs(embedded, samples))
 
 
 def test_a_picked_group_is_compared_with_its_pool(embedded, tmp_path):
