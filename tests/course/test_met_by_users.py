@@ -187,33 +187,25 @@ def test_progress_follows_a_later_version_that_fails(monkeypatch, capsys, tmp_pa
     assert not is_solved()
 
 
-def test_methods_stay_when_the_cell_of_their_class_runs_again():
-    names: dict = {}
-
-    def run(source: str) -> list[str]:
-        kept_methods.remember(names, {"T"})
-        exec(source, names)
-        return kept_methods.keep(names)
-
-    given = "class T:\n    def base(self): return {n}\n    def given(self): return self.mine()"
-    assert run(given.format(n=1)) == []
-    assert run("class T(T):\n    def mine(self): return 1 + super().base()") == []
-    assert run("T.other = lambda self: 5") == []
-    assert run(given.format(n=10)) == ["T.mine", "T.other"]
-    assert (names["T"]().given(), names["T"]().other()) == (11, 5)
-    assert run("class T(T):\n    def mine(self): return 0") == []
-    assert names["T"]().given() == 0
-
-
-def test_a_kernel_keeps_methods_once_however_often_the_set_up_cell_runs(monkeypatch, capsys):
+def test_methods_stay_when_the_cell_of_their_class_runs_again(monkeypatch, capsys):
     shell = InteractiveShell()
     monkeypatch.setattr(kept_methods, "get_ipython", lambda: shell)
-    for classes in ({"Other"}, {"T"}):
+    for classes in ({"Other"}, {"T"}):  # the set-up cell runs twice
         kept_methods.watch(classes)
-    for cell in ("class T: pass", "class T(T):\n    def mine(self): return 1", "class T: pass"):
-        shell.run_cell(cell)
-    assert shell.user_ns["T"]().mine() == 1
-    assert capsys.readouterr().out.count("what was attached to it stays: T.mine\n") == 1
+
+    def run(source: str) -> str:
+        shell.run_cell(source)
+        return capsys.readouterr().out.partition("what was attached to it stays: ")[2]
+
+    given = "class T:\n    def base(self): return {n}\n    def given(self): return self.mine()"
+    assert run(given.format(n=1)) == ""
+    assert run("class T(T):\n    def mine(self): return 1 + super().base()") == ""
+    assert run("T.other = lambda self: 5") == ""
+    assert run(given.format(n=10)) == "T.mine, T.other\n"
+    model = shell.user_ns["T"]()
+    assert (model.given(), model.other()) == (11, 5)
+    assert run("class T(T):\n    def mine(self): return 0") == ""
+    assert shell.user_ns["T"]().given() == 0
 
 
 def test_the_set_up_leaves_processors_to_others(monkeypatch, capsys):
@@ -275,10 +267,7 @@ def test_an_error_shows_its_text_and_the_line_of_the_answer(capsys):
     told = said.count('123.py", line 4, in calc_entropy') + said.count(", as above")
     assert told == n_checks
     assert "shapes cannot be multiplied" in said
-
-
-def test_an_error_of_the_check_is_not_said_to_be_the_answers(capsys):
-    check(CELL, "left_pad")
+    check(CELL, "left_pad")  # an error of the check is not said to be the answer's
     said = capsys.readouterr().out
     assert "raised" not in said
     assert "the check could not go on with what it got" in said
