@@ -262,26 +262,6 @@ def test_a_crash_while_saving_leaves_the_previous_checkpoint_whole(tmp_path, mon
     assert torch.load(path) == {"trainable": 1}
 
 
-def test_groups_share_a_prompt_and_columns_follow_it(tmp_path):
-    seen = []
-
-    def reward_fn(samples, answers, prompts, scale=1.0):
-        seen.extend(zip(prompts, answers, strict=True))
-        return torch.arange(float(len(samples))) * scale
-
-    prompts = [f"Q: {a}+11\n" for a in range(10, 40)]
-    columns = {"answers": [str(a + 11) for a in range(10, 40)], "unused": list(range(30))}
-    trainer = make_trainer("grpo", tmp_path, prompts=prompts, columns=columns, reward_fn=reward_fn)
-    memory = trainer.rollout_phase()
-    prompt_len = memory.input_ids.shape[1] - memory.mask.shape[1]
-    prompt_ids = memory.input_ids[:, :prompt_len]
-    texts = trainer.model.tokenizer.batch_decode(prompt_ids, skip_special_tokens=True)
-    assert texts == [text for text in texts[::4] for _ in range(4)]
-    assert len(set(texts)) > 1
-    assert texts == [prompt for prompt, _ in seen]
-    assert [f"Q: {int(answer) - 11}+11\n" for _, answer in seen] == texts
-
-
 class Keeping(torch.nn.Module):
     def __init__(self, keep):
         super().__init__()
