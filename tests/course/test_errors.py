@@ -137,17 +137,6 @@ def test_a_bad_reward_function_is_an_error_in_the_first_phase(reward_fn, message
         GrpoTrainer(args).train()
 
 
-def test_a_mask_that_does_not_cover_the_tokens(embedded):
-    ids = torch.randint(3, 512, (3, 9))
-    for shape in ((3, 4), (2, 9), (9,)):
-        with pytest.raises(ValueError, match=r"attention_mask should have shape \[3, 9\]"):
-            embedded(ids, torch.ones(shape).long())
-    caching = {"use_cache": True, "return_type": "logits_and_cache"}
-    _, cache = embedded(ids, torch.ones(3, 9).long(), **caching)
-    with pytest.raises(ValueError, match=r"attention_mask should have shape \[3, 10\]"):
-        embedded(ids[:, :1], torch.ones(3, 1).long(), past_key_values=cache, **caching)
-
-
 def test_arguments_and_models_of_another_trainer(embedded):
     with pytest.raises(ValueError, match="args should be GrpoArgs, but is RLHFArgs"):
         GrpoTrainer(RLHFArgs())
