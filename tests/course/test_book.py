@@ -116,27 +116,17 @@ def test_a_page_shows_the_stub_and_folds_the_solution_with_what_its_check_prints
 
 
 def test_results_are_folded_between_a_question_to_predict_and_its_answer():
-    def run(text):
-        return new_code_cell("run()", outputs=[new_output("stream", text=text)])
-
     answer = "<details>\n<summary>Answer</summary>\n\nThis.\n\n</details>"
-    cells = [
-        new_markdown_cell("## Part\n\nProse."), run("shown"),
-        new_markdown_cell("**Predict.** Which?"), run("folded"), new_code_cell("prints = nothing"),
-        new_markdown_cell("Look at both."), run("folded, too"),
-        new_markdown_cell(answer), run("shown"),
-        new_markdown_cell("**Predict.** And now?"), run("folded"),
-        new_markdown_cell(f"{answer}\n\n**Predict.** And then?"), run("folded"),
-        new_markdown_cell("## Next part"), run("shown"),
-    ]  # fmt: skip
-    notebook = new_notebook(cells=cells)
+    texts = ["## Part", "shown", "**Predict.** Which?", "folded", "Look at both.", "folded, too"]
+    texts += [answer, "shown", "**Predict.** And now?", "folded"]
+    texts += [f"{answer}\n\n**Predict.** And then?", "folded", "## Next part", "shown"]
+    notebook = new_notebook(cells=[new_markdown_cell(text) for text in texts])
+    for i, text in enumerate(texts):
+        if text.startswith(("shown", "folded")):
+            notebook.cells[i] = new_code_cell(outputs=[new_output("stream", text=text)])
     fold_results(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code" and cell.outputs:
-            is_folded = "hide-output" in cell.metadata.get("tags", [])
-            assert is_folded == cell.outputs[0].text.startswith("folded")
-        else:
-            assert "hide-output" not in cell.metadata.get("tags", [])
+    for cell, text in zip(notebook.cells, texts, strict=True):
+        assert ("hide-output" in cell.metadata.get("tags", [])) == text.startswith("folded")
 
 
 def test_the_parts_of_a_chapter_stand_below_its_title():
