@@ -199,26 +199,27 @@ def test_what_a_gpu_runs_draws_the_same_tokens(name, options, folders):
         assert found.completion_ids.shape[1] > 1
 
 
+def draw_as_the_bridge(model, *args, **options):
+    """What it draws, and the bridge draws, too."""
+    found = generate(get_graph_decoder(model), model, *args, **options)
+    assert_same_draws(found, generate(Decoder(model), model, *args, **options), tolerance=1e-4)
+    return found
+
+
 def test_it_has_the_weights_of_each_moment_in_one_kept_step(embedded, monkeypatch):
     model, made = randomize(embedded), []
     make = graph.Step.__init__
     monkeypatch.setattr(graph.Step, "__init__", lambda *args: made.append(1) or make(*args))
 
-    def assert_same(prompts=LONG, tokens=20):
-        found = generate(get_graph_decoder(model), model, prompts, tokens)
-        expected = generate(Decoder(model), model, prompts, tokens)
-        assert_same_draws(found, expected, tolerance=1e-4)
-        return found
-
-    policy = assert_same()
+    policy = draw_as_the_bridge(model)
     for parameter in model.trainable_parameters():  # a step of the optimizer
         parameter.data *= 1.5
-    assert not torch.equal(assert_same().completion_ids, policy.completion_ids)
-    assert_same(PROMPTS * 4, tokens=12)  # narrower
+    assert not torch.equal(draw_as_the_bridge(model).completion_ids, policy.completion_ids)
+    draw_as_the_bridge(model, PROMPTS * 4, tokens=12)  # narrower
     assert len(made) == 1
     for mode in (model.reference, model.merged, contextlib.nullcontext):
         with mode():
-            assert_same()
+            draw_as_the_bridge(model)
     assert len(made) == 3  # with adapters, without them twice, and with them
 
 
@@ -239,8 +240,7 @@ def test_a_step_has_the_rank_of_the_adapters_and_goes_with_its_model():
     for layer in model.adapters.values():  # rank 4, with the halves alike
         layer.lora_A = torch.nn.Parameter(layer.lora_A.data.repeat(1, 2))
         layer.lora_B = torch.nn.Parameter(layer.lora_B.data.repeat(2, 1))
-    found = generate(get_graph_decoder(model), model)
-    assert_same_draws(found, generate(Decoder(model), model), 1e-4)
+    draw_as_the_bridge(model)
     twin = copy.deepcopy(model)
     assert twin not in graph._kept
     generate(get_graph_decoder(twin), twin)
@@ -271,8 +271,7 @@ def test_a_weight_in_another_place_is_another_step(site, folders):
     module, step = model.base.get_submodule(site).original_component, graph._kept[model]
     before, kept = module.bias.data, module.bias.data.clone()
     module.bias = torch.nn.Parameter(torch.randn_like(before), requires_grad=False)
-    found = generate(get_graph_decoder(model), model)
-    assert_same_draws(found, generate(Decoder(model), model), tolerance=1e-4)
+    draw_as_the_bridge(model)
     assert graph._kept[model] is not step
     assert torch.equal(before, kept)
 
