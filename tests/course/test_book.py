@@ -33,7 +33,6 @@ from utils.authoring.book.pages import (
 from utils.authoring.book.sources import ROOT, lay_out, list_chapters
 from utils.authoring.book.tables import convert_tables
 from utils.authoring.book.weights import write_weights
-from utils.authoring.notebooks import get_book_address
 from utils.chapters import sort_chapters
 
 BUILT = ROOT / "dist" / "book"
@@ -47,7 +46,6 @@ PUBLISHED = Site(SITE.pages, "https://example.org/course/blob/main")
 @pytest.mark.parametrize(
     ("target", "page", "expected"),
     [
-        ("ch3_grpo.ipynb", "chapters/README.md", "ch3_grpo.ipynb"),
         ("../README.md#run-it", "chapters/README.md", "../README.md#run-it"),
         ("solutions/ch3_grpo.ipynb", "README.md", "chapters/ch3_grpo.ipynb"),
         ("ch3_grpo.ipynb", "solutions/README.md", "../chapters/ch3_grpo.ipynb"),
@@ -103,10 +101,10 @@ def test_a_page_shows_the_stub_and_folds_the_solution_with_what_its_check_prints
     title, setup, result, _, stub, check, fold, plot = page.cells
     assert "```python\nstart()\n\n\nimport torch\n```" in setup.source
     assert title.source.startswith("# 3 · Title\n\n{.notebooks}\n")
-    assert "(file-here:../notebooks/chapters/ch3_grpo.ipynb)" in title.source
-    assert "(file-here:../notebooks/solutions/ch3_grpo.ipynb)" in title.source
     published = make_chapter(student, solved, "ch3_grpo", PUBLISHED).cells[0].source
-    assert "(https://example.org/course/blob/main/chapters/ch3_grpo.ipynb)" in published
+    for path in ("chapters/ch3_grpo.ipynb", "solutions/ch3_grpo.ipynb"):
+        assert f"(file-here:../notebooks/{path})" in title.source
+        assert f"(https://example.org/course/blob/main/{path})" in published
     assert (stub.source, stub.outputs, check.outputs) == ("def f(): ...", [], [])
     assert "remove-input" in result.metadata.tags
     assert "`check(f)` then prints\n\n```text\n✓ one\n```\n\n</details>" in fold.source
@@ -187,13 +185,6 @@ def test_a_notebook_names_its_page():
     title, line, prose = first.source.split("\n\n")
     assert (title, prose) == ("# 3 · Title", "Prose.")
     assert line not in make_chapter(student, solved, "ch3_grpo", SITE).cells[0].source
-
-
-def test_the_first_page_links_the_page_of_each_chapter_where_the_book_is_published():
-    first_page, address = (ROOT / "README.md").read_text(encoding="utf-8"), get_book_address()
-    for chapter in list_chapters():
-        assert f"(chapters/{chapter}.ipynb)" in first_page
-        assert not address or f"({address}/chapters/{chapter}.html)" in first_page
 
 
 # --- The course's own pages ---------------------------------------------------------------------
@@ -308,12 +299,8 @@ def test_the_built_site_fetches_nothing_from_elsewhere():
 @pytest.fixture(scope="module")
 def address():
     """The folder of the course on a free port, so that links to its files lead somewhere."""
-
-    class Silent(SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(ROOT)))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(ROOT))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/dist/book/"
     server.shutdown()
