@@ -9,7 +9,6 @@ import psutil
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from solutions.ch0_sampling import get_samples
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -40,16 +39,6 @@ def masked_mean(values, mask, dim=None):
 
 
 # --- Trainers -----------------------------------------------------------------------------------
-
-
-def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos(tmp_path):
-    AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, bos_token=None)
-    tokenizer.save_pretrained(tmp_path)
-    model = load_base_model(tmp_path, device="cpu")
-    assert model.tokenizer.bos_token is None
-    samples = get_samples(model, ["Q: 12+34\n"], 2)
-    assert samples.input_ids[0, :-2].tolist() == tokenizer("Q: 12+34\n")["input_ids"]
 
 
 def test_the_repositorys_models_stay_in_float32_by_whatever_path(monkeypatch):
