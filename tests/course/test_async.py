@@ -299,7 +299,7 @@ def test_the_kept_mass_is_that_of_the_sampler(embedded, top_k, top_p):
 LENGTHS = [10.0, 20.0, 30.0, 200.0]
 
 
-def test_who_waits_for_whom_with_lengths_that_are_all_alike():
+def test_who_waits_for_whom():
     """Batches of 64 in 64 slots take 30 s, and learning 60: what the modes come to by hand."""
     found = {mode: simulate(mode, [30.0]) for mode in ("sync", "overlap", "partial")}
     assert found["sync"]["seconds_per_step"] == pytest.approx(90)
@@ -307,14 +307,10 @@ def test_who_waits_for_whom_with_lengths_that_are_all_alike():
     assert found["sync"]["sampling_share"] == pytest.approx(1 / 3)
     assert found["partial"]["seconds_per_step"] == pytest.approx(90, rel=0.02)
     assert [found["sync"]["max_age"], found["overlap"]["max_age"]] == [0, 1]
-
-
-def test_with_room_of_two_versions_the_learner_is_the_limit():
-    sync = simulate("sync", LENGTHS)
-    assert sync["seconds_per_step"] == pytest.approx(260, rel=0.01)  # the longest, and learning
-    found = simulate("async", LENGTHS, n_slots=128, eta=2, n_steps=400)
-    assert found["seconds_per_step"] == pytest.approx(60, rel=0.01)
-    assert found["mean_age"] < 3
+    sync = simulate("sync", LENGTHS)["seconds_per_step"]
+    assert sync == pytest.approx(260, rel=0.01)  # the longest completion, and learning
+    late = simulate("async", LENGTHS, n_slots=128, eta=2, n_steps=400)["seconds_per_step"]
+    assert late == pytest.approx(60, rel=0.01)  # learning alone
 
 
 def test_more_room_ages_rollouts_by_no_more_than_it_and_never_makes_a_step_slower():
