@@ -140,59 +140,39 @@ def test_same_seed_same_run(kind, tmp_path):
     assert_equal_adapters(runs[0][1], runs[1][1])
 
 
-class Interrupting:
-    """A reward function during whose third call Ctrl-C is pressed."""
+@pytest.mark.parametrize(("kind", "at"), [("ppo", "reward"), ("grpo", "reward"), ("ppo", "step")])
+def test_interrupted_and_resumed_is_the_same_run(kind, at, tmp_path, capsys):
+    """Ctrl-C in phase 3, during the reward function or after the first of two steps."""
+    calls = {"reward": 0, "step": 0}
 
-    def __init__(self, at: int | None):
-        self.calls, self.at = 0, at
-
-    def __call__(self, samples):
-        self.calls += 1
-        if self.calls == self.at:
+    def press(where, n):
+        calls[where] += 1
+        if where == at and calls[where] == n:
             raise KeyboardInterrupt
+
+    def reward_fn(samples):
+        press("reward", n=3)
         return reward_fn_char_count(samples)
 
-
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
-def test_interrupted_and_resumed_is_the_same_run(kind, tmp_path, capsys):
-    whole = make_trainer(kind, tmp_path, name="whole", reward_fn=Interrupting(None))
+    whole = make_trainer(kind, tmp_path, name="whole", reward_fn=reward_fn_char_count)
     whole.train()
-    stopped = make_trainer(kind, tmp_path, name="stopped", reward_fn=Interrupting(3))
+    stopped = make_trainer(kind, tmp_path, name="stopped", reward_fn=reward_fn)
+    stopped.optimizer.register_step_post_hook(lambda *_: press("step", n=5))
     with pytest.raises(KeyboardInterrupt) as interrupt:
         stopped.train()
     path = tmp_path / "stopped" / "checkpoint.pt"
     hint = f"trainer.load_checkpoint({str(path)!r})"
     assert hint in capsys.readouterr().out
     assert hint in interrupt.value.__notes__[0]
-    resumed = make_trainer(kind, tmp_path, name="stopped", reward_fn=Interrupting(None))
+    resumed = make_trainer(kind, tmp_path, name="stopped", reward_fn=reward_fn_char_count)
     resumed.load_checkpoint(path)
     assert resumed.phase == 2
-    assert without_seconds(resumed.train()) == without_seconds(whole.history)
-    assert_equal_adapters(get_adapters(resumed), get_adapters(whole))
-    rows = (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["phase"] for row in rows] == [1, 2, 3, 4]
-
-
-def test_interrupted_in_the_middle_of_learning_loses_that_phase_only(tmp_path):
-    whole = make_trainer("ppo", tmp_path, name="whole")
-    whole.train()
-    stopped = make_trainer("ppo", tmp_path, name="stopped")
-    steps = []
-
-    def interrupt(*_):
-        steps.append(None)
-        if len(steps) == 5:  # the first of phase 3's two
-            raise KeyboardInterrupt
-
-    stopped.optimizer.register_step_post_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        stopped.train()
-    resumed = make_trainer("ppo", tmp_path, name="stopped")
-    resumed.load_checkpoint(tmp_path / "stopped" / "checkpoint.pt")
-    resumed.train()
-    assert_equal_adapters(get_adapters(resumed), get_adapters(whole))
-    stopped.train()  # the interrupted trainer itself: a notebook's cell run again
-    assert_equal_adapters(get_adapters(stopped), get_adapters(whole))
+    # The interrupted trainer itself goes on as well: a notebook's cell run again.
+    for trainer in (resumed, stopped):
+        assert without_seconds(trainer.train()) == without_seconds(whole.history)
+        assert_equal_adapters(get_adapters(trainer), get_adapters(whole))
+        rows = (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["phase"] for row in rows] == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
