@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from solutions.ch0_sampling import get_samples
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -39,6 +40,16 @@ def masked_mean(values, mask, dim=None):
 
 
 # --- Trainers -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos(tmp_path):
+    AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, bos_token=None)
+    tokenizer.save_pretrained(tmp_path)
+    model = load_base_model(tmp_path, device="cpu")
+    assert model.tokenizer.bos_token is None
+    samples = get_samples(model, ["Q: 12+34\n"], 2)
+    assert samples.input_ids[0, :-2].tolist() == tokenizer("Q: 12+34\n")["input_ids"]
 
 
 def test_the_repositorys_models_stay_in_float32_by_whatever_path(monkeypatch):
@@ -136,6 +147,11 @@ def test_checks_pass_under_unusual_settings_and_leave_them(capsys):
 
 
 def test_a_branch_that_is_not_implemented_is_no_stub():
+    def falls_through(kind):
+        if kind == "k1":
+            return 1
+        raise NotImplementedError
+
     def in_a_loop(kinds):
         for kind in kinds:
             if kind:
@@ -147,7 +163,7 @@ def test_a_branch_that_is_not_implemented_is_no_stub():
             kind = "k1"
         raise NotImplementedError
 
-    assert not any(map(is_stub, (masked_mean, in_a_loop)))
+    assert not any(map(is_stub, (masked_mean, falls_through, in_a_loop)))
     assert is_stub(stub)
 
 
