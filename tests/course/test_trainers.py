@@ -204,6 +204,9 @@ def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
     with pytest.raises(ValueError, match="name should be new, but .* holds a run"):
         make_trainer("ppo", tmp_path, total_phases=1).train()
     assert files == {path: path.read_bytes() for path in (tmp_path / "ppo").iterdir()}
+    for _ in range(2):
+        make_trainer("ppo", tmp_path, name=None, total_phases=1, batch_size=2).train()
+    assert len(list(tmp_path.glob("rlhf-*"))) == 2
 
 
 def test_an_error_in_a_later_phase_loses_nothing_and_the_reward_function_may_be_mended(tmp_path):
