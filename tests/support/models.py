@@ -76,9 +76,15 @@ def boot_small_ones() -> None:
 
 
 def save_checkpoint(kind: str, folder: Path) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        _build(kind).save_pretrained(folder)
+    """Save a small model, the same one in a run in float64 too, which would draw other weights."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            _build(kind).save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(dtype)
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL)
     if kind == "qwen":
         tokenizer.add_tokens(["<|im_end|>"])
