@@ -5,10 +5,11 @@ import torch
 
 from solutions.ch0_sampling import encode_prompts, sample_completions
 from solutions.ch1_lora import TransformerWithLora
+from solutions.ch2_ppo import reward_fn_char_count
 from solutions.ch7_scale import DataParallelGrpoTrainer, DataParallelRLHFTrainer
 from tests.course.helpers import NATIVE, load, randomize
 from tests.course.test_decoding import LONG, OPTIONS, assert_same_draws
-from tests.course.test_trainers import Interrupting, make_trainer
+from tests.course.test_trainers import make_trainer
 from utils.models import graph
 from utils.models.decoding import GraphDecoder, NativeDecoder, get_decoder
 from utils.models.forward import get_scorer
@@ -71,15 +72,27 @@ def test_tokens_in_bfloat16_have_the_log_probs_of_scoring(name, folders):
 # --- Training -------------------------------------------------------------------------------------
 
 
+class Interrupting:
+    """A reward function during whose third call Ctrl-C is pressed."""
+
+    calls = 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        if self.calls == 3:
+            raise KeyboardInterrupt
+        return reward_fn_char_count(samples)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_a_run_on_the_gpu_stops_and_goes_on(kind, dtype, tmp_path):
     setup = {"device": None, "dtype": dtype}
-    stopped = make_trainer(kind, tmp_path, reward_fn=Interrupting(3), **setup)
+    stopped = make_trainer(kind, tmp_path, reward_fn=Interrupting(), **setup)
     assert {p.device.type for p in stopped.model.trainable_parameters()} == {"cuda"}
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
-    resumed = make_trainer(kind, tmp_path, reward_fn=Interrupting(None), **setup)
+    resumed = make_trainer(kind, tmp_path, reward_fn=reward_fn_char_count, **setup)
     resumed.load_checkpoint(tmp_path / kind / "checkpoint.pt")
     assert [row["phase"] for row in resumed.train()] == [1, 2, 3, 4]
 
@@ -88,10 +101,10 @@ def test_a_run_on_the_gpu_stops_and_goes_on(kind, dtype, tmp_path):
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_a_run_goes_on_on_another_device(kind, devices, tmp_path):
     first, second = devices
-    stopped = make_trainer(kind, tmp_path, reward_fn=Interrupting(3), device=first)
+    stopped = make_trainer(kind, tmp_path, reward_fn=Interrupting(), device=first)
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
-    resumed = make_trainer(kind, tmp_path, reward_fn=Interrupting(None), device=second)
+    resumed = make_trainer(kind, tmp_path, reward_fn=reward_fn_char_count, device=second)
     with pytest.warns(UserWarning, match="another device's"):
         resumed.load_checkpoint(tmp_path / kind / "checkpoint.pt")
     assert [row["phase"] for row in resumed.train()] == [1, 2, 3, 4]
