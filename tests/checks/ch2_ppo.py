@@ -41,7 +41,7 @@ from tests.support.inputs import (
     sliced,
     with_inputs_after,
 )
-from tests.support.trainers import RANK, beyond, inside, make_model, make_samples
+from tests.support.trainers import IN_FLOAT32, RANK, beyond, inside, make_model, make_samples
 from utils.grading.checks import check
 from utils.models.corpus import NEGATIVE_WORDS, NEUTRAL_WORDS, POSITIVE_WORDS
 
@@ -773,10 +773,8 @@ def by_hugging_face_and_a_product(self, input_ids, attention_mask=None):
     "TransformerWithValueHeadLora.forward_with_value_head",
     public=True,
     points=3,
-    float64=False,
     expected=by_hugging_face_and_a_product,
-    rtol=1e-3,
-    atol=1e-3,
+    **IN_FLOAT32,
 )
 def logits_values_and_gradients(student, rng):
     """A GPT-2 and a Llama, rows padded left or right: logits, values and gradients"""
@@ -869,13 +867,7 @@ def head_and_model(student, rng):
     return found | {"trainable": sizes}
 
 
-@check(
-    "TransformerWithValueHeadLora.forward_with_value_head",
-    float64=False,
-    rtol=1e-3,
-    atol=1e-3,
-    tier="hardening",
-)
+@check("TransformerWithValueHeadLora.forward_with_value_head", tier="hardening", **IN_FLOAT32)
 def values_of_a_bfloat16_base(student, rng):
     """On a base in bfloat16: the same values as in float32, up to rounding"""
     ids, values = rng.integers(3, 512, 2, 6), {}
@@ -1741,7 +1733,7 @@ def a_short_run_that_learns(student, rng):
     def reward_fn(samples):
         rewarded.extend(samples)
         rates.extend(_list_rates(trainer))
-        return torch.tensor([float(text.count(".")) for text in samples])
+        return trainers.count_full_stops(samples)
 
     args = student.RLHFArgs(
         batch_size=32,

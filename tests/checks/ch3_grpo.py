@@ -1,10 +1,8 @@
 """Checks of chapter 3: group-relative advantages, and the objective that they weigh."""
 
-import contextlib
 import functools
 import itertools
 import math
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -1181,22 +1179,4 @@ def gradient_at_the_start(student, rng):
 @check("GrpoTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_of_grpo(student, rng):
     """Eight phases, rewarded for full stops: at least half as many again"""
-    args = student.GrpoArgs(
-        batch_size=32,
-        num_minibatches=1,
-        gen_len=10,
-        total_phases=8,
-        warmup_steps=0,
-        base_lr=5e-3,
-        kl_coef=0.0,
-        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
-    )
-    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
-    sampled = {}
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        trainer = student.GrpoTrainer(args, model)
-        for name in ("before", "after"):
-            sampled[name] = trainers.sample_ids(model, args.prefix, rng)
-            if name == "before":
-                trainer.train()
-    return sampled
+    return trainers.train_shortly(student.GrpoTrainer, student.GrpoArgs, rng)

@@ -1,9 +1,7 @@
 """Checks of chapter 5: verifiable rewards, and what was changed in GRPO."""
 
-import contextlib
 import functools
 import itertools
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from solutions.ch0_sampling import Samples, get_samples
+from solutions.ch0_sampling import Samples
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import ReplayMemory
 from tests.oracles.ch5_rlvr import (
@@ -1185,30 +1183,12 @@ def objective_with_either_kl(student, rng):
 @check("RlvrTrainer.train", public=True, slow=True, holds=trainers.find_no_learning)
 def a_short_run_of_rlvr(student, rng):
     """Eight phases with everything turned on, rewarded for full stops: at least half again"""
-    args = student.RlvrArgs(
-        batch_size=32,
-        num_minibatches=1,
-        gen_len=10,
-        total_phases=8,
-        warmup_steps=0,
-        base_lr=5e-3,
-        kl_coef=0.0,
-        clip_coef_high=0.28,
-        advantage_kind="leave_one_out",
-        loss_mode="token",
-        dynamic_sampling=True,
-        truncation="penalty",
-        missing_eos_penalty=0.1,
-        reward_fn=lambda samples: torch.tensor([float(text.count(".")) for text in samples]),
-    )
-    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
-    sampled = {}
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        trainer = student.RlvrTrainer(args, model)
-        for name in ("before", "after"):
-            samples = get_samples(model, [args.prefix] * 64, 12, generator=rng.new_generator())
-            ids = samples.completion_ids * samples.completion_mask
-            sampled[name] = F.pad(ids, (0, 12 - ids.shape[1]))
-            if name == "before":
-                trainer.train()
-    return sampled
+    everything = {
+        "clip_coef_high": 0.28,
+        "advantage_kind": "leave_one_out",
+        "loss_mode": "token",
+        "dynamic_sampling": True,
+        "truncation": "penalty",
+        "missing_eos_penalty": 0.1,
+    }
+    return trainers.train_shortly(student.RlvrTrainer, student.RlvrArgs, rng, **everything)

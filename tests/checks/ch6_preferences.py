@@ -27,7 +27,7 @@ from tests.support.inputs import (
     value_and_gradients,
     with_inputs_after,
 )
-from tests.support.trainers import RANK, make_model
+from tests.support.trainers import IN_FLOAT32, RANK, make_model
 from utils.grading.checks import check
 from utils.models.loading import load_base_model
 from utils.rewards import call_reward_fn
@@ -115,24 +115,15 @@ def _rewards_of_rows(student, rng, kind):
     "RewardModel.forward",
     public=True,
     points=3,
-    float64=False,
     expected=rewards_by_hugging_face("gpt2"),
-    rtol=1e-3,
-    atol=1e-3,
+    **IN_FLOAT32,
 )
 def rewards_of_gpt2(student, rng):
     """Rewards and gradients of rows padded left, right or not at all; absolute positions"""
     return _rewards_of_rows(student, rng, "gpt2")
 
 
-@check(
-    "RewardModel.forward",
-    points=2,
-    float64=False,
-    expected=rewards_by_hugging_face("llama"),
-    rtol=1e-3,
-    atol=1e-3,
-)
+@check("RewardModel.forward", points=2, expected=rewards_by_hugging_face("llama"), **IN_FLOAT32)
 def rewards_of_llama(student, rng):
     """Rewards and gradients: rotary positions, grouped-query attention"""
     return _rewards_of_rows(student, rng, "llama")
@@ -223,15 +214,7 @@ def _scaled_model(student, rng):
     return model
 
 
-@check(
-    "make_reward_fn",
-    public=True,
-    points=3,
-    float64=False,
-    expected=reward_fn_by_hugging_face,
-    rtol=1e-3,
-    atol=1e-3,
-)
+@check("make_reward_fn", public=True, points=3, expected=reward_fn_by_hugging_face, **IN_FLOAT32)
 def rewards_of_texts(student, rng):
     """Prompts and completions of several lengths, as the trainers call it: standardised rewards"""
     model = _scaled_model(student, rng)
@@ -250,15 +233,7 @@ def rewards_of_texts(student, rng):
     }
 
 
-@check(
-    "make_reward_fn",
-    public=True,
-    points=2,
-    float64=False,
-    expected=reward_fn_by_hugging_face,
-    rtol=1e-3,
-    atol=1e-3,
-)
+@check("make_reward_fn", public=True, points=2, expected=reward_fn_by_hugging_face, **IN_FLOAT32)
 def the_scale_of_the_training_pairs(student, rng):
     """Mean and std are the model's, not those of the texts that are scored; no gradient"""
     model = _scaled_model(student, rng)

@@ -27,7 +27,7 @@ from tests.oracles.ch7_scale import (
 from tests.support import trainers, trl
 from tests.support.inputs import NAN, error_of, leaf, ragged_mask
 from tests.support.ranks import run_on_ranks, shard
-from tests.support.trainers import make_model
+from tests.support.trainers import IN_FLOAT32, make_model
 from utils.grading.checks import check
 
 # --- estimate_memory ----------------------------------------------------------------------------
@@ -232,10 +232,8 @@ def _checkpoint(student, rng, kind, sites):
     public=True,
     points=4,
     beside=True,
-    float64=False,
     expected=gradients_by_hugging_face,
-    rtol=1e-3,
-    atol=1e-3,
+    **IN_FLOAT32,
 )
 def gradients_recomputed(student, rng):
     """A GPT-2 and a Llama: the adapters' gradients, before and inside, against Hugging Face"""
@@ -569,31 +567,13 @@ def _learn_sharded(student, rng, kind, model_class=TransformerWithLora):
     return {f"rank {rank}": of_rank for rank, of_rank in enumerate(found)}
 
 
-@check(
-    "shard_model",
-    public=True,
-    points=4,
-    beside=True,
-    float64=False,
-    expected=stays_whole,
-    rtol=1e-3,
-    atol=1e-3,
-)
+@check("shard_model", public=True, points=4, beside=True, expected=stays_whole, **IN_FLOAT32)
 def sharded_models_learn(student, rng):
     """A GPT-2 and a Llama on two ranks: logits, gradients and two steps are a whole model's"""
     return {kind: _learn_sharded(student, rng, kind) for kind in ("gpt2", "llama")}
 
 
-@check(
-    "shard_model",
-    public=True,
-    points=2,
-    beside=True,
-    float64=False,
-    expected=stays_whole,
-    rtol=1e-3,
-    atol=1e-3,
-)
+@check("shard_model", public=True, points=2, beside=True, expected=stays_whole, **IN_FLOAT32)
 def a_sharded_value_head_learns(student, rng):
     """PPO's model: forward_with_value_head works on shards too"""
     return _learn_sharded(student, rng, "shallow", TransformerWithValueHeadLora)

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from solutions.ch0_sampling import Samples, sample_completions
+from solutions.ch1_lora import TransformerWithLora
 from tests.support import models
 from tests.support.inputs import NAN, poison, ragged_mask
 from utils.models.forward import get_scorer
@@ -26,6 +28,7 @@ RANK = 3  # no other size of the small models: it tells adapters from the value 
 # One with blanks around it, one with a pad token inside.
 PROMPTS = ["This movie is", "A.", "The plot was dull, and", "So", " It ", "Not bad", "Yes,"]
 PROMPTS += ["In<pad> all"]
+IN_FLOAT32 = {"float64": False, "rtol": 1e-3, "atol": 1e-3}  # a check of whole models
 
 
 def fill(model: nn.Module, rng) -> nn.Module:
@@ -391,6 +394,31 @@ def find_misfit(tokens: Tensor, logits: Tensor, top_k: int | None) -> str | None
     if expected.sum() - n_drawn > 6.2 * (expected * (1 - expected)).sum().sqrt():
         return "rare tokens are left out: sample from the whole distribution"
     return None
+
+
+def count_full_stops(samples: list[str]) -> Tensor:
+    """The reward of short runs, which learn it in a few phases."""
+    return torch.tensor([float(text.count(".")) for text in samples])
+
+
+def train_shortly(trainer_class: type, make_args: Callable[..., Any], rng, **options) -> dict:
+    """What the embedded model samples before and after eight phases rewarded for full stops."""
+    args = make_args(
+        batch_size=32,
+        num_minibatches=1,
+        gen_len=10,
+        total_phases=8,
+        warmup_steps=0,
+        base_lr=5e-3,
+        kl_coef=0.0,
+        reward_fn=count_full_stops,
+        **options,
+    )
+    model = TransformerWithLora.from_pretrained("embedded", device="cpu")
+    before = sample_ids(model, args.prefix, rng)
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        trainer_class(args, model).train()
+    return {"before": before, "after": sample_ids(model, args.prefix, rng)}
 
 
 def sample_ids(model, prompt: str, rng) -> Tensor:
