@@ -5,6 +5,7 @@ import json
 import re
 import textwrap
 import types
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from utils.authoring.__main__ import build_student, format_core_path
 from utils.authoring.notebooks import CHAPTERS, SOLUTIONS, Edition, build
 from utils.authoring.sums import read_exercises
 from utils.course import checking, session, stale_cells
-from utils.grading.checks import get_checks, get_reference
+from utils.grading.checks import Check, get_checks, get_reference
 
 WRITTEN = notebooks.get_written_chapters()
 
@@ -104,7 +105,7 @@ def test_the_diagram_is_as_drawn_and_says_in_words_what_it_shows(chapter):
     assert (notebooks.FIGURES / f"{chapter}-loop.svg").read_text() == drawn
     parts = {part.tag.partition("}")[2]: part.text for part in ElementTree.fromstring(drawn)}
     assert parts["desc"] == diagrams.describe_loop(chapter)
-    loop = diagrams.LOOPS[chapter]
+    loop = diagrams.read_loop(chapter)
     assert all(name in parts["desc"] for name in (*loop.new, *loop.gone))
 
 
@@ -165,19 +166,48 @@ def test_the_editions_of_a_notebook(small):
     assert build("ch0_sampling", Edition()) == student
 
 
-def test_a_source_with_a_wrong_field_or_block_is_refused(small):
-    text = small.read_text()
-    for old, new, said in (("minutes: 5\n", "", "minutes"), ("{given}", "{gibt}", "gibt")):
-        small.write_text(text.replace(old, new))
-        with pytest.raises(ValueError, match=said):
-            build("ch0_sampling", Edition())
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("minutes: 5\n", "", "ch0_sampling.md: the block of masked_mean should have"),
+        ("idea: ", "idea: [", "ch0_sampling.md: the block of masked_mean should be YAML"),
+        ("{given}", "{gibt}", "ch0_sampling.md: no block is called gibt"),
+        ("{given} ", "{given} mine ", "names mine, which solutions/ch0_sampling.py should define"),
+        ("# Title", "{{count mine}}", "ch0_sampling.md: 'count mine': there is no chapter and no"),
+    ],
+)
+def test_a_mistake_of_an_author_ends_in_a_sentence(old, new, said, small, monkeypatch, capsys):
+    small.write_text(small.read_text().replace(old, new))
+    run_main(monkeypatch, small.parent)
+    assert said in capsys.readouterr().err
 
 
-def test_every_exercise_has_one_place():
+def test_a_solution_that_cannot_be_read_ends_in_a_sentence(small, monkeypatch, capsys):
+    draw_loop = partial(compile, "\ndef (", "solutions/x.py")
+    monkeypatch.setattr(notebooks, "draw_loop", lambda chapter: draw_loop("exec"))
+    run_main(monkeypatch, small.parent)
+    assert "solutions/x.py, line 2: invalid syntax" in capsys.readouterr().err
+
+
+def run_main(monkeypatch, folder):
+    """Build the student's notebook of chapter 0; it fails."""
+    for module, name in ((authoring, "CORE_PATH"), (authoring, "FORM"), (notebooks, "FIGURES")):
+        monkeypatch.setattr(module, name, folder / name)
+    (folder / "FORM").touch()
+    monkeypatch.setattr("sys.argv", ["authoring", "--no-execute", "ch0_sampling"])
+    with pytest.raises(SystemExit, match="1"):
+        authoring.main()
+
+
+def test_every_exercise_has_one_place_and_its_checks_are_told(monkeypatch):
     first, *others = get_checks("ch0_sampling")
     for placed in (others, [first, *others, first]):
         with pytest.raises(ValueError, match=first):
             notebooks._require_every_exercise("ch0_sampling", placed)
+    untold = Check("untold", lambda student, rng: 1)
+    monkeypatch.setattr(notebooks, "get_checks", lambda chapter: {"untold": (untold,)})
+    with pytest.raises(ValueError, match="untold has a check without a docstring in tests/checks/"):
+        notebooks._require_every_exercise("ch0_sampling", ["untold"])
 
 
 def test_a_notebook_that_somebody_has_worked_in_is_left_alone(small, tmp_path):

@@ -7,37 +7,41 @@ import pytest
 
 from utils.authoring import sums
 from utils.authoring.notebooks import ROOT
-from utils.authoring.sums import calc_sum, fill_page, fill_source, say_time
+from utils.authoring.sums import IN_SOURCE, calc_sum, fill, say_time
 
 
 def test_the_pages_quote_the_sums():
     pages = [path for pattern in sums.PAGES for path in ROOT.glob(pattern)]
-    texts = [path.read_text(encoding="utf-8") for path in pages]
-    assert sum("<!--time " in text for text in texts) >= 5
-    for path, text in zip(pages, texts, strict=True):
-        assert fill_page(text) == text, f"{path} quotes an old sum: make chapters"
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    assert sum("<!--time " in text for text in texts.values()) >= 5
+    for path, text in texts.items():
+        assert fill(path) == text, f"{path} quotes an old sum: make chapters"
 
 
-SMALL = """
+BLOCK = "difficulty: 1\nimportance: 1\nidea: an idea\napi: a call\nwhy: a reason"
+SMALL = f"""
 ## 1 · One
 
-```{code-cell} ipython3
+```{{code-cell}} ipython3
 :tags: [hide-input]
 
 helper()
 ```
 
-````{exercise} first
+````{{exercise}} first
+{BLOCK}
 minutes: 15
 ````
 
 ## 2 · Two · deeper
 
-````{exercise} second
+````{{exercise}} second
+{BLOCK}
 minutes: 20
 ````
 
-````{exercise} Third.method
+````{{exercise}} Third.method
+{BLOCK}
 minutes: 25
 optional: lent
 ````
@@ -60,9 +64,10 @@ optional: lent
         ("time small:3-9", ""),
     ],
 )
-def test_a_sum_worked_by_hand(expression, expected, small):
+def test_a_sum_worked_by_hand(expression, expected, small, tmp_path):
     assert calc_sum(expression) == expected
-    assert fill_source(f"{{{{{expression}}}}} {{{{y}}}}") == f"{expected} {{{{y}}}}"
+    (tmp_path / "page.md").write_text(f"{{{{{expression}}}}} {{{{y}}}}")
+    assert fill(tmp_path / "page.md", IN_SOURCE) == f"{expected} {{{{y}}}}"
 
 
 @pytest.fixture

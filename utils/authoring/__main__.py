@@ -68,10 +68,18 @@ def build_solved(chapter: str) -> None:
 
 def renew_checks(chapter: str) -> None:
     path = SOLUTIONS / f"{chapter}.ipynb"
+    if not path.exists():
+        raise ValueError(f"{path} is not there: build it without --checks first")
     notebook = nbformat.read(path, as_version=4)
     check_anew(chapter, notebook)
     embed_results(chapter, notebook, notebook)
     write(notebook, path)
+
+
+def add_chapters(parser: argparse.ArgumentParser) -> None:
+    """Let a command take names of chapters, by default all."""
+    known, said = get_written_chapters(), "chapters, e.g. ch2_ppo; all"
+    parser.add_argument("chapters", nargs="*", metavar="CHAPTER", choices=known, help=said)
 
 
 def fill_form(text: str) -> str:
@@ -108,38 +116,42 @@ def add_points() -> str:
     return "\n".join(added) or f"{FILE} had every exercise"
 
 
+def rebuild(args: argparse.Namespace) -> None:
+    """Build what the command line asks for."""
+    if args.points:
+        print(add_points())
+        return
+    CORE_PATH.write_text(format_core_path(), encoding="utf-8")
+    FORM.write_text(fill_form(FORM.read_text(encoding="utf-8")), encoding="utf-8")
+    with tqdm(args.chapters or get_written_chapters(), unit="chapter") as bar:
+        for chapter in bar:
+            save_loop(chapter)
+            if args.without_solutions:
+                build_student(chapter, args.without_solutions, folded_solutions=False)
+            elif args.checks:
+                renew_checks(chapter)
+            else:
+                if not args.no_execute:
+                    build_solved(chapter)
+                build_student(chapter, CHAPTERS)
+    fill_pages()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "chapters", nargs="*", metavar="CHAPTER", help="chapters, e.g. ch2_ppo; all"
-    )
+    add_chapters(parser)
     parser.add_argument("--no-execute", action="store_true", help="the student's notebooks alone")
     parser.add_argument("--checks", action="store_true", help="outputs of checks alone, anew")
     parser.add_argument("--points", action="store_true", help="fill tests/points.toml, and end")
     parser.add_argument("--without-solutions", type=Path, metavar="DIR")
-    args = parser.parse_args()
-    if args.points:
-        print(add_points())
-        return
-    unknown = set(args.chapters) - set(get_written_chapters())
-    if unknown:
-        parser.error(
-            f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
-        )
-    CORE_PATH.write_text(format_core_path(), encoding="utf-8")
-    FORM.write_text(fill_form(FORM.read_text(encoding="utf-8")), encoding="utf-8")
-    for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
-        save_loop(chapter)
-        if args.without_solutions:
-            build_student(chapter, args.without_solutions, folded_solutions=False)
-            continue
-        if args.checks:
-            renew_checks(chapter)
-            continue
-        if not args.no_execute:
-            build_solved(chapter)
-        build_student(chapter, CHAPTERS)
-    fill_pages()
+    try:
+        rebuild(parser.parse_args())
+    except SyntaxError as error:
+        parser.exit(1, f"{error.filename}, line {error.lineno}: {error.msg}; mend that first\n")
+    except ModuleNotFoundError as error:
+        parser.exit(1, f"{error}: a chapter needs solutions/NAME.py and tests/checks/NAME.py\n")
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
 
 
 if __name__ == "__main__":

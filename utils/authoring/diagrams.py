@@ -5,6 +5,7 @@ chapters/figures. Each has a light ground of its own, so that it can be read on 
 description for those who do not see it.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,15 +53,20 @@ class Loop:
 
 STEPS = {1: "sample", 2: "score", 3: "compare", 4: "weight", 5: "update the policy"}
 SOURCE = Path(__file__).parents[2] / "chapters" / "source" / "loops.yaml"
-LOOPS = {
-    chapter: Loop(**fields)
-    for chapter, fields in yaml.safe_load(SOURCE.read_text(encoding="utf-8")).items()
-}
+
+
+@functools.cache
+def read_loop(chapter: str) -> Loop:
+    """Read a chapter's loop. Raises ValueError where the source has none, or a wrong one."""
+    try:
+        return Loop(**yaml.safe_load(SOURCE.read_text(encoding="utf-8"))[chapter])
+    except (KeyError, TypeError, yaml.YAMLError) as error:
+        raise ValueError(f"chapters/source/loops.yaml should describe {chapter}: {error}") from None
 
 
 def draw_loop(chapter: str) -> str:
     """Draw a chapter's loop as an SVG document."""
-    loop = LOOPS[chapter]
+    loop = read_loop(chapter)
     parts = [_draw_box(name, loop) for name in PLACES if name not in loop.absent]
     colors = {name: LOOKS[loop.get_look(name)][0] for name in PLACES}
     row = list(PLACES)[:5]
@@ -91,7 +97,7 @@ def draw_loop(chapter: str) -> str:
 
 def describe_loop(chapter: str) -> str:
     """Return in words what a chapter's diagram shows."""
-    loop = LOOPS[chapter]
+    loop = read_loop(chapter)
     said = [
         "Prompts go to the policy, which samples completions (1); each gets a reward (2), which "
         "becomes an advantage (3); the objective weights the log-probs by it (4), and its "

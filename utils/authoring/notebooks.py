@@ -46,7 +46,6 @@ from typing import Any
 
 import jupytext
 import nbformat
-import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
@@ -55,7 +54,15 @@ from tqdm import tqdm
 from utils.authoring import stubs
 from utils.authoring.book.pages import name_page
 from utils.authoring.diagrams import describe_loop, draw_loop
-from utils.authoring.sums import SECTION, Exercise, fill_source, find_needed, read_exercises
+from utils.authoring.sums import (
+    IN_SOURCE,
+    SECTION,
+    Exercise,
+    fill,
+    find_needed,
+    read_exercises,
+    read_options,
+)
 from utils.chapters import sort_chapters
 from utils.course.checking import run_and_print
 from utils.grading.checks import get_checks, get_reference
@@ -69,10 +76,8 @@ BLOCK = re.compile(r"^(`{3,})\{(\w+)\} *([^\n]*)\n(.*?)^\1[ \t]*$", re.MULTILINE
 BY_PLACE = re.compile(r"<(repository|bundle)>(.*?)</\1>", re.DOTALL)
 MADE_BY = re.compile(r"^#.* python -m chapters\.experiments\.[^\n]*\n", re.MULTILINE)
 SCRIPT = re.compile(r"(a script in )?chapters/experiments[\w/.]*")
-REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}
 OPTIONAL = {True: " · optional", "lent": " · optional where the solutions are at hand"}
 LENT_IN_BUNDLES = " · needed by others, so write it"  # nothing is lent there
-FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional", "milestone"}
 OPENING = {
     "repository": "preview()  # the finished thing, in about 20 seconds",
     "bundle": "preview()  # what the finished thing printed, recorded",
@@ -161,16 +166,10 @@ class _Builder:
         elif kind == "exercise":
             self.exercise(names[0], body)
         else:
-            raise ValueError(f"{self.chapter}: a block should not be {kind!r}")
+            raise ValueError(f"chapters/source/{self.chapter}.md: no block is called {kind}")
 
     def exercise(self, name: str, body: str) -> None:
-        options = yaml.safe_load(body)
-        if not REQUIRED <= options.keys() <= FIELDS:
-            wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
-            raise ValueError(
-                f"{self.chapter} {name}: the block should have {sorted(REQUIRED)} and may have "
-                f"{sorted(FIELDS - REQUIRED)}, but these lack or are unknown: {wrong}"
-            )
+        options = read_options(self.chapter, name, body)
         self.placed.append(name)
         self.markdown(
             f"### Exercise: `{name}`\n\n"
@@ -228,8 +227,8 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
 
     Raises ValueError for a source whose blocks are wrong.
     """
-    builder = _Builder(chapter, edition)
-    source = fill_source((CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8"))
+    builder, path = _Builder(chapter, edition), CHAPTERS / "source" / f"{chapter}.md"
+    source = fill(path, IN_SOURCE)
     source = lead_past(source, find_needed(chapter))
     source = BY_PLACE.sub(lambda match: match[2] if match[1] == edition.place else "", source)
     if edition.place == "bundle":  # which has what the scripts found, not the scripts
@@ -300,10 +299,12 @@ def is_as_built(path: Path) -> bool:
 
 
 def _require_every_exercise(chapter: str, placed: list[str]) -> None:
-    exercises = list(get_checks(chapter))
+    exercises = get_checks(chapter)
+    untold = {name for name in exercises if not all(c.probe.__doc__ for c in exercises[name])}
     wrong = {
-        f"has no {{exercise}} block in chapters/source/{chapter}.md": set(exercises) - {*placed},
-        f"has no check in tests/checks/{chapter}.py": {*placed} - set(exercises),
+        f"has no {{exercise}} block in chapters/source/{chapter}.md": exercises.keys() - placed,
+        f"has no check in tests/checks/{chapter}.py": {*placed} - exercises.keys(),
+        f"has a check without a docstring in tests/checks/{chapter}.py": untold,
         "has more than one {exercise} block": {n for n in placed if placed.count(n) > 1},
     }
     said = [f"{name} {what}" for what, names in wrong.items() for name in sorted(names)]

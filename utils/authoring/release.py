@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from utils.authoring.__main__ import build_student
+from utils.authoring.__main__ import add_chapters, build_student
 from utils.authoring.notebooks import ROOT, get_written_chapters
 from utils.authoring.recording import record
 from utils.grading import probes
@@ -119,15 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "chapters", nargs="*", metavar="CHAPTER", help="chapters, e.g. ch2_ppo; all"
-    )
+    add_chapters(parser)
     args = parser.parse_args()
-    unknown = set(args.chapters) - set(get_written_chapters())
-    if unknown:
-        parser.error(
-            f"CHAPTER should be among {get_written_chapters()}, but {sorted(unknown)} are not"
-        )
     made = []
     for chapter in tqdm(args.chapters or get_written_chapters(), unit="chapter"):
         made += [DIST / f"{chapter}.zip", DIST / f"autograder_{chapter}.zip"]

@@ -99,7 +99,9 @@ def _find_constant(chapter: str, name: str) -> tuple[int, int]:
         targets = getattr(node, "targets", [])
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             return node.lineno - 1, node.end_lineno or node.lineno
-    raise ValueError(f"the definition should be one of {chapter}, but is {name!r}")
+    raise ValueError(
+        f"chapters/source/{chapter}.md names {name}, which solutions/{chapter}.py should define"
+    )
 
 
 def _cut(chapter: str, exercise: str) -> str:

@@ -24,6 +24,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -32,6 +33,8 @@ from utils.grading.points import list_chapters, load_points
 from utils.grading.reference import find_called
 from utils.grading.substitution import find_reached
 
+REQUIRED = {"difficulty", "importance", "minutes", "idea", "api", "why"}  # of an exercise's block
+FIELDS = REQUIRED | {"also", "helpers", "slow", "inherited", "optional", "milestone"}
 ROOT = Path(__file__).parents[2]
 CHAPTERS = ROOT / "chapters"
 PAGES = ("README.md", "chapters/*.md", "chapters/teaching/*.md", "utils/autograder/*.md")
@@ -46,8 +49,8 @@ PART = re.compile(
 )
 UNREAD = re.compile(r"<details>\s*<summary>Solution.*?</details>|<!-- play: .*? -->", re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\} .*\n(?::.*\n)*(?P<code>(?:(?!```).*\n)*)", re.MULTILINE)
-IN_SOURCE = re.compile(r"\{\{((?:count|time|points|needed) [^}]+)\}\}")
-ON_PAGE = re.compile(r"(<!--((?:count|time|points) [^>]+)-->)[^<]*(?=<!---->)")
+IN_SOURCE = re.compile(r"(?P<mark>)\{\{(?P<sum>(?:count|time|points|needed) [^}]+)\}\}")
+ON_PAGE = re.compile(r"(?P<mark><!--(?P<sum>(?:count|time|points) [^>]+)-->)[^<]*(?=<!---->)")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,25 @@ class Exercise:
     is_inherited: bool = False  # only run: there is nothing to write
 
 
+def read_options(chapter: str, name: str, block: str) -> dict[str, Any]:
+    """Read what an exercise's block in a chapter's source says.
+
+    Raises ValueError if it is not YAML, or its fields are not those that a block has.
+    """
+    where = f"chapters/source/{chapter}.md: the block of {name}"
+    try:
+        options = yaml.safe_load(block)
+        wrong = sorted((options.keys() - FIELDS) | (REQUIRED - options.keys()))
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ValueError(f"{where} should be YAML: {error}") from None
+    if wrong:
+        raise ValueError(
+            f"{where} should have {sorted(REQUIRED)} and may have {sorted(FIELDS - REQUIRED)}, "
+            f"but these lack or are unknown: {wrong}"
+        )
+    return options
+
+
 @functools.cache
 def read_exercises(chapter: str) -> tuple[Exercise, ...]:
     """Read a chapter's exercises from its source, each with the number of its section."""
@@ -69,9 +91,7 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
         if part["section"]:
             section, is_deeper = int(part["section"]), bool(part["deeper"])
             continue
-        options = yaml.safe_load(part["body"])
-        if "minutes" not in options:
-            raise ValueError(f"{chapter}.md: the block of {part['name']} should have minutes")
+        options = read_options(chapter, part["name"], part["body"])
         optional, inherited = bool(options.get("optional")), bool(options.get("inherited"))
         is_core = not (optional or is_deeper)
         exercise = (part["name"], section, options["minutes"], optional, is_core, inherited)
@@ -190,19 +210,20 @@ def say_time(minutes: float) -> str:
     return f"{hours} h {rest:02}" if rest else f"{hours} h"
 
 
-def fill_source(text: str) -> str:
-    """Put the sums into a chapter's source."""
-    return IN_SOURCE.sub(lambda match: calc_sum(match[1]), text)
+def fill(path: Path, pattern: re.Pattern = ON_PAGE) -> str:
+    """Return the text of a page, or with `IN_SOURCE` of a chapter's source, with its sums.
 
-
-def fill_page(text: str) -> str:
-    """Renew the sums of a page."""
-    return ON_PAGE.sub(lambda match: match[1] + calc_sum(match[2]), text)
+    Raises ValueError, with the file's name, for a sum of what is not there.
+    """
+    text = path.read_text(encoding="utf-8")
+    try:
+        return pattern.sub(lambda match: match["mark"] + calc_sum(match["sum"]), text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def fill_pages() -> None:
     """Renew the sums on all pages."""
     for path in (path for pattern in PAGES for path in ROOT.glob(pattern)):
-        text = path.read_text(encoding="utf-8")
-        if (filled := fill_page(text)) != text:
+        if (filled := fill(path)) != path.read_text(encoding="utf-8"):
             path.write_text(filled, encoding="utf-8")
