@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.distributions import Categorical, kl_divergence
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 from solutions.ch0_sampling import calc_entropy, get_logprobs, select_completion
 from solutions.ch1_lora import LoraLayer, TransformerWithLora
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.course.helpers import NATIVE, OTHERS, load
 from utils.models import blocks, forward
+from utils.models.fast_path import find_native
 from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 from utils.models.loading import load_base_model
 
@@ -71,13 +73,21 @@ def get_gradients(parts, mask, model):
     return torch.autograd.grad(total, model.trainable_parameters())
 
 
+def test_every_architecture_has_a_model_that_is_tried(folders):
+    """One that is added to `blocks`, and that no test tries, could be slow without a word."""
+    kinds = {AutoConfig.from_pretrained(folders[n]).model_type for n in NATIVE if n != "embedded"}
+    assert kinds == {"gpt2", *blocks.GATED}, "NATIVE, in helpers.py, should have one of each"
+    assert {*NATIVE, *OTHERS} == folders.keys(), "helpers.py should name every model of conftest.py"
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", NATIVE)
 def test_scores_and_gradients_are_those_of_the_bridge(name, temperature, folders, monkeypatch):
     monkeypatch.setattr(forward, "MIN_ROWS", 3)  # several chunks, the last one shorter
     monkeypatch.setattr(forward, "CHUNK", 0)
     model = load(folders, name)
-    assert type(get_scorer(model)) is NativeScorer
+    why = f"the fast path of {name} is off: {find_native(model)}"
+    assert type(get_scorer(model)) is NativeScorer, why
     found, expected, mask = assert_parts_of_the_bridge(model, temperature)
     assert not any(part[~mask].any() for part in found)
     gradients = (get_gradients(parts, mask, model) for parts in (found, expected))
