@@ -42,12 +42,13 @@ def masked_mean(values, mask, dim=None):
 # --- Trainers -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos(tmp_path):
+def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos_nor_pad(tmp_path):
     AutoModelForCausalLM.from_pretrained(EMBEDDED_MODEL).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, bos_token=None)
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_MODEL, bos_token=None, pad_token=None)
     tokenizer.save_pretrained(tmp_path)
     model = load_base_model(tmp_path, device="cpu")
     assert model.tokenizer.bos_token is None
+    model.tokenizer.pad_token = None
     samples = get_samples(model, ["Q: 12+34\n"], 2)
     assert samples.input_ids[0, :-2].tolist() == tokenizer("Q: 12+34\n")["input_ids"]
 

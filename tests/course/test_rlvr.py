@@ -1,11 +1,11 @@
-"""Chapter 5's solutions against TRL and chapter 3."""
+"""The objectives of chapters 3 and 5 against TRL; chapter 5's trainer against chapter 3's."""
 
 import pytest
 import torch
 
 from solutions.ch0_sampling import Samples
 from solutions.ch2_ppo import ReplayMinibatch
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
+from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
 from solutions.ch5_rlvr import (
     RlvrArgs,
     RlvrTrainer,
@@ -79,6 +79,9 @@ def test_objective_equals_trl_in_value_and_gradient(loss_type, level, low, high,
     args = poison(ours, mask), poison(old, mask), advantages, mask, low, high
     objective = calc_rlvr_objective(*args, **options, ref_logprobs=poison(ref, mask), beta=beta)
     loss = calc_trl_loss(theirs, old, ref, advantages, mask, low, high, beta, loss_type, level, 40)
+    if (loss_type, level) == ("grpo", "token"):  # chapter 3's
+        grpo = calc_grpo_objective(*args[:2], poison(ref, mask), *args[2:], beta)
+        torch.testing.assert_close(grpo, objective, rtol=0, atol=1e-12)
     assert abs(objective.item() + loss.item()) < 1e-6
     objective.backward()
     loss.backward()

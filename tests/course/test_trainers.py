@@ -10,7 +10,12 @@ import torch
 
 from solutions.ch0_sampling import get_logprobs
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer, reward_fn_char_count
-from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_single_update_objective
+from solutions.ch3_grpo import (
+    GrpoArgs,
+    GrpoTrainer,
+    calc_single_update_objective,
+    measure_loss_and_gradient_at_start,
+)
 from tests.alternatives.ch3_grpo import objective_in_one_piece, rollout_in_one_batch
 from tests.course.conftest import ARCHITECTURES
 from tests.course.helpers import ONE_STEP, assert_bit_identical, get_base_weights, randomize
@@ -87,6 +92,19 @@ def test_one_update_per_rollout_has_a_ratio_of_exactly_one_and_no_pass_for_it(
     expected = torch.autograd.grad(single, adapters)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_measuring_at_the_start_leaves_the_trainer_as_it_was(tmp_path):
+    trainer = make_trainer("grpo", tmp_path, num_minibatches=1)
+    trainer.metrics["reward"].append(0.5)
+    state = trainer.get_state()
+    measure_loss_and_gradient_at_start(trainer)
+    assert torch.equal(state["generator"], trainer.get_state()["generator"])
+    assert trainer.metrics == {"reward": [0.5]}
+    assert all(p.grad is None for p in trainer.model.trainable_parameters())
+    trainer.args.reward_fn = lambda samples: torch.ones(len(samples))
+    with pytest.raises(ValueError, match="all are equal in every group"):
+        measure_loss_and_gradient_at_start(trainer)
 
 
 @pytest.mark.parametrize(
