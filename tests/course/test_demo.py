@@ -31,7 +31,7 @@ def test_the_demo_writes_a_summary_plots_and_a_table(tmp_path, monkeypatch):
     pairs, prompts = held_out_pairs()[:8], review_prompts()
     monkeypatch.setattr(demo, "held_out_pairs", lambda: pairs)
     monkeypatch.setattr(demo, "review_prompts", lambda: (prompts[0], prompts[1][:2]))
-    summaries = [demo.run_demo(tmp_path / str(k), k, SHORT, SHORT) for k in range(2)]
+    summaries = [demo.run_demo(tmp_path / str(k), k, **SHORT) for k in range(2)]
     for k, summary in enumerate(summaries):
         folder = tmp_path / str(k)
         assert json.loads((folder / "summary.json").read_text()) == summary
@@ -60,7 +60,7 @@ def test_on_a_busy_machine_the_demo_ends_early_and_says_so(tmp_path, monkeypatch
 
     monkeypatch.setattr(demo, "evaluate_reviews", evaluate)
     monkeypatch.setattr(demo, "evaluate_additions", evaluate)
-    summary = demo.run_demo(tmp_path, 0, SHORT, SHORT, seconds=0)
+    summary = demo.run_demo(tmp_path, 0, seconds=0, **SHORT)
     said = capsys.readouterr().out
     assert said.count("Training stopped after 1 of 2 phases, because the machine is busy") == 2
     assert said.count("Only every eighth prompt is measured") == 2

@@ -1,29 +1,9 @@
 """Builds a chapter's notebooks from `chapters/source/<chapter>.md` and `solutions/<chapter>.py`.
 
-The source is MyST, read by jupytext. Besides prose and code cells it holds fenced blocks that are
-filled from the solutions:
-
-    ```{setup}            the set-up cell and the chapter's imports, both folded
-    ```{opening}          the cell that runs `chapters/openings/<chapter>.py`
-    ```{given} A B        definitions that students get; "folded" inside folds the cell
-    ```{exercise} f       a stub, its check, folded hints and the folded solution; YAML inside;
-                          `inherited: true` for a method that is only run: no stub;
-                          `optional: true` for what is useful to have, and teaches little;
-                          `optional: lent` if other exercises need it, so that it can be left out
-                          only where there are solutions;
-                          `milestone: true` for what puts the chapter's other exercises together
-    ```{result} name      the picture of the code cell with the tag `figure-name`, once executed;
-                          `loop` is the chapter's diagram
-
-A line `<!-- play: NAME: QUESTION -->` is in the book a widget in which the model runs (see
-`utils/authoring/book/static/play/widgets.js`), and in a notebook nothing.
-
-A section whose heading ends with " · deeper" is off the core path, and so are its exercises and the
-optional ones. A code cell with the tag `hide-input` is folded: it only draws or imports.
-
-`{{count ch4_kl}}` and the like are sums over exercises (`utils.authoring.sums`).
-
-Text in <repository>...</repository> stands where the whole repository is at hand, text in
+chapters/README.md says what blocks a source has, and what they become. Besides them, a line
+`<!-- play: NAME: QUESTION -->` is in the book a widget in which the model runs (see
+`utils/authoring/book/static/play/widgets.js`), and in a notebook nothing. Text in
+<repository>...</repository> stands where the whole repository is at hand, text in
 <bundle>...</bundle> in a course bundle, which has no experiments, course tests or Makefile.
 
 `chapters/<chapter>.ipynb` has stubs, `solutions/<chapter>.ipynb` the solutions in their place,

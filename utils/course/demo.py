@@ -82,17 +82,17 @@ def _get_run_args(name: str, out: Path, seed: int) -> dict:
     return {"name": name, "runs_dir": str(out), "seed": seed, "samples_every": 10}
 
 
-def run_ppo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dict[str, Any]:
+def run_ppo(out: Path, seed: int, seconds: float, **overrides) -> dict[str, Any]:
     """Train PPO and measure the mood of reviews before and after, on held-out beginnings."""
     trainer, prompts = make_ppo_trainer(out, seed, **overrides), review_prompts()[1]
 
     def measure(every: int) -> dict[str, float]:
         return evaluate_reviews(trainer.model, prompts[::every], trainer.args.reward_fn, seed=seed)
 
-    return _run("PPO on the sentiment of reviews", trainer, seed, prompts, measure, seconds)
+    return _run("PPO on the sentiment of reviews", trainer, prompts, measure, seconds)
 
 
-def run_grpo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dict[str, Any]:
+def run_grpo(out: Path, seed: int, seconds: float, **overrides) -> dict[str, Any]:
     """Train GRPO and measure additions before and after, on all held-out pairs.
 
     The run has fewer phases than those that the chapters record, enough to see it learn.
@@ -104,20 +104,29 @@ def run_grpo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> di
     def measure(every: int) -> dict[str, float]:
         return evaluate_additions(trainer.model, pairs[::every], seed=seed)
 
-    return _run("GRPO on additions", trainer, seed, prompts, measure, seconds)
+    return _run("GRPO on additions", trainer, prompts, measure, seconds)
 
 
 def _run(
     label: str,
     trainer: RLHFTrainer,
-    seed: int,
     prompts: list[str],
     measure: Callable[[int], dict[str, float]],
     seconds: float,
 ) -> dict[str, Any]:
-    """Train between two measurements, and add three prompts with what is written after them."""
+    """Train between two measurements, and add three prompts with what is written after them.
+
+    If the first eighth of the prompts says that all would take more than `MEASURED_SHARE` of the
+    seconds, it is all that is measured.
+    """
+    seed = trainer.args.seed
     print(f"\n{label}, seed {seed}: measure, train, measure again")
-    every, before = _measure_first(measure, seconds)
+    start = time.perf_counter()
+    every, before = SOME, measure(SOME) if seconds < math.inf else {}
+    if SOME * (time.perf_counter() - start) <= MEASURED_SHARE * seconds:
+        every, before = 1, measure(1)
+    else:
+        print("Only every eighth prompt is measured, because the machine is busy or slow.")
     start = time.perf_counter()
     train(trainer, seconds)
     took = time.perf_counter() - start
@@ -132,20 +141,6 @@ def _run(
         "phases": f"{trainer.phase} of {trainer.args.total_phases}",
         "samples": [list(pair) for pair in zip(chosen, sampled.texts, strict=True)],
     }
-
-
-def _measure_first(
-    measure: Callable[[int], dict[str, float]], seconds: float
-) -> tuple[int, dict[str, float]]:
-    """Measure the untrained model on all prompts (1), or on every eighth (8) if that says that all
-    would take more than `MEASURED_SHARE` of the seconds."""
-    if seconds < math.inf:
-        start = time.perf_counter()
-        before = measure(SOME)
-        if SOME * (time.perf_counter() - start) > MEASURED_SHARE * seconds:
-            print("Only every eighth prompt is measured, because the machine is busy or slow.")
-            return SOME, before
-    return 1, measure(1)
 
 
 def train(trainer: RLHFTrainer, seconds: float) -> None:
@@ -207,21 +202,13 @@ def format_summary(summaries: list[dict]) -> str:
     return tabulate(table, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def run_demo(
-    out: Path,
-    seed: int,
-    ppo: dict | None = None,
-    grpo: dict | None = None,
-    seconds: float = math.inf,
-) -> dict:
+def run_demo(out: Path, seed: int, seconds: float = math.inf, **overrides) -> dict:
     """Run both trainers once: write `out/summary.json`, plots beside it, and return the summary.
 
     Each training begins no phase after these seconds.
     """
-    summary = {
-        "ppo": run_ppo(out, seed, seconds, **(ppo or {})),
-        "grpo": run_grpo(out, seed, seconds, **(grpo or {})),
-    }
+    runs = {"ppo": run_ppo, "grpo": run_grpo}
+    summary = {name: run(out, seed, seconds, **overrides) for name, run in runs.items()}
     for trainer in summary:
         lines = (out / trainer / "metrics.jsonl").read_text().splitlines()
         plot_history({trainer: [json.loads(line) for line in lines]}, out / f"{trainer}.png")
@@ -249,7 +236,7 @@ def main() -> None:
         seconds = math.inf
         seeds = {args.out / f"seed-{k}": k for k in range(args.seeds)}
     try:
-        summaries = [run_demo(out, seed, seconds=seconds) for out, seed in seeds.items()]
+        summaries = [run_demo(out, seed, seconds) for out, seed in seeds.items()]
     except KeyboardInterrupt:
         print("The demonstration was stopped; it starts over next time.")
         raise SystemExit(130) from None

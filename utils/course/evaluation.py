@@ -110,7 +110,6 @@ def evaluate_additions(
     model,
     pairs: list[Pair],
     n_samples: int = 8,
-    gen_len: int = 40,
     seed: int = 0,
 ) -> dict[str, float]:
     """Evaluate sampled and greedy accuracy on `pairs`, and how the answers were reached.
@@ -120,11 +119,12 @@ def evaluate_additions(
     """
     prompts = [addition_prompt(a, b) for a, b in pairs]
     answers = [str(a + b) for a, b in pairs]
-    batches = sample_prompts(model, prompts * n_samples, gen_len, seed=seed)
+    batches = sample_prompts(model, prompts * n_samples, gen_len=40, seed=seed)
     texts = [text for batch in batches for text in batch.texts]
+    lengths = torch.cat([batch.completion_mask.sum(-1) for batch in batches])
     right = reward_fn_addition(texts, answers * n_samples)
     worked = torch.tensor([float(is_worked(text)) for text in texts])
-    greedy = [t for b in sample_prompts(model, prompts, gen_len, temperature=0) for t in b.texts]
+    greedy = [t for b in sample_prompts(model, prompts, 40, temperature=0) for t in b.texts]
     return {
         "accuracy": right.mean().item(),
         "greedy": reward_fn_addition(greedy, answers).mean().item(),
@@ -132,9 +132,6 @@ def evaluate_additions(
         "accuracy_worked": ((right * worked).sum() / worked.sum().clamp(min=1)).item(),
         "accuracy_direct": ((right * (1 - worked)).sum() / (1 - worked).sum().clamp(min=1)).item(),
         "pass": right.view(n_samples, -1).amax(0).mean().item(),
-        "completion_len": torch.cat([b.completion_mask.sum(-1) for b in batches])
-        .float()
-        .mean()
-        .item(),
+        "completion_len": lengths.float().mean().item(),
         "kl": measure_kl(model, batches),
     }

@@ -1,12 +1,13 @@
 """Whether a notebook's cell was edited and saved, but not run since."""
 
-import ast
 import json
 import os
 import time
 from pathlib import Path
 
 from IPython import get_ipython
+
+from utils.grading.catalogue import find_definitions
 
 _ran: dict[str, float] = {}  # when each source ran last
 
@@ -55,13 +56,6 @@ def _find_notebook() -> Path | None:
 def _get_defined(source: str) -> set[str]:
     """Return `f`, `T` and `T.method` for what a cell defines."""
     try:
-        tree = ast.parse(source)
+        return {*find_definitions(source)}
     except SyntaxError:
         return set()
-    found = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{n.name}" for n in node.body if isinstance(n, ast.FunctionDef)}
-    return found

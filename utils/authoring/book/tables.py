@@ -30,24 +30,16 @@ def _split(output: NotebookNode) -> list[NotebookNode]:
     """Return what a cell printed as outputs of plain text and of tables, in their order."""
     if output.get("name") != "stdout":
         return [output]
-    lines, parts, kept, i = output.text.splitlines(), [], 0, 0
-    while i < len(lines):
-        head = lines[i]
+    lines, parts, kept = output.text.splitlines(), [], 0
+    rules = {i for i, line in enumerate(lines) if i and RULE.fullmatch(line)}
+    for i in sorted(i for i in rules if _fits(lines[i - 1], lines[i])):
         end = i + 1
-        if end < len(lines) and RULE.fullmatch(lines[end]) and _fits(head, lines[end]):
-            rule, end = lines[end], end + 1
-            while end < len(lines) and _fits(lines[end], rule) and not _is_head(lines, end):
-                end += 1
-            parts += _keep(lines[kept:i])
-            rows = [_cut(line, rule) for line in [head, *lines[i + 2 : end]]]
-            parts.append(_make_table("\n".join(lines[i:end]), rows))
-            kept = end
-        i = end
+        while end < len(lines) and _fits(lines[end], lines[i]) and end + 1 not in rules:
+            end += 1
+        rows = [_cut(line, lines[i]) for line in [lines[i - 1], *lines[i + 1 : end]]]
+        parts += [*_keep(lines[kept : i - 1]), _make_table("\n".join(lines[i - 1 : end]), rows)]
+        kept = end
     return [*parts, *_keep(lines[kept:])]
-
-
-def _is_head(lines: list[str], i: int) -> bool:
-    return i + 1 < len(lines) and bool(RULE.fullmatch(lines[i + 1]))
 
 
 def _fits(line: str, rule: str) -> bool:

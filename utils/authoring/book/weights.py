@@ -19,11 +19,9 @@ ADAPTERS = ROOT / "chapters" / "adapters"
 def write_weights(folder: Path) -> None:
     """Write the base model with its tokenizer, its config and the words that reviews are judged by,
     and every adapter, into `folder`."""
-    base = {
-        "tokenizer": read_json(MODEL / "tokenizer.json"),
-        "config": read_json(MODEL / "config.json"),
-        "words": {"positive": POSITIVE_WORDS, "negative": NEGATIVE_WORDS},
-    }
+    files = ("tokenizer", "config")
+    base = {name: json.loads((MODEL / f"{name}.json").read_bytes()) for name in files}
+    base["words"] = {"positive": POSITIVE_WORDS, "negative": NEGATIVE_WORDS}
     write_script(folder, "base", to_half((MODEL / "model.safetensors").read_bytes()), base)
     for path in ADAPTERS.glob("*.safetensors"):
         write_script(folder, path.stem, path.read_bytes(), {})
@@ -34,11 +32,6 @@ def write_script(folder: Path, name: str, weights: bytes, more: dict) -> None:
     data = {"weights": base64.b64encode(weights).decode()} | more
     script = f"play.receive({json.dumps(name)}, {json.dumps(data)});\n"
     (folder / f"{name}.js").write_text(script, encoding="utf-8")
-
-
-def read_json(path: Path) -> dict:
-    """Read a file of JSON."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def to_half(data: bytes) -> bytes:
