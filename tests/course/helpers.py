@@ -1,11 +1,17 @@
-"""What the tests of this folder do to models."""
+"""What the tests of this folder share: pages, recorded runs, programs, and models."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 
 from solutions.ch2_ppo import TransformerWithValueHeadLora
 from tests.support.models import SITES
+
+ROOT = Path(__file__).parents[2]
 
 # Of the fixture `folders`, what the native forward computes, and what is left to the bridge.
 NATIVE = ["embedded", "gpt2", "llama", "qwen", "qwen3", "mistral", "tied llama"]
@@ -16,6 +22,22 @@ ONE_STEP = {
     "num_minibatches": 1, "batches_per_learning_phase": 1, "warmup_steps": 0, "device": "cpu",
     "samples_every": 0,
 }  # fmt: skip
+
+
+def read_page(path):
+    """The text of a file of the repository."""
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def read_results(name):
+    """What the experiments have recorded under this name."""
+    return json.loads(read_page(f"chapters/results/{name}.json"))
+
+
+def run_python(*words, **environment):
+    """Run Python in the course's folder, and return how it ended and what it said."""
+    command, env = [sys.executable, *map(str, words)], os.environ | environment
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
 
 
 def get_sites(name):
@@ -37,6 +59,11 @@ def load(
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
 
 
 def randomize(model):

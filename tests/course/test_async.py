@@ -1,9 +1,7 @@
 """Chapter 9's solutions against TRL, chapter 0's sampler, and chapter 3."""
 
 import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,13 @@ from solutions.ch9_async import (
     quantised,
     simulate,
 )
-from tests.course.helpers import ONE_STEP, assert_bit_identical, get_base_weights, randomize
+from tests.course.helpers import (
+    ONE_STEP,
+    assert_bit_identical,
+    get_base_weights,
+    randomize,
+    read_results,
+)
 from utils.models.corpus import training_pairs
 from utils.scale.trl import cut, make_qwen, take_trl_step
 
@@ -325,13 +329,11 @@ def test_more_room_ages_rollouts_by_no_more_than_it_and_never_makes_a_step_slowe
 
 # --- What the chapter says of its runs ----------------------------------------------------------
 
-RESULTS = Path(__file__).parents[2] / "chapters" / "results"
-
 
 def load(name, key):
     """One number of each recorded run, by its setting."""
     found = {}
-    for run in json.loads((RESULTS / f"ch9_async_{name}.json").read_text()):
+    for run in read_results(f"ch9_async_{name}"):
         found.setdefault(run["setting"], []).append(run[key])
     assert all(len(numbers) == 3 for numbers in found.values())
     return found

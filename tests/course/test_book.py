@@ -18,6 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from selenium.webdriver.support.ui import WebDriverWait
 from tabulate import tabulate
 
+from tests.course.helpers import read_page
 from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
 from tests.course.test_grade import needs_time
 from utils.authoring.book.pages import (
@@ -209,15 +210,15 @@ def test_the_answers_to_exams_are_in_the_repository_alone(sources):
 
 
 def test_the_figures_of_both_front_pages_are_those_of_the_tables():
-    table = (ROOT / "solutions" / "README.md").read_text(encoding="utf-8")
+    table = read_page("solutions/README.md")
 
     def fill(phrase: str, label: str) -> str:
         """Put the means before and after of a row into a phrase."""
         row = re.search(rf"\| {re.escape(label)} +\|(.*)\|$", table, re.MULTILINE)
         return phrase.format(*(float(cell.split()[0]) for cell in row[1].split("|")))
 
-    pages = [ROOT / "README.md", ROOT / "utils" / "authoring" / "book" / "index.md"]
-    for text in (re.sub(r"\s+", " ", path.read_text(encoding="utf-8")) for path in pages):
+    for page in ("README.md", "utils/authoring/book/index.md"):
+        text = re.sub(r"\s+", " ", read_page(page))
         sums = fill("from {:.2f} to {:.2f}, in two minutes", "share of right sums, sampled")
         assert sums in text
         for share in fill("{:.0%} {:.1%}", "share of worked answers").split():

@@ -2,11 +2,10 @@
 
 import ast
 import builtins
-import subprocess
-import sys
 
 import pytest
 
+from tests.course.helpers import run_python
 from utils.grading import catalogue, diagnosis, reference
 from utils.grading.catalogue import apply, find_stale, read_chapter
 from utils.grading.checks import get_chapters, get_checks
@@ -114,8 +113,7 @@ def test_staleness_is_checked_without_torch():
         "import sys; from utils.grading import catalogue; catalogue.main(); "
         "print(sorted({'torch', 'numpy', 'transformers'} & sys.modules.keys()))"
     )
-    result = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-    assert result.stdout.splitlines()[-1] == "[]"
+    assert run_python("-c", probe).stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("chapter", get_chapters())

@@ -1,8 +1,6 @@
 """Bad input is a ValueError that names the argument, before any long work."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,10 +22,10 @@ from solutions.ch2_ppo import (
     normalize_reward,
 )
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer, calc_grpo_objective
+from tests.course.helpers import run_python
 from tests.support.inputs import ragged_mask
 from utils.grading.checks import Rng
 
-ROOT = Path(__file__).parents[2]
 MASK = ragged_mask(Rng(0))
 X = torch.zeros(MASK.shape)
 LOGITS, IDS = torch.rand(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)
@@ -161,8 +159,7 @@ def test_models_that_are_not_there(tmp_path, monkeypatch):
 def test_a_pytorch_that_is_there_stays_as_it_knows_the_gpu(lacks):
     hide = f"u.find_spec = lambda name: None if name == {lacks!r} else found(name)"
     code = f"import importlib.util as u\nfound = u.find_spec\n{hide}\nimport utils.course"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    (file,) = re.findall(r"%pip install -r (\S+)", run.stderr)
+    (file,) = re.findall(r"%pip install -r (\S+)", run_python("-c", code).stderr)
     names = [line.split("==")[0] for line in Path(file).read_text().splitlines() if "==" in line]
     assert "einops" in names
     assert ("torch" in names) == (lacks == "torch")

@@ -4,7 +4,6 @@ import contextlib
 import re
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from solutions.ch2_ppo import TransformerWithValueHeadLora
-from tests.course.helpers import randomize
+from tests.course.helpers import ROOT, randomize
 from utils.bench.models import save_random
 from utils.grading.substitution import build_module
 from utils.models import forward
@@ -22,7 +21,6 @@ from utils.models.forward import BridgeScorer, NativeScorer, get_scorer
 
 pytestmark = pytest.mark.takes_long
 
-ROOT = Path(__file__).parents[2]
 twist = ModuleType("twist")  # a reader's own module
 twist.values = lambda values: values
 CHAPTERS = ("ch0_sampling", "ch1_lora", "ch2_ppo")

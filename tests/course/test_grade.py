@@ -10,12 +10,11 @@ import copy
 import csv
 import dataclasses
 import json
-import os
 import re
 import struct
-import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from tests.attacks.containers import make_containers, write_zip
+from tests.course.helpers import ROOT, run_python
 from utils.authoring.__main__ import sum_points
 from utils.autograder import child, protections, reading
 from utils.autograder import grader as grader_module
@@ -38,7 +38,6 @@ from utils.grading.packing import pack, unpack
 from utils.grading.points import FILE, fill_points, list_exercises, load_points
 from utils.grading.substitution import ChapterSource
 
-ROOT = Path(__file__).parents[2]
 ATTACKS = sorted((ROOT / "tests" / "attacks").glob("*/*.py"))
 # They run until they are stopped: one of them is enough for the batch.
 LONG = {"loop", "sleep", "memory", "recursion", "garbage", "processes", "disk", "flood"}
@@ -53,9 +52,7 @@ def sandboxed(test):
     return linux(needs_time(test))
 
 
-def run_grade(*arguments, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "utils.grade", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+run_grade = partial(run_python, "-m", "utils.grade")
 
 
 def load_reports(out: Path) -> dict[str, dict]:
@@ -111,7 +108,7 @@ def batch(tmp_path_factory):
     before = {path: look_at(path) for path in files if path.is_file()}
     result = run_grade(
         *(*honest, *hostile, *containers, "--seconds", SECONDS, "--out", out),
-        env=os.environ | {"TMPDIR": str(tmp_path_factory.mktemp("temporary"))},
+        TMPDIR=str(tmp_path_factory.mktemp("temporary")),
     )
     changed = [str(path) for path, seen in before.items() if look_at(path) != seen]
     paths, reports = [*honest, *hostile, *containers], load_reports(out)
@@ -209,8 +206,7 @@ except (EOFError, OSError):
 
 @sandboxed
 def test_a_child_that_is_ended_while_it_reads_its_job_holds_up_nobody():
-    command = [sys.executable, "-c", ENDED]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_python("-c", ENDED)
     assert "another" in result.stdout, result.stderr
 
 
@@ -513,8 +509,8 @@ def test_a_report_is_the_same_under_every_hash_seed(tmp_path):
     reports = []
     for seed in ("0", "3"):  # under 3 a class was once left out before its methods
         out = tmp_path / seed
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        run_grade(ROOT / "solutions" / "ch2_ppo.py", "--secret", "s", "--out", out, env=env)
+        source = "solutions/ch2_ppo.py"
+        run_grade(source, "--secret", "s", "--out", out, PYTHONHASHSEED=seed)
         (path,) = out.glob("*/report.json")
         reports.append(re.sub(r'"seconds": [0-9.]+', "", path.read_text()))
     assert reports[0] == reports[1]

@@ -47,10 +47,10 @@ def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
         path.write_text(source)
         paths.append(path)
         expected[path.stem] = sum(worth.values())
-    command = [sys.executable, "-m", "utils.grade", *map(str, paths), "--out", str(out)]
-    command += ["--seconds", str(3 * SECONDS), "-j", "2"]
+    options = [*map(str, paths), "--out", str(out), "--seconds", str(3 * SECONDS), "-j", "2"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     first_run = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "utils.grade", *options], cwd=ROOT, **silent
     )
     end = time.monotonic() + 1200
     while len(list(out.glob("*/report.json"))) < 30:
@@ -61,7 +61,7 @@ def test_a_class_of_sixty_that_is_killed_half_way(tmp_path):
     first_run.wait()
     time.sleep(2)
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("*/report.json")}
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    second = run_grade(*options)
     assert f"({len(stamps)} from before)" in second.stdout
     assert stamps == {path: path.stat().st_mtime_ns for path in stamps}
     scores = {name: report["score"] for name, report in load_reports(out).items()}

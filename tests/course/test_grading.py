@@ -8,12 +8,12 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.course.helpers import read_page, run_python
 from tests.support import models
 from utils.course import checking
 from utils.course.checking import run_and_print
@@ -26,7 +26,6 @@ from utils.grading.reference import get_chapter_source
 from utils.grading.substitution import answer_with, build_module, find_answer
 from utils.models import loading
 
-ROOT = Path(__file__).parents[2]
 CHAPTERS = get_chapters()
 
 
@@ -190,7 +189,7 @@ def test_the_notebook_names_the_mistake_and_shows_values_of_public_checks_only(c
     assert "expected  2.5" in said
     assert said.count("expected ") == 1
     assert "→ Multiplying by the mask leaves nan" in said
-    assert said in (ROOT / "README.md").read_text()
+    assert said in read_page("README.md")
 
 
 def test_the_notebook_on_a_stub_and_on_no_exercise(capsys):
@@ -381,10 +380,10 @@ def test_what_is_no_submission_is_said(tmp_path, name, text, said):
 def test_pytest_grades_a_submission_with_the_verdicts_of_the_notebook(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(SCRIPT)
-    command = [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-v"]
+    command = ["-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-v"]
     command += ["tests/checks/ch0_sampling.py", "tests/checks/ch1_lora.py", "-m", "not slow"]
     command += ["-k", "masked_mean or reinforce or left_pad", "--submission", str(path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_python(*command)
     namespace = load_submission(path).namespace
     for exercise in ("calc_reinforce_objective", "left_pad"):
         exec(

@@ -1,11 +1,9 @@
 """Chapter 8: what no check of it asks for, and its recorded runs."""
 
 import functools
-import json
 import operator
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +12,11 @@ from chapters.experiments import ch8_inside_runs
 from solutions.ch0_sampling import get_samples, sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch8_inside import get_activation, steer
+from tests.course.helpers import read_page, read_results
 from utils.models.corpus import addition_prompt, held_out_pairs
 from utils.models.loading import ALL_LINEAR_SITES
 from utils.plotting import format_spread
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:6]] + ["The plot", "This movie is"]
 
 
@@ -105,8 +103,8 @@ SAID = [  # of a run, where it stands, with how many digits, and the words aroun
     ("direct", ("none", "accuracy"), 2, "has fallen from {} to"),
     ("direct", ("all", "accuracy"), 2, " to {}. The"),
 ]
-RUNS = json.loads((ROOT / "chapters/results/ch8_inside_runs.json").read_text(encoding="utf-8"))
-SOURCE = (ROOT / "chapters/source/ch8_inside.md").read_text(encoding="utf-8")
+RUNS = read_results("ch8_inside_runs")
+SOURCE = read_page("chapters/source/ch8_inside.md")
 
 
 def get_runs(name):

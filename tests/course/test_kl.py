@@ -1,8 +1,5 @@
 """Chapter 4's trainer against chapter 3's; what the chapter says of its recorded runs."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,9 +12,7 @@ from solutions.ch4_kl import (
     calc_exact_kl,
     calc_kl_estimate,
 )
-from tests.course.helpers import ONE_STEP, randomize
-
-RESULTS = Path(__file__).parents[2] / "chapters" / "results"
+from tests.course.helpers import ONE_STEP, randomize, read_results
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +87,7 @@ def test_the_exact_kl_of_short_dtypes_is_computed_in_float32(dtype):
 
 def test_the_scan_shows_what_the_chapter_declared():
     scan = {}  # the exact KL at the end, by seed
-    for run in json.loads((RESULTS / "ch4_kl_scan.json").read_text()):
+    for run in read_results("ch4_kl_scan"):
         by_seed = scan.setdefault((run["label"], run["beta"], run["updates"]), {})
         by_seed[run["seed"]] = run["after"]["kl"]
     betas = sorted({beta for _, beta, _ in scan} - {0.0})
@@ -112,8 +107,8 @@ def test_the_scan_shows_what_the_chapter_declared():
 def test_the_story_can_be_solved_from_its_logs():
     """All of its runs are k1: in each with a penalty the logged term falls below 0, as only k1 and
     k4 can, and each has the KL that k1 leads to."""
-    runs = json.loads((RESULTS / "ch4_kl_lost_flag.json").read_text())
-    scan = json.loads((RESULTS / "ch4_kl_scan.json").read_text())
+    runs = read_results("ch4_kl_lost_flag")
+    scan = read_results("ch4_kl_scan")
     assert {run["label"] for run in runs} == set(KINDS)
     assert all(min(run["kl_term"]) < 0 for run in runs if run["beta"] > 0)
     assert all(min(r["kl_term"]) >= 0 for r in scan if r["label"] in ("k2", "k3"))

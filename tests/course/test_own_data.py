@@ -2,13 +2,11 @@
 
 import dataclasses
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -20,7 +18,7 @@ from solutions.ch0_sampling import get_completion_mask, sample_completions
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import find_finished
-from tests.course.helpers import ONE_STEP, randomize
+from tests.course.helpers import ONE_STEP, ROOT, randomize, run_python
 from utils.course import session
 from utils.models.decoding import get_end_ids
 from utils.models.export import save_merged
@@ -31,7 +29,6 @@ from utils.run_folder import save_checkpoint
 from utils.train import load_rows
 from utils.train.data import load_function
 
-ROOT = Path(__file__).parents[2]
 SMALL = ONE_STEP | {"batch_size": 8, "group_size": 4, "total_phases": 1, "gen_len": 4}
 
 
@@ -304,8 +301,7 @@ def test_a_run_that_is_asked_to_stop_says_last_how_to_go_on(asked, status, tmp_p
 def test_an_ascii_locale_ends_no_check():
     imports = "from utils.course import check; from solutions.ch0_sampling import masked_mean"
     code = f"{imports}; check(masked_mean)"
-    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    said = run_python("-c", code, PYTHONIOENCODING="ascii")
     assert said.returncode == 0, said.stderr
     assert "solved" in said.stdout
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +22,12 @@ from solutions.ch6_preferences import (
     sum_logprobs,
     train_reward_model,
 )
+from tests.course.helpers import read_page, read_results, write_lines
 from tests.oracles.trl import calc_trl_dpo_loss, calc_trl_reward_loss
 from utils.course import own_preferences
 from utils.models.corpus import review_prompts
 from utils.preferences import Preferences, load_preferences
 
-ROOT = Path(__file__).parents[2]
 TRAIN, HELD = review_prompts()
 
 
@@ -149,11 +148,6 @@ CHAT = [{"role": "user", "content": "Hi"}]
 GOOD, BAD = [{"role": "assistant", "content": text} for text in ("Hello!", "No.")]
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def test_the_shapes_that_files_have(tmp_path):
     rows = [
         {"prompt": "A", "chosen": " b", "rejected": " c", "source": "ignored"},
@@ -163,7 +157,7 @@ def test_the_shapes_that_files_have(tmp_path):
         {"prompt": CHAT, "chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
         {"prompt": "Hi", "chosen": [*CHAT, GOOD], "rejected": [*CHAT, BAD]},
     ]
-    found = load_preferences(write(tmp_path / "pairs.jsonl", rows))
+    found = load_preferences(write_lines(tmp_path / "pairs.jsonl", rows))
     assert found.prompts[0] == "A"
     assert all(prompt == CHAT for prompt in found.prompts[1:])
     assert list(found.chosen) == [" b"] + ["Hello!"] * 5
@@ -186,7 +180,7 @@ def test_the_shapes_that_files_have(tmp_path):
     ],
 )
 def test_a_bad_line_is_named(tmp_path, row, named):
-    path = write(tmp_path / "pairs.jsonl", [{"prompt": "A", "chosen": "b", "rejected": "c"}])
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "A", "chosen": "b", "rejected": "c"}])
     path.write_text(path.read_text() + "\n" + row + "\n")
     with pytest.raises(ValueError, match=rf"pairs\.jsonl, row 3.*{named}"):
         load_preferences(path)
@@ -203,7 +197,7 @@ def test_empty_and_missing_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"none\.jsonl is not there"):
         load_preferences(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="at least one"):
-        load_preferences(write(tmp_path / "empty.jsonl", []))
+        load_preferences(write_lines(tmp_path / "empty.jsonl", []))
     with pytest.raises(ValueError, match="equal lengths"):
         Preferences(["A"], ["b"], [])
 
@@ -251,8 +245,8 @@ def test_clicked_choices_are_saved_one_by_one_and_both_sides_get_the_good_one(tm
 
 # --- What the chapter says of its runs ----------------------------------------------------------
 
-RUNS = json.loads((ROOT / "chapters/results/ch6_preferences_runs.json").read_text(encoding="utf-8"))
-SOURCE = (ROOT / "chapters/source/ch6_preferences.md").read_text(encoding="utf-8")
+RUNS = read_results("ch6_preferences_runs")
+SOURCE = read_page("chapters/source/ch6_preferences.md")
 
 
 def get_by_seed(name):

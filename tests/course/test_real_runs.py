@@ -1,14 +1,11 @@
 """The recorded runs on a real model, and what the README files say of them."""
 
-import json
-from pathlib import Path
-
 import pytest
 
+from tests.course.helpers import read_page, read_results
 from utils.plotting import format_spread
 
-ROOT = Path(__file__).parents[2]
-RUNS = json.loads((ROOT / "chapters/results/real_runs.json").read_text(encoding="utf-8"))
+RUNS = read_results("real_runs")
 ROWS = {  # of the table in solutions/README.md: measurement, key
     "sums": [
         ("share of right sums, sampled", "heldout"),
@@ -25,7 +22,7 @@ def spread(task: str, key: str, digits: int = 2) -> str:
 
 @pytest.mark.parametrize("task", ROWS)
 def test_the_readme_files_have_the_recorded_figures(task):
-    table = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
+    table = read_page("solutions/README.md")
     table = table[table.index("## What `make real` measures") :]
     part = table[table.index(f"| `{task}`,") :]
     nll = ("nll under the base, nats per token", "nll")
@@ -35,7 +32,7 @@ def test_the_readme_files_have_the_recorded_figures(task):
     assert f"| KL from the base, nats per token | 0 | {spread(task, 'kl')} |" in part
     seconds = spread(task, "seconds", 0)
     assert f"| seconds of training | | {seconds} |" in part
-    first_page = (ROOT / "README.md").read_text(encoding="utf-8")
+    first_page = read_page("README.md")
     ends = [spread(task, f"heldout_{when}") for when in ("before", "after")]
     assert f"| {ends[0]} | {ends[1]} | {seconds} |" in first_page
 
@@ -52,8 +49,8 @@ def test_three_seeds_of_each_run_are_recorded_and_learn():
 
 
 def test_the_page_on_gpus_has_what_was_measured_there():
-    found = json.loads((ROOT / "chapters/results/gpu_runs.json").read_text(encoding="utf-8"))
-    page = (ROOT / "solutions/gpu.md").read_text(encoding="utf-8").replace("\n", " ")
+    found = read_results("gpu_runs")
+    page = read_page("solutions/gpu.md").replace("\n", " ")
     sums, mood = found["real"]
     held = [
         [f"{run[f'heldout_{when}']:.2f}" for when in ("before", "after")] for run in (sums, mood)
@@ -67,4 +64,4 @@ def test_the_page_on_gpus_has_what_was_measured_there():
     assert f"from {held[1][0]} to {held[1][1]}. A few" in page
     peak = f"{found['memory']['peak_gib']} GB at the peak"
     assert peak in page
-    assert peak in (ROOT / "chapters/source/ch7_scale.md").read_text(encoding="utf-8")
+    assert peak in read_page("chapters/source/ch7_scale.md")

@@ -1,10 +1,9 @@
 """The recorded runs of word problems and of the calculator, and what the pages say of them."""
 
-import json
 import math
-from pathlib import Path
 
 from chapters.experiments.word_problems import MIXED, RECIPES
+from tests.course.helpers import read_page, read_results
 from utils.course.real_model import (
     CALCULATOR_SHOTS,
     calculate_line,
@@ -13,10 +12,9 @@ from utils.course.real_model import (
 )
 from utils.models.word_problems import make_problems
 
-ROOT = Path(__file__).parents[2]
 WHEN = ("before", "after")
-CALCULATOR = json.loads((ROOT / "chapters/results/ch10_tools_real.json").read_text("utf-8"))
-WORD_PROBLEMS = json.loads((ROOT / "chapters/results/word_problems.json").read_text("utf-8"))
+CALCULATOR = read_results("ch10_tools_real")
+WORD_PROBLEMS = read_results("word_problems")
 
 
 def test_a_line_that_is_a_call_is_answered_and_another_ends():
@@ -44,7 +42,7 @@ def test_the_shots_show_both_ways_and_products_are_held_out_in_either_order():
 
 
 def test_chapter_10_has_the_recorded_figures():
-    page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
+    page = read_page("chapters/source/ch10_tools.md")
     for key, what in (("right", "Right answers"), ("called", "calls")):
         found = [[f"{run[when][key]:.2f}" for run in CALCULATOR] for when in WHEN]
         ends = [f"{', '.join(runs[:-1])} and {runs[-1]}" for runs in found]
@@ -54,8 +52,8 @@ def test_chapter_10_has_the_recorded_figures():
 
 
 def test_chapter_10_has_what_came_of_a_single_kind():
-    page = (ROOT / "chapters/source/ch10_tools.md").read_text(encoding="utf-8")
-    runs = json.loads((ROOT / "chapters/results/ch10_tools_runs.json").read_text("utf-8"))
+    page = read_page("chapters/source/ch10_tools.md")
+    runs = read_results("ch10_tools_runs")
     thirds = [r["thirds"]["1x2 product"] for r in runs if r["setting"].startswith("1x2 products")]
     assert max(thirds[0]) < 0.002
     for found in thirds[1:]:
@@ -94,14 +92,14 @@ def format_recipe(name: str) -> str:
 
 
 def test_the_page_has_the_recorded_recipes():
-    page = (ROOT / "solutions/README.md").read_text(encoding="utf-8")
+    page = read_page("solutions/README.md")
     assert {run["recipe"] for run in WORD_PROBLEMS} == {*RECIPES}
     for name in RECIPES:
         assert format_recipe(name) in page
 
 
 def test_the_page_says_what_the_long_runs_did():
-    page = (ROOT / "solutions/README.md").read_text(encoding="utf-8").replace("\n", " ")
+    page = read_page("solutions/README.md").replace("\n", " ")
     runs = [run for run in WORD_PROBLEMS if run["recipe"] == "few-shot, easy then mixed"]
     parts = [[run["rewards"][start:][:10] for run in runs] for start in (20, 30, 50)]
     easy, switched, end = ([f"{sum(part) / 10:.2f}" for part in three] for three in parts)

@@ -21,7 +21,8 @@ import torch
 import yaml
 from torch.utils._pytree import tree_map_only
 
-from tests.course.test_grade import linux, needs_time, put_in_own_words
+from tests.course.helpers import ROOT, run_python
+from tests.course.test_grade import linux, needs_time, put_in_own_words, run_grade
 from tests.support import ranks
 from utils.authoring.notebooks import Edition, build, execute
 from utils.authoring.release import collect_autograder, collect_course, get_date, write_zip
@@ -35,7 +36,6 @@ from utils.grading.reference import get_definitions, get_source, replace_definit
 from utils.grading.substitution import find_answer
 from utils.version import PACKED, get_version
 
-ROOT = Path(__file__).parents[2]
 FIRST, *OTHERS = get_chapters()
 CHAPTERS = [FIRST, *(pytest.param(chapter, marks=needs_time) for chapter in OTHERS)]
 LONG = 30  # characters: a shorter line may be anybody's
@@ -320,9 +320,7 @@ def test_the_autograder_gives_the_marks_of_the_repository(tmp_path):
     script.chmod(0o755)
     subprocess.run([script], env=environment, check=True, capture_output=True)
     results = json.loads((root / "results" / "results.json").read_text())
-    command = [sys.executable, "-m", "utils.grade", str(root / "submission"), "--out"]
-    command += [str(tmp_path / "out"), "--chapters", "ch0_sampling"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    run_grade(root / "submission", "--out", tmp_path / "out", "--chapters", "ch0_sampling")
     report = json.loads((tmp_path / "out" / "submission" / "report.json").read_text())
     assert results["score"] == report["score"]
     scores = {test["name"]: test["score"] for test in results["tests"]}
@@ -350,11 +348,10 @@ def test_two_builds_of_a_bundle_are_equal_byte_for_byte(chapter):
     """The other in a process whose sets and dictionaries have another order."""
     build = "import sys, utils.authoring.release as r; files = r.collect_course(sys.argv[1])"
     digest = "print(hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest())"
-    command = [sys.executable, "-c", f"import hashlib; {build}; {digest}", chapter]
-    environment = os.environ | {"PYTHONHASHSEED": "7"}
-    other = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    program = f"import hashlib; {build}; {digest}"
+    other = run_python("-c", program, chapter, PYTHONHASHSEED="7")
     here = hashlib.sha256(repr(sorted(collect(chapter).items())).encode()).hexdigest()
-    assert other.stdout.decode().strip() == here
+    assert other.stdout.strip() == here
 
 
 def test_the_version_stands_in_one_place_and_is_that_of_the_changelog():
@@ -366,7 +363,6 @@ def test_the_version_stands_in_one_place_and_is_that_of_the_changelog():
 
 
 def test_pip_says_what_to_do_instead_of_installing_the_course():
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", str(ROOT)]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = run_python("-m", "pip", "install", "--no-deps", "--no-index", ROOT)
     assert ended.returncode != 0
     assert "in its folder, run `make start`, or `pip install -r" in ended.stdout + ended.stderr

@@ -1,23 +1,17 @@
 """What chapter 5 says of its experiments, against the committed results."""
 
-import json
 import statistics
-from pathlib import Path
 
 import pytest
 
-RESULTS = Path(__file__).parents[2] / "chapters" / "results"
-
-
-def load(name: str) -> list[dict]:
-    return json.loads((RESULTS / f"ch5_rlvr_{name}.json").read_text())
+from tests.course.helpers import read_results
 
 
 @pytest.fixture(scope="module")
 def signature():
     """By base and loss mode, the runs of three seeds."""
     found = {}
-    for run in load("signature"):
+    for run in read_results("ch5_rlvr_signature"):
         found.setdefault((run["base"], run["loss_mode"]), []).append(run)
     assert all(len(runs) == 3 for runs in found.values())
     return found
@@ -48,7 +42,7 @@ def test_training_sharpens(signature):
 
 
 def test_the_policy_finds_the_hole():
-    runs = load("holes")
+    runs = read_results("ch5_rlvr_holes")
     for run in runs:
         if run["setting"] == "verifier with a hole":
             assert run["reward"][-1] == 1
@@ -68,7 +62,7 @@ def compare_areas(mine, base):
 
 def test_three_of_twelve_changes_leave_zero_out_and_the_clip_does_for_four_updates():
     areas = {}
-    for run in load("ablations"):
+    for run in read_results("ch5_rlvr_ablations"):
         areas.setdefault(run["setting"], {})[run["seed"]] = run["area"]
     assert all(sorted(by_seed) == [1, 2, 3, 4, 5] for by_seed in areas.values())
     base = areas.pop("GRPO")
@@ -81,7 +75,9 @@ def test_three_of_twelve_changes_leave_zero_out_and_the_clip_does_for_four_updat
 
 
 def test_dynamic_sampling_saves_a_third_of_the_updates():
-    runs = [run for run in load("ablations") if run["setting"] == "dynamic sampling"]
+    runs = [
+        run for run in read_results("ch5_rlvr_ablations") if run["setting"] == "dynamic sampling"
+    ]
     assert max(len(run["reward"]) for run in runs) == 8  # 12 without it
     for run in runs:
         kept = zip(run["prompts_sampled"], run["informative_frac"], strict=True)

@@ -1,7 +1,6 @@
 """Chapter 7 on real processes (gloo, two ranks), against the profiler, and against TRL."""
 
 import dataclasses
-import json
 import os
 import re
 import signal
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import psutil
 import pytest
@@ -35,7 +33,7 @@ from solutions.ch7_scale import (
     unsharded,
 )
 from solutions.ch10_tools import run_calculator
-from tests.course.helpers import ONE_STEP, read_lines
+from tests.course.helpers import ONE_STEP, ROOT, read_lines, read_page, read_results
 from tests.course.test_trainers import without_seconds
 from tests.support import models, trl
 from utils.models.corpus import addition_rows, review_prompts
@@ -47,7 +45,6 @@ from utils.scale.memory import boot_gpt2, make_update, measure_allocated
 from utils.scale.ranks import run_ranks
 from utils.scale.trl import cut, make_qwen, take_trl_step
 
-ROOT = Path(__file__).parents[2]
 TRAIN, _ = review_prompts()
 pytestmark = pytest.mark.takes_long  # all of it: several ranks, steps of TRL's, large shapes
 
@@ -504,8 +501,8 @@ def test_a_refreshed_run_goes_on_with_its_base(tmp_path):
 
 # --- What the chapter says of its recorded runs -------------------------------------------------
 
-RUNS = json.loads((ROOT / "chapters" / "results" / "ch7_scale_runs.json").read_text())
-TEXT = (ROOT / "chapters" / "source" / "ch7_scale.md").read_text()
+RUNS = read_results("ch7_scale_runs")
+TEXT = read_page("chapters/source/ch7_scale.md")
 
 
 def get_values(name, key):

@@ -1,12 +1,11 @@
 """The filter of calls, run by a small interpreter of BPF."""
 
 import struct
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.course.helpers import run_python
 from utils.autograder import seccomp
 from utils.autograder.seccomp import ALLOW, PRETEND, REFUSE, UNKNOWN
 
@@ -99,7 +98,5 @@ def test_a_filter_refuses_what_reaches_files_and_segments_of_others(tmp_path):
     """Alone: where the system gives no namespaces, nothing else does."""
     path = tmp_path / "file"
     path.write_text("x")
-    command = [sys.executable, "-c", REFUSED, str(path)]
-    root = Path(__file__).parents[2]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    result = run_python("-c", REFUSED, path)
     assert result.stdout.strip() == str([1] * 5), result.stderr

@@ -6,9 +6,7 @@ use; and no section rebinds a name of the first two, which a later one would the
 
 import json
 import re
-import subprocess
 import symtable
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
+from tests.course.helpers import run_python
 from utils.authoring.notebooks import Edition, build, get_written_chapters
 from utils.grading.checks import get_reference
 
@@ -61,8 +60,7 @@ def find_unbound(programs: dict[str, str], folder: Path) -> set[tuple[str, str]]
     for name, title in titles.items():
         (folder / name).write_text(programs[title], encoding="utf-8")
     options = ["--isolated", "--config", "builtins = ['get_ipython']", "--select", "F821"]
-    ruff = [sys.executable, "-m", "ruff", "check", "--output-format", "json", *options, folder]
-    said = subprocess.run(ruff, capture_output=True, text=True)
+    said = run_python("-m", "ruff", "check", "--output-format", "json", *options, folder)
     assert said.returncode in (0, 1), said.stderr
     return {
         (titles[Path(found["filename"]).name], found["message"].split("`")[1])

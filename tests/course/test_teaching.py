@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.course.helpers import read_page
 from tests.course.test_pages import CODE
 from utils.authoring.notebooks import ROOT, get_written_chapters
 
@@ -58,7 +59,7 @@ TRAINS = re.compile(r"\.train\(\)|run_small\(|\.step\(\)|policy\.merged|train_\w
 
 def get_notebook_text(chapter: str) -> str:
     """Return the prose, the code, and what does not train prints in the executed notebook."""
-    notebook = json.loads((ROOT / f"solutions/{chapter}.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads(read_page(f"solutions/{chapter}.ipynb"))
     parts: list[str] = []
     for cell in notebook["cells"]:
         parts += cell["source"]
@@ -128,7 +129,7 @@ def test_the_first_page_and_the_index_name_every_chapter():
 
 @every_chapter
 def test_no_line_of_a_solution_is_given_away(chapter):
-    solution = (ROOT / f"solutions/{chapter}.py").read_text(encoding="utf-8").splitlines()
+    solution = read_page(f"solutions/{chapter}.py").splitlines()
     lines = {line.strip() for line in solution if len(line.strip()) >= 30 and "(" in line}
     text = read(KIT, chapter) + read(DECKS, chapter)
     assert [line for line in lines if line in text] == []

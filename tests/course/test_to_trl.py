@@ -14,14 +14,13 @@ from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import RlvrArgs, RlvrTrainer
 from solutions.ch7_scale import to_trl_config
-from tests.course.helpers import ONE_STEP
+from tests.course.helpers import ONE_STEP, ROOT, read_page
 from utils.scale import to_trl
 from utils.scale.trl import make_qwen
 from utils.train.data import load_function
 
 pytestmark = pytest.mark.takes_long
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PROMPTS = ["Q: 12+34\n", "Q: 50+11\n"]
 SMALL = ONE_STEP | {"batch_size": 8, "total_phases": 1, "gen_len": 6}
@@ -114,7 +113,7 @@ def test_what_trl_has_not_is_said(tmp_path):
 
 def read_table():
     """Of the page's table: the names of each row, here and in TRL."""
-    page = (ROOT / "solutions" / "moving_on.md").read_text(encoding="utf-8")
+    page = read_page("solutions/moving_on.md")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     return [[re.findall(r"`(\w+)`", cell) for cell in row[:2]] for row in rows]
 

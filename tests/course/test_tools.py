@@ -1,12 +1,10 @@
 """Chapter 10's solutions, and turns in the trainers, against plain calls, TRL, and each other."""
 
-import json
 import math
 import random
 import re
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from solutions.ch10_tools import (
     sample_in_turns,
 )
 from tests.course.conftest import ARCHITECTURES
-from tests.course.helpers import ONE_STEP, load, randomize
+from tests.course.helpers import ONE_STEP, load, randomize, read_results
 from tests.course.test_scale import compare_step
 from tests.course.test_trainers import assert_equal_adapters
 from tests.oracles.ch10_tools import turns_by_plain_calls
@@ -411,13 +409,12 @@ def test_chapter_10_comes_after_chapter_9():
 
 # --- What was recorded --------------------------------------------------------------------------
 
-RESULTS = Path(__file__).parents[2] / "chapters" / "results"
 PRODUCTS, SUMS = ("1x2 product", "2x2 product"), ("2-digit sum", "3-digit sum")
 
 
 def read_runs() -> dict[str, list[dict]]:
     """Read the recorded runs, by setting, in the order of their seeds."""
-    runs = json.loads((RESULTS / "ch10_tools_runs.json").read_text())
+    runs = read_results("ch10_tools_runs")
     names = dict.fromkeys(run["setting"] for run in runs)
     return {name: [run for run in runs if run["setting"] == name] for name in names}
 
@@ -425,7 +422,7 @@ def read_runs() -> dict[str, list[dict]]:
 def test_at_price_04_products_are_called_for_and_sums_are_not():
     runs = read_runs()["price 0.4"]
     assert [run["seed"] for run in runs] == [1, 2, 3]
-    base = json.loads((RESULTS / "ch10_tools_base.json").read_text())
+    base = read_results("ch10_tools_base")
     assert base["sampled"]["accuracy"] == pytest.approx(0.40, abs=0.02)
     for run in runs:
         assert min(run["kinds"][kind]["call"] for kind in PRODUCTS) >= 0.95

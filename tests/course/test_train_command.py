@@ -15,7 +15,7 @@ from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch5_rlvr import RlvrArgs
 from solutions.ch7_scale import DataParallelGrpoTrainer, RefreshArgs
-from tests.course.helpers import read_lines
+from tests.course.helpers import read_lines, write_lines
 from tests.course.test_scale import finish, start
 from tests.course.test_trainers import assert_equal_adapters, without_seconds
 from utils import sample
@@ -75,11 +75,6 @@ def short(samples):
 def falling(samples, calls=[]):  # noqa: B006  # it counts its calls
     calls.append(None)
     return [-float(len(calls))] * len(samples)
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture
