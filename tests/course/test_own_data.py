@@ -25,7 +25,6 @@ from utils.models.export import save_merged
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.prompts import write_prompt
 from utils.rewards import call_reward_fn, reward_fn_sum
-from utils.run_folder import save_checkpoint
 from utils.train import load_rows
 from utils.train.data import load_function
 
@@ -256,20 +255,10 @@ def test_two_kernels_lose_no_notes(tmp_path, monkeypatch):
     assert len(json.loads((tmp_path / "progress.json").read_text())) == 100
 
 
-class Unwritable:
-    """As a disk that is full: saving it ends on the way."""
-
-    def __reduce__(self):
-        raise OSError(28, "No space left on device")
-
-
-def test_a_folder_and_a_disk_that_cannot_be_written_are_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="runs_dir should be a folder that can be written"):
         make_trainer(tmp_path / "file", name="run").train()
-    with pytest.raises(ValueError, match="runs_dir should have room for a checkpoint"):
-        save_checkpoint(tmp_path / "checkpoint.pt", {"phase": Unwritable()})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_a_device_that_is_not_there_is_named():
