@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.course.helpers import read_page, run_python
+from tests.course.helpers import ROOT, read_page, run_python
 from tests.support import models
 from utils.course import checking
 from utils.course.checking import run_and_print
