@@ -26,6 +26,13 @@ PLACES = {  # left, top
     "reference": (336, 216),
     "objective": (656, 216),
 }
+STEPS = {  # the circle's middle, and how far right of it and below it the verb stands
+    "sample": (318, 98, 0, -17),
+    "score": (478, 98, 0, -17),
+    "compare": (638, 98, 0, -17),
+    "weight": (736, 196, 34, 5),
+    "update the policy": (478, 308, 0, -17),
+}
 INK, PALE, BLUE, RED = "#1f2933", "#9aa5b1", "#1d4ed8", "#c81e1e"
 LOOKS = {  # colour of line and text, of the ground, and the line's dashes
     "known": (INK, "#f5f7fa", ""),
@@ -47,11 +54,10 @@ class Loop:
     absent: Sequence[str] = ()  # dropped in an earlier chapter
 
     def get_look(self, name: str) -> str:
-        marked = {"new": self.new, "gone": self.gone, "later": self.later}
-        return next((look for look, names in marked.items() if name in names), "known")
+        looks = ("new", "gone", "later")
+        return next((look for look in looks if name in getattr(self, look)), "known")
 
 
-STEPS = {1: "sample", 2: "score", 3: "compare", 4: "weight", 5: "update the policy"}
 SOURCE = Path(__file__).parents[2] / "chapters" / "source" / "loops.yaml"
 
 
@@ -82,8 +88,7 @@ def draw_loop(chapter: str) -> str:
         _draw_arrow([(718, 274), (718, 308), (238, 308), (238, 168)]),
         _draw_text(558, 238, "KL", colors["reference"], 13),
     ]
-    for number, (x, y) in enumerate([(318, 98), (478, 98), (638, 98), (736, 196), (478, 308)], 1):
-        parts.append(_draw_step(x, y, number))
+    parts += [_draw_step(n, verb, *at) for n, (verb, at) in enumerate(STEPS.items(), 1)]
     top = 56 if "value head" in loop.absent else 0  # nothing else stands so high
     size, below = f'width="{WIDTH}" height="{HEIGHT - top}"', f'y="{top}" ' if top else ""
     ground = f'<rect {below}{size} rx="10" fill="#ffffff"/>'
@@ -154,10 +159,9 @@ def _draw_arrow(points: list[tuple[int, int]], color: str = INK) -> str:
     )
 
 
-def _draw_step(x: int, y: int, number: int) -> str:
+def _draw_step(number: int, verb: str, x: int, y: int, right: int, down: int) -> str:
     """Draw a step's number in a circle, with its verb above or beside it."""
-    right, down = {4: (34, 5), 5: (0, -17)}.get(number, (0, -17))
-    label = _draw_text(x + right, y + down, STEPS[number], INK, 13)
+    label = _draw_text(x + right, y + down, verb, INK, 13)
     return (
         f'<circle cx="{x}" cy="{y}" r="11" fill="#ffffff" stroke="{INK}" stroke-width="1.4"/>\n'
         f"{_draw_text(x, y + 4.5, str(number), INK, 13, bold=True)}\n{label}"

@@ -224,7 +224,8 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
             end = match.end()
         builder.markdown(cell.source[end:])
     _require_every_exercise(chapter, builder.placed)
-    if address := get_book_address():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    if address := settings["tool"]["course"]["book"]:  # empty until the book is published
         builder.cells[0].source = name_page(builder.cells[0].source, chapter, address)
     for index, cell in enumerate(builder.cells):
         cell.id = f"{chapter.replace('_', '-')}-{index}"
@@ -233,7 +234,7 @@ def build(chapter: str, edition: Edition) -> NotebookNode:
     return notebook
 
 
-def lead_past(source: str, needed: Sequence[Exercise] = ()) -> str:
+def lead_past(source: str, needed: Sequence[Exercise]) -> str:
     """Say below the first heading of sections that are off the core path where it goes on, and in a
     bundle which exercises it needs of them."""
     sections = [(int(m[1]), bool(m[2]), m) for m in SECTION.finditer(source)]
@@ -255,12 +256,6 @@ def lead_past(source: str, needed: Sequence[Exercise] = ()) -> str:
             end = match.end()
         was_deeper = is_deeper
     return "".join([*parts, source[end:]])
-
-
-def get_book_address() -> str:
-    """Return where the book is published, from pyproject.toml; empty if it is not."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return settings["tool"]["course"]["book"]
 
 
 def _digest(notebook: NotebookNode) -> str:
@@ -389,7 +384,6 @@ def list_pictures(cell: NotebookNode) -> list[NotebookNode]:
 def save_figures(chapter: str, notebook: NotebookNode) -> None:
     """Save the pictures of an executed notebook's cells with a tag `figure-NAME`, as PNG
     files."""
-    FIGURES.mkdir(exist_ok=True)
     for cell, name in list_tagged(notebook, "figure"):
         pictures = list_pictures(cell)
         if not pictures:

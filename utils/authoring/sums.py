@@ -42,11 +42,7 @@ WORDS_PER_MINUTE = 100  # of technical prose, with its equations, docstrings and
 NUMBERS = """no one two three four five six seven eight nine ten eleven twelve thirteen fourteen
 fifteen sixteen seventeen eighteen nineteen twenty""".split()
 SECTION = re.compile(r"^## (\d+) · .*?( · deeper)?$", re.MULTILINE)
-PART = re.compile(
-    r"^## (?P<section>\d+) · [^\n]*?(?P<deeper> · deeper)?$|"
-    r"^(?P<fence>`{3,})\{exercise\} (?P<name>\S+)\n(?P<body>.*?)^(?P=fence)",
-    re.MULTILINE | re.DOTALL,
-)
+EXERCISE = re.compile(r"^(`{3,})\{exercise\} (\S+)\n(.*?)^\1", re.MULTILINE | re.DOTALL)
 UNREAD = re.compile(r"<details>\s*<summary>Solution.*?</details>|<!-- play: .*? -->", re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\} .*\n(?::.*\n)*(?P<code>(?:(?!```).*\n)*)", re.MULTILINE)
 IN_SOURCE = re.compile(r"(?P<mark>)\{\{(?P<sum>(?:count|time|points|needed) [^}]+)\}\}")
@@ -82,20 +78,29 @@ def read_options(chapter: str, name: str, block: str) -> dict[str, Any]:
     return options
 
 
+def _split(text: str) -> list[tuple[int, bool, str]]:
+    """Return each section of a source or a notebook: its number, whether it is off the core path,
+    and its text. What stands above the first has the number 0."""
+    parts = re.split(r"^(?=## \d+ · )", text, flags=re.MULTILINE)
+    headed = [(SECTION.match(part), part) for part in parts]
+    return [(int(m[1]) if m else 0, bool(m and m[2]), part) for m, part in headed]
+
+
+def _read_source(chapter: str) -> str:
+    return (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
+
+
 @functools.cache
 def read_exercises(chapter: str) -> tuple[Exercise, ...]:
     """Read a chapter's exercises from its source, each with the number of its section."""
-    text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
-    found, section, is_deeper = [], 0, False
-    for part in PART.finditer(text):
-        if part["section"]:
-            section, is_deeper = int(part["section"]), bool(part["deeper"])
-            continue
-        options = read_options(chapter, part["name"], part["body"])
-        optional, inherited = bool(options.get("optional")), bool(options.get("inherited"))
-        is_core = not (optional or is_deeper)
-        exercise = (part["name"], section, options["minutes"], optional, is_core, inherited)
-        found.append(Exercise(*exercise))
+    found = []
+    for section, is_deeper, text in _split(_read_source(chapter)):
+        for _, name, body in EXERCISE.findall(text):
+            options = read_options(chapter, name, body)
+            optional, inherited = bool(options.get("optional")), bool(options.get("inherited"))
+            is_core = not (optional or is_deeper)
+            exercise = (name, section, options["minutes"], optional, is_core, inherited)
+            found.append(Exercise(*exercise))
     return tuple(found)
 
 
@@ -103,12 +108,10 @@ def read_exercises(chapter: str) -> tuple[Exercise, ...]:
 def find_needed(chapter: str) -> tuple[Exercise, ...]:
     """Return the exercises off the core path that have to be written for it: its cells and its
     exercises run them, themselves or through the solutions."""
-    text = (CHAPTERS / "source" / f"{chapter}.md").read_text(encoding="utf-8")
     exercises, names = get_checks(chapter), vars(get_reference(chapter))
     waiting = [exercise.name for exercise in read_exercises(chapter) if exercise.is_core]
-    for section in re.split(r"^(?=## \d+ · )", text, flags=re.MULTILINE):
-        heading = SECTION.match(section)
-        for cell in CELL.finditer(section) if heading and not heading[2] else ():
+    for section, is_deeper, text in _split(_read_source(chapter)):
+        for cell in CELL.finditer(text) if section and not is_deeper else ():
             waiting += find_reached(compile(cell["code"], chapter, "exec"), names, exercises)
     reached: set[str] = set()
     while waiting:
@@ -142,17 +145,10 @@ def count_reading(chapter: str, part: str = "") -> float:
     """
     path = CHAPTERS / f"{chapter}.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"] if path.exists() else []
-    words, section, is_deeper = 0, 0, False
-    for cell in cells:
-        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
-            continue
-        shown = UNREAD.sub("", "".join(cell["source"]))
-        for text in re.split(r"^(?=## )", shown, flags=re.MULTILINE):
-            if heading := SECTION.match(text):
-                section, is_deeper = int(heading[1]), bool(heading[2])
-            if _is_in(part, section, not is_deeper):
-                words += len(text.split())
-    return words / WORDS_PER_MINUTE
+    unfolded = [c for c in cells if not c["metadata"].get("jupyter", {}).get("source_hidden")]
+    shown = "\n".join(UNREAD.sub("", "".join(cell["source"])) for cell in unfolded)
+    read = [text for n, deeper, text in _split(shown) if _is_in(part, n, not deeper)]
+    return sum(len(text.split()) for text in read) / WORDS_PER_MINUTE
 
 
 def _is_in(part: str, section: int, is_core: bool) -> bool:
@@ -170,13 +166,13 @@ def calc_sum(expression: str) -> str:
     kind, *terms = expression.split()
     if kind == "needed":
         return say_needed(terms[0])
+    named = {e.name: e for chapter in list_chapters() for e in read_exercises(chapter)}
     exercises: dict[str, Exercise] = {}
     reading = 0.0
     for term in terms:
         name, *parts = term.removeprefix("reading:").removeprefix("-").split(":")
         is_optional = "optional" in parts
         part = "".join(p for p in parts if p != "optional")
-        named = {e.name: e for chapter in list_chapters() for e in read_exercises(chapter)}
         chapters = list_chapters() if name == "all" else [name]
         if name not in {*list_chapters(), *named, "all"}:
             raise ValueError(f"{expression!r}: there is no chapter and no exercise {name!r}")

@@ -27,18 +27,15 @@ def watch(classes: set[str]) -> None:
 
 
 def _begin_cell(*_: Any) -> None:
-    remember(get_ipython().user_ns, _watched)
+    """Note what classes there are, before a cell runs."""
+    names = get_ipython().user_ns
+    _before.clear()
+    _before.update({n: names[n] for n in _watched if isinstance(names.get(n), type)})
 
 
 def _end_cell(*_: Any) -> None:
     if kept := keep(get_ipython().user_ns):
         print(f"A class was defined anew; what was attached to it stays: {', '.join(kept)}")
-
-
-def remember(names: dict[str, Any], classes: set[str]) -> None:
-    """Note what classes of these names there are, before a cell runs."""
-    _before.clear()
-    _before.update({n: names[n] for n in classes if isinstance(names.get(n), type)})
 
 
 def keep(names: dict[str, Any]) -> list[str]:

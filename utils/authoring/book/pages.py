@@ -14,6 +14,7 @@ import posixpath
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
@@ -70,10 +71,8 @@ class Site:
 
     def link_all(self, text: str, page: str) -> str:
         """Return a page's Markdown with its links led as `link` says."""
-        return map_prose(text, lambda prose: LINK.sub(lambda m: self._put(m[1], page), prose))
-
-    def _put(self, target: str, page: str) -> str:
-        return f"]({self.link(target, page)})"
+        lead = partial(LINK.sub, lambda match: f"]({self.link(match[1], page)})")
+        return map_prose(text, lead)
 
 
 def map_prose(text: str, change: Callable[[str], str]) -> str:
