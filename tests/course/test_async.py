@@ -171,6 +171,22 @@ def test_the_default_of_trl_leaves_out_whole_completions(late):
     assert_same_step(ours, take_theirs(late, clip_max=3.0))
 
 
+def test_the_translation_is_what_trl_reads():
+    from trl import GRPOConfig
+
+    args = AsyncArgs(top_p=0.9, correction="truncate", cap=1.7)
+    rest = {"output_dir": "unused", "use_cpu": True, "report_to": "none", "bf16": False}
+    config = GRPOConfig(**to_trl_config(args) | rest)
+    assert config.top_p == 0.9
+    assert config.vllm_importance_sampling_correction
+    assert config.vllm_importance_sampling_mode == "token_truncate"
+    assert config.vllm_importance_sampling_clip_max == 1.7
+    off = GRPOConfig(**to_trl_config(AsyncArgs()) | rest)
+    assert off.top_p == 1.0
+    assert not off.vllm_importance_sampling_correction
+    assert not [name for name in to_trl_config(GrpoArgs()) if name.startswith("vllm")]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"staleness": 1}, {"sampler_bits": 8}, {"correction": "clip"}, {"correction": "mask"}],

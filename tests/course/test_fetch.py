@@ -232,3 +232,11 @@ def test_sums_are_held_out_in_either_order():
     assert len(train) + len(held) == 81
     assert not {*train} & {*held}
     assert {(b, a) for a, b in held} == {*held}
+
+
+@pytest.mark.takes_long
+@pytest.mark.skipif(not fetch.is_fetched("smollm2"), reason="python -m utils.models.fetch smollm2")
+def test_sums_are_learnt_in_a_few_phases(tmp_path):
+    task, folder = real_model.make_tasks()["sums"], fetch.find_fetched("smollm2")
+    row = real_model.run_task("sums", task, folder, tmp_path, 1, total_phases=8)
+    assert row["heldout_after"] > row["heldout_before"] + 0.2
