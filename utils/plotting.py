@@ -168,35 +168,30 @@ def plot_tokens(
     else:
         reach = max(np.abs(values - center).max(), 1e-9)
         norm, colors = TwoSlopeNorm(center, center - reach, center + reach), get_cmap("RdBu")
-    placed: list[tuple[int, int, str, float | None]] = []
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot()
+    style: dict[str, Any] = {"size": 12, "va": "center"}
     line = 0
     for title, (tokens, numbers) in rows.items():
-        placed.append((line, 0, title, None))
+        axes.text(0, line + 0.5, title, weight="bold", **style)
         line, column = line + 1, 2
         for token, number in zip(tokens, numbers, strict=True):
             text = token.replace("\n", "⏎")
             if column + len(text) > COLUMNS:
                 line, column = line + 1, 2
-            placed.append((line, column, text, number))
+            color = colors(norm(number))
+            corner = (column, line + 0.05)
+            box = Rectangle(corner, len(text), 0.9, facecolor=color, edgecolor="white")
+            axes.add_patch(box)
+            ink = style | {"color": "w" if sum(color[:3]) < 1.4 else "k", "family": "monospace"}
+            for offset, character in enumerate(text):
+                x = column + offset + 0.5
+                axes.text(x, line + 0.5, character, ha="center", **ink)
             column += len(text)
         line += 2
-    figure = Figure(figsize=(6.4, 0.25 * line + 0.9), layout="constrained")
-    axes = figure.add_subplot()
+    figure.set_size_inches(6.4, 0.25 * line + 0.9)
     axes.set(xlim=(0, COLUMNS), ylim=(line, 0))
     axes.axis("off")
-    for line, column, text, value in placed:
-        style: dict[str, Any] = {"family": "monospace", "size": 12, "va": "center"}
-        if value is None:
-            axes.text(column, line + 0.5, text, weight="bold", size=12, va="center")
-            continue
-        color = colors(norm(value))
-        corner = (column, line + 0.05)
-        box = Rectangle(corner, len(text), 0.9, facecolor=color, edgecolor="white")
-        axes.add_patch(box)
-        is_dark = sum(colors(norm(value))[:3]) < 1.4
-        for offset, character in enumerate(text):
-            x = column + offset + 0.5
-            axes.text(x, line + 0.5, character, ha="center", color="w" if is_dark else "k", **style)
     mappable = ScalarMappable(norm, colors)
     figure.colorbar(mappable, ax=axes, label=label, location="bottom", aspect=40)
     return figure

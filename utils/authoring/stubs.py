@@ -63,17 +63,16 @@ def get_definition(chapter: str, name: str) -> str:
 def get_given(chapter: str, name: str, exercises: tuple[str, ...]) -> str:
     """Return a definition that students are given; of a class, without the methods that are
     exercises."""
-    node = reference.get_definitions(chapter).get(name)
-    if not isinstance(node, ast.ClassDef):
+    definitions = reference.get_definitions(chapter)
+    if not isinstance(definitions.get(name), ast.ClassDef):
         return get_definition(chapter, name)
     lines = reference.get_source(chapter).splitlines()
-    first, last = reference.get_lines(chapter, name)
-    kept = list(range(first, last))
-    for method in _list_methods(node):
-        if f"{name}.{method.name}" in exercises:
-            start, end = reference.get_lines(chapter, f"{name}.{method.name}")
-            kept = [i for i in kept if not start <= i < end]
-    return _squeeze("\n".join(lines[i] for i in kept if lines[i].strip() not in (START, END)))
+    for method in exercises:
+        if method.startswith(f"{name}.") and method in definitions:
+            first, last = reference.get_lines(chapter, method)
+            lines[first:last] = [START] * (last - first)  # which is left out
+    kept = lines[slice(*reference.get_lines(chapter, name))]
+    return _squeeze("\n".join(line for line in kept if line.strip() not in (START, END)))
 
 
 def get_imports(chapter: str) -> str:
@@ -111,18 +110,14 @@ def _cut(chapter: str, exercise: str) -> str:
         return re.sub(rf"{START}.*?({END}|\Z)", CUT, text, flags=re.DOTALL)
     (node,) = ast.parse(text).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
-    functions = [node] if isinstance(node, ast.FunctionDef) else _list_methods(node)
-    for function in reversed(functions):
+    parts = [node] if isinstance(node, ast.FunctionDef) else node.body
+    for function in (part for part in reversed(parts) if isinstance(part, ast.FunctionDef)):
         body = function.body
         docstring = ast.get_docstring(function) is not None
         first = body[0].end_lineno if docstring else body[0].lineno - 1
         indent = " " * body[0].col_offset
         lines[first : function.end_lineno] = [indent + CUT]
     return "\n".join(lines)
-
-
-def _list_methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    return [method for method in node.body if isinstance(method, ast.FunctionDef)]
 
 
 def _squeeze(text: str) -> str:
