@@ -48,8 +48,7 @@ CONFIGS = {
 @pytest.fixture(scope="session")
 def checkpoints() -> dict[str, Path]:
     """Folders with the small checkpoints, by architecture, each with the embedded tokenizer."""
-    folders = {kind: get_checkpoint(kind) for kind in ARCHITECTURES}
-    return folders
+    return {kind: get_checkpoint(kind) for kind in ARCHITECTURES}
 
 
 @pytest.fixture

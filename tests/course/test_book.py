@@ -19,7 +19,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from tabulate import tabulate
 
 from tests.course.helpers import read_page
-from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
+from tests.course.test_browser import needs_browser, open_browser
 from tests.course.test_grade import needs_time
 from utils.authoring.book.pages import (
     SOLUTION,
@@ -261,9 +261,6 @@ def test_printed_tables_become_html_and_nothing_is_lost():
 # --- The built site -----------------------------------------------------------------------------
 
 is_built = pytest.mark.skipif(not (BUILT / "index.html").exists(), reason="needs `make book`")
-needs_browser = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER), reason="needs Debian's packages chromium and chromium-driver"
-)
 ELSEWHERE = re.compile(r"^(https?|mailto|data):")
 
 

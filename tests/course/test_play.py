@@ -21,7 +21,8 @@ from solutions.ch3_grpo import group_advantages
 from solutions.ch4_kl import KINDS, calc_estimator_stats, calc_exact_kl, calc_kl_estimate
 from solutions.ch6_preferences import RewardModel, make_reward_fn, reward_fn_true
 from solutions.ch8_inside import find_direction, only_adapters, steer, truncate_rank
-from tests.course.test_browser import CHROMIUM, DRIVER, open_browser
+from tests.course.helpers import ROOT
+from tests.course.test_browser import needs_browser, open_browser
 from utils.authoring.book.pages import WIDGET
 from utils.authoring.book.weights import write_weights
 from utils.models.corpus import (
@@ -33,13 +34,7 @@ from utils.models.corpus import (
 )
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 
-pytestmark = [
-    pytest.mark.takes_long,
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs Debian's packages chromium and chromium-driver"
-    ),
-]
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.takes_long, needs_browser]
 BOOK = ROOT / "dist" / "book"
 STATIC = ROOT / "utils" / "authoring" / "book" / "static"
 PROMPTS = [addition_prompt(a, b) for a, b in held_out_pairs()[:10]] + review_prompts()[1][:10]
