@@ -1,7 +1,8 @@
-"""Chapter 4's trainer against chapter 3's; what the chapter says of its recorded runs."""
+"""Chapter 4's solutions against sampling and chapter 3; what it says of its recorded runs."""
 
 import pytest
 import torch
+from torch.distributions import Categorical
 
 from solutions.ch1_lora import TransformerWithLora
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
@@ -10,9 +11,36 @@ from solutions.ch4_kl import (
     KlArgs,
     KlTrainer,
     calc_exact_kl,
+    calc_expected_gradient,
     calc_kl_estimate,
 )
 from tests.course.helpers import ONE_STEP, randomize, read_results
+
+
+@pytest.fixture
+def bandit():
+    """Logits of a policy, a reference and a sampler, over seven tokens, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["loss", "reward"])
+def test_the_expectation_is_the_mean_of_sampled_gradients(bandit, kind, place):
+    policy, ref, old = bandit
+    n = 40_000
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = Categorical(logits=old).sample((n,))
+    logits = policy.expand(n, -1).clone().requires_grad_()  # one row, and gradient, a sample
+    logprobs = Categorical(logits=logits).log_prob(tokens)
+    ref_logprobs, old_logprobs = (Categorical(logits=x).log_prob(tokens) for x in (ref, old))
+    k = calc_kl_estimate(logprobs, ref_logprobs, kind, old_logprobs)
+    total = (k if place == "loss" else k.detach() * logprobs).sum()
+    samples = torch.autograd.grad(total, logits)[0]
+    error = samples.std(0) / n**0.5
+    found = calc_expected_gradient(policy, ref, kind, place, old)
+    assert ((samples.mean(0) - found).abs() < 5 * error).all()
 
 
 @pytest.fixture(scope="module")

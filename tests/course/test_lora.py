@@ -1,15 +1,20 @@
-"""Chapter 1: what no check of it asks for. PEFT's logits are compared in test_export.py."""
+"""Chapter 1's solutions against PEFT, and what no check of it asks for."""
 
 import copy
 import gc
 
+import peft
+import pytest
 import torch
 from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoModelForCausalLM
 
 from solutions.ch1_lora import TransformerWithLora
 from tests.course.helpers import randomize
 from tests.support.inputs import ragged_batch
+from tests.support.models import LLAMA_NAMES
 from utils.grading.checks import Rng
+from utils.models.export import save_peft_adapter
 from utils.models.loading import ALL_LINEAR_SITES, NativeLayerNorm, load_base_model
 
 
@@ -44,6 +49,38 @@ def test_an_adapter_whose_scaling_is_a_tensor_is_saved_and_loaded(embedded, tmp_
     other = TransformerWithLora.from_pretrained("embedded", sites=ALL_LINEAR_SITES, device="cpu")
     other.load_adapter(path)
     assert torch.equal(other(ids, attention_mask), embedded(ids, attention_mask))
+
+
+# --- PEFT ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen"])
+def test_gradients_and_merged_weights_are_those_of_peft(kind, checkpoints, tmp_path):
+    """The logits are compared where adapters are exported (test_export.py), GPT-2's among them."""
+    ours = TransformerWithLora.from_pretrained(
+        checkpoints[kind], 3, 12, tuple(LLAMA_NAMES), device="cpu"
+    )
+    save_peft_adapter(randomize(ours), tmp_path / "peft")
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints[kind])
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "peft", is_trainable=True)
+    ids, attention_mask = ragged_batch(Rng(0))
+    given = {"position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0)}
+    expected = theirs(input_ids=ids, attention_mask=attention_mask, **given).logits
+    for logits in (ours(ids, attention_mask), expected):
+        logits[attention_mask.bool()].square().mean().backward()
+    modules = {}
+    for site, layer in ours.adapters.items():
+        _, index, name = site.split(".", 2)
+        path = f"base_model.model.model.layers.{index}.{LLAMA_NAMES[name]}"
+        modules[site] = module = theirs.get_submodule(path)
+        for matrix in ("lora_A", "lora_B"):
+            gradient = getattr(module, matrix)["default"].weight.grad.T
+            torch.testing.assert_close(getattr(layer, matrix).grad, gradient, atol=2e-6, rtol=1e-4)
+    theirs.merge_adapter()
+    with ours.merged():
+        for site, module in modules.items():
+            merged = ours.base.get_submodule(site).original_component.weight
+            torch.testing.assert_close(merged, module.base_layer.weight, atol=1e-6, rtol=0)
 
 
 def look_into_a_layer_norm(base, ids):

@@ -1,4 +1,4 @@
-"""Chapter 2: what no check of it draws."""
+"""Chapter 2's solutions against finite differences, and what no check of it draws."""
 
 import pytest
 import torch
@@ -7,10 +7,12 @@ from torch.distributions import Categorical, kl_divergence
 from solutions.ch2_ppo import (
     TransformerWithValueHeadLora,
     calc_clipped_surrogate_objective,
+    calc_entropy_bonus,
     calc_kl_penalty,
+    calc_value_function_loss,
 )
 from tests.course.conftest import ARCHITECTURES
-from tests.support.inputs import ragged_batch
+from tests.support.inputs import ragged_batch, ragged_mask
 from utils.grading.checks import Rng
 
 
@@ -21,6 +23,20 @@ def test_a_new_value_head_says_zero_and_changes_no_logit(kind, checkpoints):
     logits, values = model.forward_with_value_head(ids, attention_mask)
     assert torch.equal(logits, model(ids, attention_mask))
     assert (values == 0).all()
+
+
+def test_gradients_are_finite_differences():
+    rng = Rng(0, torch.float64)
+    mask = ragged_mask(rng)
+    values, old_values, returns = rng.normal(3, *mask.shape)
+    logits, ref_logits = rng.normal(2, *mask.shape, 7)
+    for f, x in (
+        (lambda x: calc_value_function_loss(x, old_values, returns, mask, 0.3, None), values),
+        (lambda x: calc_value_function_loss(x, old_values, returns, mask, 0.3, 0.2), values),
+        (lambda x: calc_entropy_bonus(x, mask, 0.7), logits),
+        (lambda x: calc_kl_penalty(x, ref_logits, mask, 0.7), logits),
+    ):
+        assert torch.autograd.gradcheck(f, (x.clone().requires_grad_(),))
 
 
 def test_a_ratio_beyond_float32_leaves_no_nan():

@@ -1,8 +1,10 @@
-"""Chapter 0: what no check of it asks for."""
+"""Chapter 0's solutions against autograd, and what no check of them asks for."""
 
+import pytest
 import torch
 
 from solutions.ch0_sampling import (
+    calc_expected_policy_gradient,
     calc_reinforce_objective,
     get_logprobs,
     get_samples,
@@ -45,3 +47,12 @@ def test_an_advantage_per_completion_counts_for_each_of_its_tokens():
         calc_reinforce_objective(logprobs, per_row, mask),
         calc_reinforce_objective(logprobs, per_row[:, None].repeat(1, 4), mask),
     )
+
+
+@pytest.mark.parametrize("baseline", [0.0, 3.0])
+def test_expected_policy_gradient_is_the_gradient_of_the_expected_reward(baseline):
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    rewards = torch.randn(6, dtype=torch.float64)
+    (exact,) = torch.autograd.grad((logits.softmax(-1) * rewards).sum(), logits)
+    mean, _ = calc_expected_policy_gradient(logits.detach(), rewards, baseline)
+    torch.testing.assert_close(mean, exact)
