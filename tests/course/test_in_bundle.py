@@ -94,7 +94,7 @@ def test_a_bundle_knows_two_mistakes_that_fail_different_checks(in_a_bundle, mon
     )
     known = dataclasses.replace(known, mistakes=(one, other))
     monkeypatch.setattr(recorded, "load", lambda chapter: known)
-    monkeypatch.setattr(diagnosis, "same_observation", lambda check, a, b, i: a is b)
+    monkeypatch.setattr(diagnosis, "same_observation", lambda check, a, b, *_: a is b)
     also = dataclasses.replace(bad, check=second)
     assert diagnose([bad, also], seconds=5) == "One. And: Other."
     passed = dataclasses.replace(good, check=second, mismatch=None)

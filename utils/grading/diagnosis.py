@@ -9,7 +9,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from utils.grading import recorded
@@ -30,6 +30,7 @@ from utils.grading.substitution import build_module
 SEARCH_SECONDS = 5  # in a notebook, after which no mistake and no pair is tried any more
 EITHER = "Either: {} Or: {}"  # two mistakes that the public checks of a bundle do not tell apart
 AT_LEAST = "At least in part: "  # before a sentence that does not explain all that fails
+Same = Callable[[Any, Verdict], bool]  # whether a mistake does what was observed
 SAME_RTOL, SAME_ATOL = 1e-3, 1e-4  # two answers that round differently do the same
 
 
@@ -57,55 +58,61 @@ def diagnose(
     is_begun = all(verdict.observations and not verdict.is_stub for verdict in verdicts)
     if not is_begun or all(map(_is_a_typo, failed)):  # or none failed
         return None
-    first = failed[0].check
-    known = recorded.load(first.chapter)
-    if known is None and all(
-        v.check.slow and isinstance(v.observations[-1], Raised) for v in failed
-    ):
+    chapter, exercise = failed[0].check.chapter, failed[0].check.exercise
+    known = recorded.load(chapter)
+    if known is None and all(map(_is_a_slow_error, failed)):
         return None
-    all_known: Iterable[Any] = get_mistakes(first.chapter) if known is None else known.mistakes
-    mine = [mistake for mistake in all_known if mistake.exercise == first.exercise]
+    all_known: Iterable[Any] = get_mistakes(chapter) if known is None else known.mistakes
+    mine = [mistake for mistake in all_known if mistake.exercise == exercise]
     single = [mistake for mistake in mine if mistake.n == 1]
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-
-    def is_same(mistake: Any, verdict: Verdict) -> bool:
-        if known is not None:
-            return _is_as_recorded(mistake, verdict)
-        return _is_same(verdict, lambda check, i: observe_answer(mistake, check, i, secret), secret)
-
-    fitting, alike = [], []
-    for mistake in single:
-        if time.monotonic() > deadline:
-            break
-        like_it = [*itertools.takewhile(functools.partial(is_same, mistake), verdicts)]
-        fitting += [mistake] * (len(like_it) == len(verdicts))
-        alike += [mistake] * bool(like_it)
-    if known is not None and len(fitting) == 2:  # on public checks more mistakes are alike
+    is_same: Same = _is_as_recorded if known else functools.partial(_is_as_observed, secret)
+    fitting = _find_fitting(verdicts, _until(deadline, single), is_same)
+    if known and len(fitting) == 2:  # on public checks more mistakes are alike
         return EITHER.format(*(mistake.sentence for mistake in fitting))
-    if not fitting and known is not None:
+    if not fitting and known:
         pairs = [mistake for mistake in mine if mistake.n == 2]
-        fitting = [m for m in pairs if all(is_same(m, verdict) for verdict in verdicts)]
+        fitting = _find_fitting(verdicts, pairs, is_same)
         fitting += _find_recorded_pairs(verdicts, single)
     elif not fitting and seconds is not None:
         fitting = _find_pairs(verdicts, single, secret, deadline)
     if fitting or exact:
         return fitting[0].sentence if len(fitting) == 1 else None
-    core = [verdict for verdict in failed if verdict.check.is_core] or failed
-    most, sentence = (0, 0), None
-    for mistake in alike if seconds is None else single:
-        if time.monotonic() > deadline:
-            break
-        same = [verdict for verdict in failed if is_same(mistake, verdict)]
-        explained = (sum(verdict in core for verdict in same), len(same))
-        if 2 * explained[0] >= len(core) and explained > most:
-            most, sentence = explained, f"{AT_LEAST}{mistake.sentence}"
-    return sentence
+    if seconds is None:
+        single = [mistake for mistake in single if is_same(mistake, failed[0])]
+    return _explain_most(failed, _until(deadline, single), is_same)
 
 
 def _is_a_typo(verdict: Verdict) -> bool:
     """Return whether a name is missing, which says enough."""
     last, typos = verdict.observations[-1], ("NameError", "UnboundLocalError", "NotDefined")
     return isinstance(last, Raised) and last.kind in typos
+
+
+def _is_a_slow_error(verdict: Verdict) -> bool:
+    return verdict.check.slow and isinstance(verdict.observations[-1], Raised)
+
+
+def _until(deadline: float, mistakes: Iterable[Any]) -> Iterator[Any]:
+    """Yield mistakes to try, until the time is up."""
+    return itertools.takewhile(lambda _: time.monotonic() <= deadline, mistakes)
+
+
+def _find_fitting(verdicts: list[Verdict], mistakes: Iterable[Any], is_same: Same) -> list[Any]:
+    """Return the mistakes that do what the student's code does on all checks."""
+    return [m for m in mistakes if all(is_same(m, verdict) for verdict in verdicts)]
+
+
+def _explain_most(failed: list[Verdict], mistakes: Iterable[Any], is_same: Same) -> str | None:
+    """Return the sentence of the mistake that explains most of what fails."""
+    core = [verdict for verdict in failed if verdict.check.is_core] or failed
+    most, sentence = (0, 0), None
+    for mistake in mistakes:
+        same = [verdict for verdict in failed if is_same(mistake, verdict)]
+        explained = (sum(verdict in core for verdict in same), len(same))
+        if 2 * explained[0] >= len(core) and explained > most:
+            most, sentence = explained, f"{AT_LEAST}{mistake.sentence}"
+    return sentence
 
 
 def _find_pairs(
@@ -115,22 +122,15 @@ def _find_pairs(
 
     Only mistakes that pass whatever the student passes are paired.
     """
-    able = []
-    for mistake in mistakes:
-        if time.monotonic() > deadline:
-            return []
-        if all(grade_answer(v.check, mistake, secret).passed for v in verdicts if v.passed):
-            able.append(mistake)
-    found: list[KnownAnswer] = []
-    for one, other in itertools.combinations(able, 2):
-        if len(found) == 2:
-            break
-        if time.monotonic() > deadline:
-            return []
-        pair = combine(one, other)
-        if _fits_uncached(verdicts, pair, secret):
-            found.append(pair)
-    return found
+    passed = [verdict.check for verdict in verdicts if verdict.passed]
+    able = [
+        mistake
+        for mistake in _until(deadline, mistakes)
+        if all(grade_answer(check, mistake, secret).passed for check in passed)
+    ]
+    pairs = _until(deadline, itertools.starmap(combine, itertools.combinations(able, 2)))
+    found = itertools.islice((p for p in pairs if _fits_uncached(verdicts, p, secret)), 2)
+    return [*found] if time.monotonic() <= deadline else []
 
 
 def _find_recorded_pairs(
@@ -138,13 +138,12 @@ def _find_recorded_pairs(
 ) -> list[recorded.RecordedMistake]:
     """Return the pairs of mistakes that fit by what each does alone: on every check that fails one
     of the two does what the student's code does, and neither fails another."""
-    same = [[_is_as_recorded(m, verdict) for verdict in verdicts] for m in mistakes]
     found = []
-    for i, j in itertools.combinations(range(len(mistakes)), 2):
-        both = zip(verdicts, same[i], same[j], strict=True)
-        if all(a and b if verdict.passed else a or b for verdict, a, b in both):
-            sentence = AND.format(mistakes[i].sentence, mistakes[j].sentence)
-            found.append(dataclasses.replace(mistakes[i], sentence=sentence, n=2))
+    for one, other in itertools.combinations(mistakes, 2):
+        same = [(v.passed, _is_as_recorded(one, v), _is_as_recorded(other, v)) for v in verdicts]
+        if all(a and b if passed else a or b for passed, a, b in same):
+            sentence = AND.format(one.sentence, other.sentence)
+            found.append(dataclasses.replace(one, sentence=sentence, n=2))
     return found
 
 
@@ -156,21 +155,19 @@ def _fits_uncached(verdicts: list[Verdict], pair: KnownAnswer, secret: str) -> b
         return False
     student = StudentNames(vars(module))
 
-    def run(check: Check, index: int) -> Any:
-        return run_check(check, student, index, secret)[0]
+    def is_same(verdict: Verdict) -> bool:
+        check = verdict.check
+        return _is_same(verdict, lambda i: run_check(check, student, i, secret)[0], secret)
 
     try:
-        return all(_is_same(verdict, run, secret) for verdict in verdicts)
+        return all(map(is_same, verdicts))
     finally:
         del sys.modules[module.__name__]
 
 
-def _is_same(verdict: Verdict, run: Callable[[Check, int], Any], secret: str) -> bool:
-    """Return whether with each seed another answer does what the student's did."""
-    return all(
-        same_observation(verdict.check, observed, run(verdict.check, i), i, secret)
-        for i, observed in enumerate(verdict.observations)
-    )
+def _is_as_observed(secret: str, mistake: KnownAnswer, verdict: Verdict) -> bool:
+    check = verdict.check
+    return _is_same(verdict, lambda i: observe_answer(mistake, check, i, secret), secret)
 
 
 def _is_as_recorded(mistake: recorded.RecordedMistake, verdict: Verdict) -> bool:
@@ -181,9 +178,14 @@ def is_same_as_recorded(verdict: Verdict, observed: Any) -> bool:
     """Return whether a verdict's observations are those that were recorded of a mistake."""
     if observed == recorded.SAME or verdict.passed:
         return verdict.passed and observed == recorded.SAME
-    return len(observed) == len(verdict.observations) and all(
-        same_observation(verdict.check, a, b, i)
-        for i, (a, b) in enumerate(zip(verdict.observations, observed, strict=True))
+    return len(observed) == len(verdict.observations) and _is_same(verdict, observed.__getitem__)
+
+
+def _is_same(verdict: Verdict, observe: Callable[[int], Any], secret: str = "") -> bool:
+    """Return whether what is observed with each seed's index is what a verdict's student did."""
+    return all(
+        same_observation(verdict.check, observed, observe(i), i, secret)
+        for i, observed in enumerate(verdict.observations)
     )
 
 
@@ -196,13 +198,11 @@ def observe_answer(answer: KnownAnswer, check: Check, index: int, secret: str = 
 def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
     """Return whether two answers did the same. A predicate may accept both though their draws
     differ."""
-    gap = None
-    if check.holds is None:
-        gap = measure_reference_gap(check, index, secret)
-    else:
+    if check.holds is not None:
         one, other = (judge(check, observed, index, secret) for observed in (a, b))
         if one is None or other is None or one.message != other.message:
             return one is other  # the values of a mismatch may hold a traceback
+    gap = measure_reference_gap(check, index, secret) if check.holds is None else None
     rtol, atol = check.rtol, check.atol
     if gap is None:  # what rounding does to it is not known
         rtol, atol = max(rtol, SAME_RTOL), max(atol, SAME_ATOL)
