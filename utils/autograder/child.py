@@ -32,32 +32,10 @@ from utils.autograder.modules import (
     limit_time,
     name_folder,
 )
-from utils.grading import packing
+from utils.grading import extraction, packing, substitution
 from utils.grading.cells import Parsed, parse
-from utils.grading.extraction import (
-    compile_each,
-    count_stubs,
-    describe_left_out,
-    digest_definitions,
-    find_stubs_below,
-    get_bound_names,
-    get_flags,
-    get_import_name,
-    get_kind,
-    get_names_in_strings,
-    is_stub_definition,
-    list_imports,
-    select_statements,
-)
-from utils.grading.observation import Raised, StudentNames, observe
-from utils.grading.substitution import (
-    ChapterSource,
-    alone,
-    answer_with,
-    build_module,
-    find_written,
-    is_stub,
-)
+from utils.grading.observation import Raised, observe
+from utils.grading.substitution import ChapterSource, build_module
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
@@ -111,43 +89,28 @@ def list_definitions(
     """
     name, data = file
     all_names = set().union(*names.values())
-    try:
-        parsed = parse(data, name, functools.partial(limit_reading, patience))
-        below = find_stubs_below(parsed.statements, all_names)
-        kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
-        statements = select_statements(kept, all_names)
-        problems = list(parsed.problems)
-    except Exception as error:
-        is_said = isinstance(error, ValueError)  # by `parse`, with the file's name
-        problems = [f"{error}" if is_said else f"{name}: {type(error).__name__}: {error}"]
-        parsed, below, kept, statements = Parsed(), [], [], []
-    finished = [s for s in statements if not is_stub_definition(s)]
+    parsed, kept, statements = read(name, data, all_names, patience)
+    finished = [s for s in statements if not extraction.is_stub_definition(s)]
     defined = _get_bound(statements) | get_written_names(parsed, statements)
-    answered = _get_bound(finished)
     # What strings may define is known when it has run: of the chapters that are here, if any is.
-    likely = defined | get_names_in_strings(finished)
+    likely = defined | extraction.get_names_in_strings(finished)
     here = {chapter for chapter, its in names.items() if defined & its} or names.keys()
-    mine = {chapter: sorted(likely & names[chapter]) for chapter in names if chapter in here}
+    mine = {chapter: sorted(likely & its) for chapter, its in names.items() if chapter in here}
     mine = {chapter: found for chapter, found in mine.items() if found}
-    digests = digest_definitions(parsed.statements, solved)
-    code = pack_code(statements, get_flags(parsed.statements), parsed.sources)
+    digests = extraction.digest_definitions(parsed.statements, solved)
+    code = pack_code(statements, extraction.get_flags(parsed.statements), parsed.sources)
     return {
-        "stubs": count_stubs(statements),
+        "stubs": extraction.count_stubs(statements),
         "defined": mine,
-        "unfinished": sorted(all_names & defined - answered),
+        "unfinished": sorted(all_names & defined - _get_bound(finished)),
         "places": list_places(parsed, name),
         "written": [
             [module, text, list_places(parse(text.encode(), module), module)]
             for module, text in [*parsed.written.items()][:MAX_WRITTEN]
         ],
-        "problems": [problem[:300] for problem in problems]
-        + [
-            f"{s.place}, line {s.first_line}: this stub of {s.name} is left out, as an answer"
-            " stands above it"
-            for s in below
-        ],
-        "left_out": describe_left_out(kept, statements, given) if mine else [],
-        "imports": list_imports(statements, facades.COURSE)[:MAX_IMPORTS],
+        "problems": parsed.problems,
+        "left_out": extraction.describe_left_out(kept, statements, given) if mine else [],
+        "imports": extraction.list_imports(statements, facades.COURSE)[:MAX_IMPORTS],
         "digests": {
             key: [digest for digest, _ in found[-MAX_DEFINITIONS:]]
             for key, found in digests.items()
@@ -157,8 +120,30 @@ def list_definitions(
     }
 
 
+def read(
+    name: str, data: bytes, names: set[str], patience: float
+) -> tuple[Parsed, list[Any], list[Any]]:
+    """Read a file: what is parsed, its statements without stubs that would hide an answer, and
+    those of them that these names need. Of a file that can't be read there is the problem alone."""
+    try:
+        parsed = parse(data, name, functools.partial(limit_reading, patience))
+        below = extraction.find_stubs_below(parsed.statements, names)
+        kept = [s for s in parsed.statements if not any(s is stub for stub in below)]
+        statements = extraction.select_statements(kept, names)
+    except Exception as error:
+        is_said = isinstance(error, ValueError)  # by `parse`, with the file's name
+        said = f"{error}" if is_said else f"{name}: {type(error).__name__}: {error}"
+        return Parsed(problems=[said[:300]]), [], []
+    parsed.problems = [problem[:300] for problem in parsed.problems] + [
+        f"{s.place}, line {s.first_line}: this stub of {s.name} is left out, as an answer"
+        " stands above it"
+        for s in below
+    ]
+    return parsed, kept, statements
+
+
 def _get_bound(statements: list[Any]) -> set[str]:
-    return set().union(*map(get_bound_names, statements))
+    return set().union(*map(extraction.get_bound_names, statements))
 
 
 @contextlib.contextmanager
@@ -183,25 +168,22 @@ def get_first_line(statements: list[Any]) -> str:
     return said.partition("\n")[0][:100]
 
 
-def get_written_names(parsed: Any, statements: list[Any]) -> set[str]:
+def get_written_names(parsed: Parsed, statements: list[Any]) -> set[str]:
     """Return what is imported from modules that cells of the same file write."""
     stems = {PurePosixPath(name).stem for name in parsed.written}
-    return {
-        alias.asname or alias.name
-        for s in statements
-        if isinstance(s, ast.ImportFrom) and str(s.module).rpartition(".")[2] in stems
-        for alias in s.names
-    }
+    imports = [s for s in statements if isinstance(s, ast.ImportFrom)]
+    written = [s for s in imports if str(s.module).rpartition(".")[2] in stems]
+    return {extraction.get_import_name(alias) for s in written for alias in s.names}
 
 
 def pack_code(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
     """Compile each statement, and note its place, its kind, the name of a definition or an import,
     and whether it is a stub."""
     compiled = []
-    for statement, place, code in compile_each(statements, flags):
-        kind, name = get_kind(statement), getattr(statement, "name", "")
-        name = get_import_name(statement.names[0]) if kind == "import" else name
-        compiled.append((place, code, kind, name, is_stub_definition(statement)))
+    for statement, place, code in extraction.compile_each(statements, flags):
+        kind, name = extraction.get_kind(statement), getattr(statement, "name", "")
+        name = extraction.get_import_name(statement.names[0]) if kind == "import" else name
+        compiled.append((place, code, kind, name, extraction.is_stub_definition(statement)))
     return marshal.dumps((compiled, sources))
 
 
@@ -232,27 +214,27 @@ def run_probe(
     lay_out(data)
     runner = Runner(patience, skipped)
     namespace, own = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
-    seen: dict[str, Any] = {"log": "\n".join(runner.said), "failed": runner.failed}
-    seen["replaced"] = own
-    seen |= {"slow": runner.slow, "stopped": runner.stopped}
+    seen: dict[str, Any] = {
+        "log": "\n".join(runner.said), "failed": runner.failed, "replaced": own,
+        "slow": runner.slow, "stopped": runner.stopped,
+        "is_stub": False, "observations": [], "printed": "",
+    }  # fmt: skip
     if runner.slow:
-        return seen | {"is_stub": False, "observations": [], "printed": ""}
-    answer = find_written(stand_in, exercise, namespace)
-    seen["is_stub"] = is_stub(answer)
-    if is_alone and answer is not None:
-        with alone(stand_in, exercise, answer, namespace) as student:
-            return seen | observe_all(probe, student, seeds)
-    return seen | observe_all(probe, answer_with(stand_in, exercise, namespace), seeds)
-
-
-def observe_all(probe: Any, student: StudentNames, seeds: list[int]) -> dict[str, Any]:
-    observations, printed = [], ""
-    for seed in seeds:
-        observed, printed = observe(probe, student, seed, torch.float32)
-        observations.append(observed)
-        if isinstance(observed, Raised):
-            break
-    return {"observations": observations, "printed": printed}
+        return seen
+    answer = substitution.find_written(stand_in, exercise, namespace)
+    seen["is_stub"] = substitution.is_stub(answer)
+    with contextlib.ExitStack() as stack:
+        if is_alone and answer is not None:
+            by_itself = substitution.alone(stand_in, exercise, answer, namespace)
+            student = stack.enter_context(by_itself)
+        else:
+            student = substitution.answer_with(stand_in, exercise, namespace)
+        for seed in seeds:
+            observed, seen["printed"] = observe(probe, student, seed, torch.float32)
+            seen["observations"].append(observed)
+            if isinstance(observed, Raised):
+                break
+    return seen
 
 
 def lay_out(data: list[tuple[str, bytes]]) -> None:
@@ -266,11 +248,8 @@ def lay_out(data: list[tuple[str, bytes]]) -> None:
 
 def install(name: str, code: CodeType) -> None:
     """Install a module of this code, in packages that need no files."""
-    sys.modules[name] = module = ModuleType(name)
+    module = facades.make_package(name)
     module.__file__ = f"<{name}>"
-    package, _, last = name.rpartition(".")
-    if package:
-        setattr(facades.make_package(package), last, module)
     exec(code, module.__dict__)
 
 
