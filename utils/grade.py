@@ -90,28 +90,18 @@ def _list_all_exercises() -> list[str]:
 class Run:
     """A run of the command: submissions by name, reports of before that count, and those kept.
 
-    gone: reports whose file was taken away, with its path. only: of a submission, the exercises
-    that are graded again. version: a digest of the grader.
+    gone: reports whose file was taken away, with its path. version: a digest of the grader.
     """
 
     args: argparse.Namespace
-    secret: str
+    options: batch.Options
     points: Points
     people: list[Person]
     named: dict[str, Path]
     stored: dict[str, dict[str, Any]]
     gone: dict[str, str]
     version: str
-    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def options(self) -> batch.Options:
-        args = self.args
-        return batch.Options(
-            self.secret, args.points, args.seconds, tuple(args.chapters), self.only,
-            args.submission_seconds,
-        )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -141,7 +131,7 @@ def open_run(args: argparse.Namespace) -> Run:
     Raises ValueError, before anything is written, for arguments that are wrong or that do not fit
     the reports.
     """
-    if (wrong := _find_wrong_argument(args)) is not None:
+    if wrong := _find_wrong_argument(args):
         raise ValueError(wrong)
     points = load_points(args.points)
     people = read_roster(args.roster) if args.roster else []
@@ -173,24 +163,24 @@ def open_run(args: argparse.Namespace) -> Run:
              " to keep both, give another --out")  # fmt: skip
     for name in gone:
         write_submission(args.out / name, stored[name] | {"is_gone": True})
-    return Run(
-        args, secret, points, people, named, counted, gone, version=_digest_grader(args, secret)
-    )
+    limits, version = (args.seconds, args.submission_seconds), _digest_grader(args, secret)
+    options = batch.Options(secret, args.points, *limits, tuple(args.chapters))
+    return Run(args, options, points, people, named, counted, gone, version)
 
 
 def find_work(run: Run) -> dict[str, Path]:
-    """Find what has to be graded, wholly or `only` in part, and keep the reports of the rest."""
-    again, named = run.args.again, run.named
+    """Find what has to be graded, wholly or in part, and keep the reports of the rest."""
+    again, named, only = run.args.again, run.named, run.options.only
     for name, report in run.stored.items():
         is_kept = again is None and _is_current(report, named.get(name), run.version)
         if name not in named or is_kept:
             run.reports[name] = report
         elif again and _is_unchanged(report, named[name]):
-            run.reports[name], run.only[name] = report, tuple(again)
+            run.reports[name], only[name] = report, tuple(again)
         if run.args.require_isolation and _find_lacking([report]):
             run.reports.pop(name, None)
-            run.only.pop(name, None)
-    return {n: path for n, path in named.items() if n not in run.reports or n in run.only}
+            only.pop(name, None)
+    return {n: path for n, path in named.items() if n not in run.reports or n in only}
 
 
 def count_anew(run: Run) -> None:
@@ -216,7 +206,7 @@ def grade(run: Run, todo: dict[str, Path]) -> None:
         done, total=total, initial=total - len(todo), unit="submission", file=sys.stderr
     ):
         report |= {"grader": run.version, "path": str(run.named[name]), "set": run.args.chapters}
-        if name in run.only:
+        if name in run.options.only:
             report = run.points.score(merge(run.stored[name], report))
         run.reports[name] = report
         write_submission(run.args.out / name, report)
@@ -246,20 +236,16 @@ def _count_jobs() -> int:
 
 
 def _find_wrong_argument(args: argparse.Namespace) -> str | None:
-    missing = [str(path) for path in args.paths if not path.exists()]
-    if missing:
+    if missing := [str(path) for path in args.paths if not path.exists()]:
         return f"there is no such path: {', '.join(missing)}"
     if min(args.jobs, args.seconds, args.submission_seconds) < 1:
-        return (
-            "-j, --seconds and --submission-seconds should be at least 1, but are "
-            f"{args.jobs}, {args.seconds} and {args.submission_seconds}"
-        )
+        given = f"{args.jobs}, {args.seconds} and {args.submission_seconds}"
+        return f"-j, --seconds and --submission-seconds should be at least 1, but are {given}"
     known = _list_all_exercises()
     if wrong := [name for name in args.again or () if name not in known]:
         close = difflib.get_close_matches(wrong[0], known, n=3, cutoff=0.4) or known
         return f"--again should name exercises, but {wrong[0]} is none: perhaps {', '.join(close)}"
-    unknown = [chapter for chapter in args.chapters if chapter not in list_chapters()]
-    if unknown:
+    if unknown := [chapter for chapter in args.chapters if chapter not in list_chapters()]:
         return f"--chapters should be names like ch0_sampling, but are {', '.join(unknown)}"
     out = args.out.resolve()
     if out in [path.resolve() for path in args.paths]:
@@ -267,10 +253,8 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
     if mixed := [path for path in args.paths if path.parent.resolve() == out]:
         return f"--out should be another folder than the submissions', but {mixed[0]} is in it"
     if blocked := [str(args.out / name) for name in OWN_FILES if (args.out / name).is_dir()]:
-        return (
-            f"{', '.join(blocked)} should be a file, but is a folder: move it away, or choose"
-            " another --out"
-        )
+        names = ", ".join(blocked)
+        return f"{names} should be a file, but is a folder: move it away, or choose another --out"
     return None
 
 
@@ -360,11 +344,8 @@ def _get_places(stored: dict[str, dict[str, Any]], paths: list[Path]) -> dict[st
     gone and the same file is among these, as after a move to another folder or machine."""
     gone = {name for name, report in stored.items() if not os.path.lexists(report.get("path", ""))}
     digests = {_digest(path) for path in paths} if gone else set()
-    return {
-        name: report.get("path", "")
-        for name, report in stored.items()
-        if not (name in gone and report["digest"] in digests)
-    }
+    free = {name for name in gone if stored[name]["digest"] in digests}
+    return {name: report.get("path", "") for name, report in stored.items() if name not in free}
 
 
 def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dict[str, str]:

@@ -44,18 +44,14 @@ SET = {
 
 @dataclass(frozen=True)
 class Options:
-    """secret: what the seeds derive from. points: the TOML file. seconds: of one check.
+    """What is the same for all submissions."""
 
-    chapters: which are graded; those that are found in a submission if there are none here.
-    only: of a submission these exercises alone. submission_seconds: of all its checks.
-    """
-
-    secret: str
-    points: Path
-    seconds: int
-    chapters: tuple[str, ...] = ()
-    only: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    submission_seconds: int = 900
+    secret: str  # what the seeds derive from
+    points: Path  # the TOML file
+    seconds: int  # of one check
+    submission_seconds: int = 900  # of all checks of a submission
+    chapters: tuple[str, ...] = ()  # that are graded; if there are none, those that are found
+    only: dict[str, tuple[str, ...]] = field(default_factory=dict)  # exercises, by submission
 
 
 @dataclass
