@@ -22,16 +22,7 @@ import torch
 import transformer_lens  # noqa: F401  before transformers
 import transformers
 
-from utils.autograder import facades
-from utils.autograder.modules import (
-    MAX_STATEMENT_SECONDS,
-    Runner,
-    SubmittedModules,
-    TookTooLong,
-    get_package,
-    limit_time,
-    name_folder,
-)
+from utils.autograder import facades, modules
 from utils.grading import extraction, packing, substitution
 from utils.grading.cells import Parsed, parse
 from utils.grading.observation import Raised, observe
@@ -76,7 +67,7 @@ def list_definitions(
     names: dict[str, set[str]],
     given: frozenset[str] = frozenset(),
     solved: frozenset[str] = frozenset(),
-    patience: float = MAX_STATEMENT_SECONDS,
+    patience: float = modules.MAX_STATEMENT_SECONDS,
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
@@ -150,9 +141,9 @@ def _get_bound(statements: list[Any]) -> set[str]:
 def limit_reading(seconds: float, place: str, problems: list[str]) -> Iterator[None]:
     """Say of a place that takes longer that it is not read."""
     try:
-        with limit_time(seconds):
+        with modules.limit_time(seconds):
             yield
-    except TookTooLong:
+    except modules.TookTooLong:
         problems.append(f"{place}: not read, as that takes more than {seconds:.2g} s")
 
 
@@ -212,7 +203,7 @@ def run_probe(
     """
     facades.shut(stand_in.chapter, exercise, given)
     lay_out(data)
-    runner = Runner(patience, skipped)
+    runner = modules.Runner(patience, skipped)
     namespace, own = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
     seen: dict[str, Any] = {
         "log": "\n".join(runner.said), "failed": runner.failed, "replaced": own,
@@ -258,7 +249,7 @@ def load(
     helpers: list[tuple[str, bytes]],
     stand_in: ChapterSource,
     is_lent: bool,
-    runner: Runner,
+    runner: modules.Runner,
     has_data: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Run what the files define, and return it, with the names of what is the course's instead.
@@ -273,9 +264,9 @@ def load(
     loaded = [(name, *marshal.loads(data)) for name, data in files]
     codes = [entry[1] for _, compiled, _ in loaded for entry in compiled]
     # After all that is installed: they stand in for none of it.
-    modules = SubmittedModules(helpers, codes, runner)
-    sys.meta_path.append(modules)
-    module.__dict__.update(modules.get_builtins())
+    finder = modules.SubmittedModules(helpers, codes, runner)
+    sys.meta_path.append(finder)
+    module.__dict__.update(finder.get_builtins())
     home = Path.cwd()
     lendable = stand_in.get_names() if is_lent else set()
     lent: dict[str, Any] = {}
@@ -285,7 +276,7 @@ def load(
     for name, compiled, sources in loaded:
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
-        module.__package__ = get_package(name) or name_folder(name)
+        module.__package__ = modules.get_package(name) or modules.name_folder(name)
         if has_data:
             enter_folder(home / name, module)
         before = module.__dict__.keys() - lent.keys()

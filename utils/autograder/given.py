@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from utils.autograder.facades import COURSE
 from utils.grading.checks import get_chapters, get_checks
 from utils.grading.extraction import digest_definitions, get_bound_names
-from utils.grading.reference import SOURCES, get_companions, get_source
+from utils.grading.reference import SOURCES, find_blocks, get_companions, get_source
 
 ROOT = Path(__file__).parents[2]
 # What the set-up cell of every notebook imports.
@@ -40,10 +40,10 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
     """Return by module the names of `utils` that a chapter gives: those that its notebook imports,
     in its code cells and at the head of its solutions, and those that answer nothing in it."""
     text = (SOURCES / f"{chapter}.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^(`{3,})\{code-cell\}[^\n]*\n(.*?)^\1", text, re.M | re.S)
-    sources = [get_source(chapter), *(_make_plain(cell) for _, cell in cells)]
+    cells = [cell for _, cell in find_blocks(text, "code-cell")]
+    plain = [re.sub(r"^(:\w+:|[%!]).*$", "", cell, flags=re.M) for cell in cells]  # tags, magics
     given: dict[str, set[str]] = defaultdict(set, {m: set(names) for m, names in SETUP.items()})
-    for source in sources:
+    for source in (get_source(chapter), *plain):
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and _is_of(node.module, "utils"):
                 given[str(node.module)] |= {alias.name for alias in node.names}
@@ -56,11 +56,6 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
         names = names.union(*map(get_bound_names, tree.body))
         given[module] |= {name for name in names if not name.startswith("_")}
     return {module: frozenset(names) for module, names in given.items()}
-
-
-def _make_plain(cell: str) -> str:
-    """Empty the lines of a cell that are no Python: its tags, magics and the shell's."""
-    return re.sub(r"^(:\w+:|[%!]).*$", "", cell, flags=re.M)
 
 
 def say_not_given(

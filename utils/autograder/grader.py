@@ -4,6 +4,7 @@ What the student's code did comes from `jobs` as bytes; it is judged here, with 
 from a secret, which is one for a class: a worker runs the reference once.
 """
 
+import contextlib
 import functools
 import marshal
 import time
@@ -14,24 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import PurePosixPath
 from typing import Any
 
-from utils.autograder import jobs
+from utils.autograder import given, jobs, modules
 from utils.autograder.batch import Options
-from utils.autograder.given import (
-    find_copy,
-    find_parts,
-    get_given,
-    is_in_solutions,
-    list_solved,
-    say_not_given,
-)
 from utils.autograder.hiding import hide_paths, hide_words
 from utils.autograder.jobs import Job, Outcome, Reply
-from utils.autograder.modules import (
-    MAX_EFFECT_SECONDS,
-    MAX_STATEMENT_SECONDS,
-    Runner,
-    SubmittedModules,
-)
 from utils.autograder.reading import SubmittedFiles, shorten
 from utils.grading.checks import Check, get_chapters, get_checks, get_reference, get_top_names
 from utils.grading.comparison import Mismatch
@@ -100,7 +87,7 @@ class Grader:
         """Return the report of the submission; of some exercises if `only` names them."""
         self.problems += self.submitted.problems
         exercises = []
-        by_chapter = self._sort_files() if self.submitted.files else {}
+        by_chapter = self._sort_files()
         chapters = [*(self.options.chapters or by_chapter)]  # of what cannot be read, all lacks
         for chapter in chapters:
             files, defined = by_chapter.get(chapter, ([], set()))
@@ -108,8 +95,8 @@ class Grader:
                 if only and exercise not in only:
                     continue
                 one = _Exercise(self, chapter, exercise, files, self.options.secret)
-                name, before = exercise.partition(".")[0], self.seconds_used
-                verdicts, sentence = self._grade_best(one, name) if name in defined else one.miss()
+                before = self.seconds_used
+                verdicts, sentence = self._grade_best(one) if one.top in defined else one.miss()
                 seconds = self.seconds_used - before
                 exercises.append(_describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
@@ -137,10 +124,10 @@ class Grader:
         }
         return self.points.score(report)
 
-    def _grade_best(self, one: "_Exercise", name: str) -> tuple[list[Verdict], str | None]:
+    def _grade_best(self, one: "_Exercise") -> tuple[list[Verdict], str | None]:
         """Grade an exercise; where several files answer it, the one that earns most."""
         best = one.grade()
-        tries = [n for n in self.answers.get((one.chapter, name), []) if n != one.files[-1][0]]
+        tries = [n for n in self.answers.get((one.chapter, one.top), []) if n != one.files[-1][0]]
         for file in tries[: MAX_TRIES - 1]:
             if all(verdict.passed for verdict in best[0]):
                 break
@@ -168,21 +155,17 @@ class Grader:
     @property
     def patience(self) -> float:
         """Return the seconds that one statement of a submission may take."""
-        return min(MAX_STATEMENT_SECONDS, self.options.seconds / PATIENCE_SHARE)
+        return min(modules.MAX_STATEMENT_SECONDS, self.options.seconds / PATIENCE_SHARE)
 
     def _describe_running(self) -> list[str]:
         """Say which statements were stopped or replaced, and which imports failed, but not of the
         course's own modules, which is said elsewhere."""
+        slow = f"it takes more than {self.patience:.2g} s, and what it defines was left out"
+        most = modules.MAX_EFFECT_SECONDS
+        stopped = f"it was stopped, as loops and calls took more than {most} s"
         return [
-            *(
-                f"{place}: it takes more than {self.patience:.2g} s, and what it defines was left"
-                " out"
-                for place in self.slow
-            ),
-            *(
-                f"{place}: it was stopped, as loops and calls took more than {MAX_EFFECT_SECONDS} s"
-                for place in dict.fromkeys(self.stopped)
-            ),
+            *(f"{place}: {slow}" for place in self.slow),
+            *(f"{place}: {stopped}" for place in dict.fromkeys(self.stopped)),
             *(
                 f"{chapter}: what the notebook gives of {', '.join(sorted(names))} does not run"
                 " with this version of the course as it was handed in: the course's own took its"
@@ -216,8 +199,13 @@ class Grader:
         """
         inspected = self._leave_out_copies(self._inspect())
         small = [file for file, _ in inspected if len(file[1]) <= MAX_MODULE_BYTES]
-        written = [entry for file, seen in inspected for entry in _list_written(file[0], seen)]
-        self.helpers = small + written if len(inspected) > 1 or written else []
+        written = [
+            (str(PurePosixPath(name).parent / module), text.encode(errors="replace"))
+            for (name, _), seen in inspected
+            for module, text, _ in seen["written"]
+        ]
+        others = [file for file in written if len(file[1]) <= MAX_MODULE_BYTES]
+        self.helpers = small + others if len(inspected) > 1 or others else []
         found: dict[str, list[tuple[int, File, set[str]]]] = {}
         for (name, _), seen in inspected:
             self._note_file(name, seen)
@@ -225,10 +213,10 @@ class Grader:
             for chapter, names in seen["defined"].items():
                 found.setdefault(chapter, []).append((seen["stubs"], code, set(names)))
         found = {chapter: found[chapter] for chapter in get_chapters() if chapter in found}
-        own = SubmittedModules(self.helpers, [], Runner()).files
+        own = modules.SubmittedModules(self.helpers, [], modules.Runner()).files
         imports = [tuple(entry) for _, seen in inspected for entry in seen["imports"]]
         if chapters := [c for c in get_chapters() if c in (self.options.chapters or found)]:
-            self.problems += say_not_given(imports, chapters, own)
+            self.problems += given.say_not_given(imports, chapters, own)
         for chapter, entries in found.items():
             defined = Counter(name for _, _, names in entries for name in names)
             if twice := sorted(name for name, count in defined.items() if count > 1):
@@ -246,23 +234,25 @@ class Grader:
     def _inspect(self) -> list[Inspected]:
         """List what each file defines and imports, in a process apart."""
         inspected = []
-        known = {"names": get_top_names(), "given": get_given_lines(), "solved": list_solved()}
+        known = {
+            "names": get_top_names(),
+            "given": get_given_lines(),
+            "solved": given.list_solved(),
+        }
         for file in self.submitted.files:
             if self.is_out_of_time:
                 self.problems.append(f"{file[0]} was not read, as others took too long")
                 continue
             arguments = {"file": file, "patience": self.patience} | known
             reply = self.ask(Job("list_definitions", self.options.seconds, arguments))
-            try:
-                seen = unpack(reply.data) if reply.outcome is Outcome.DONE else None
-            except ValueError:
-                seen = None
-            if seen is None:
-                said = reply.outcome.value or "gave nothing that can be read"
-                said = said.format(seconds=self.options.seconds)
+            said = reply.outcome.value.format(seconds=self.options.seconds)
+            if not said:
+                try:
+                    inspected.append((file, unpack(reply.data)))
+                except ValueError:
+                    said = "gave nothing that can be read"
+            if said:
                 self.problems.append(f"{file[0]}: reading it {said}")
-                continue
-            inspected.append((file, seen))
         return inspected
 
     def _leave_out_copies(self, inspected: list[Inspected]) -> list[Inspected]:
@@ -271,11 +261,12 @@ class Grader:
         What is handed in alone is graded, but said, unless it lies in a folder "solutions".
         """
         found = {
-            file[0]: find_copy(seen["digests"], seen["first_line"]) for file, seen in inspected
+            file[0]: given.find_copy(seen["digests"], seen["first_line"])
+            for file, seen in inspected
         }
         copies = {name: chapter for name, chapter in found.items() if chapter}
-        copies = copies or find_parts({file[0]: seen["digests"] for file, seen in inspected})
-        if len(self.submitted.files) == 1 and not any(map(is_in_solutions, copies)):
+        copies = copies or given.find_parts({file[0]: seen["digests"] for file, seen in inspected})
+        if len(self.submitted.files) == 1 and not any(map(given.is_in_solutions, copies)):
             self.problems += [f"{n} is the course's solution of {c}" for n, c in copies.items()]
             return inspected
         if copies:
@@ -327,13 +318,6 @@ def _as_list(value: Any) -> list[str]:
     return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 
-def _list_written(name: str, seen: dict[str, Any]) -> list[tuple[str, bytes]]:
-    """List the modules that the cells of a notebook write, beside it."""
-    folder = PurePosixPath(name).parent
-    files = [(str(folder / n), text.encode(errors="replace")) for n, text, _ in seen["written"]]
-    return [(n, data) for n, data in files if len(data) <= MAX_MODULE_BYTES]
-
-
 def _bound(lines: list[str], most: int) -> list[str]:
     """Return the first of these lines, each once and none too long, and how many more there are."""
     each = [*dict.fromkeys(line[:MAX_LINE_CHARACTERS] for line in lines)]
@@ -370,6 +354,11 @@ class _Exercise:
     files: list[File]  # of each its name and its code
     secret: str
 
+    @property
+    def top(self) -> str:
+        """Return the function or class that is, or holds, the exercise."""
+        return self.exercise.partition(".")[0]
+
     def grade(self) -> tuple[list[Verdict], str | None]:
         """Grade it as part of the whole work and, if that fails, alone: what is better counts.
 
@@ -380,19 +369,16 @@ class _Exercise:
         if not all(v.passed or v.is_stub for v in verdicts):
             most = 1 if _took_too_long(verdicts) else MAX_TIMEOUTS
             again = self._run_checks(is_alone=True, max_timeouts=most)
-            if _rank(again) > _rank(verdicts):
-                verdicts = again
-        if all(verdict.passed for verdict in verdicts) or any(map(_get_error, verdicts)):
-            return verdicts, None
-        quick = [verdict for verdict in verdicts if not verdict.check.slow]
-        try:
-            return verdicts, diagnose(quick, self.secret)
-        except Exception:  # costs the sentence, and no marks
-            return verdicts, None
+            verdicts = max(verdicts, again, key=_rank)
+        sentence = None
+        if not (all(verdict.passed for verdict in verdicts) or any(map(_get_error, verdicts))):
+            with contextlib.suppress(Exception):  # costs the sentence, and no marks
+                sentence = diagnose([v for v in verdicts if not v.check.slow], self.secret)
+        return verdicts, sentence
 
     def miss(self) -> tuple[list[Verdict], None]:
         """Return the verdicts on what is not there."""
-        mismatch = Mismatch(f"{self.exercise.partition('.')[0]} is not defined")
+        mismatch = Mismatch(f"{self.top} is not defined")
         checks = get_checks(self.chapter)[self.exercise]
         return [Verdict(check, (), mismatch) for check in checks], None
 
@@ -426,17 +412,17 @@ class _Exercise:
     def _make_job(self, check: Check, seconds: int, is_alone: bool) -> Job:
         chapters = get_chapters()
         earlier = chapters[: chapters.index(self.chapter)]
-        modules = {f"solutions.{s}": get_source(s) for s in earlier} | collect_sources(check)
+        sources = {f"solutions.{s}": get_source(s) for s in earlier} | collect_sources(check)
         arguments = {
             "files": self.files,
             "helpers": self.grader.helpers,
             "stand_in": _get_stand_in(self.chapter, self.exercise, is_alone),
             "exercise": self.exercise,
-            "modules": {name: _compile(name, source) for name, source in modules.items()},
+            "modules": {name: _compile(name, source) for name, source in sources.items()},
             "probe": (check.probe.__module__, check.name),
             "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
             "is_alone": is_alone,
-            "given": get_given(self.chapter),
+            "given": given.get_given(self.chapter),
             "data": [*self.grader.submitted.data],
             "patience": self.grader.patience,
             "skipped": frozenset(self.grader.slow),
@@ -473,14 +459,13 @@ class _Exercise:
                 mismatch = judge(check, observed, index, self.secret)
             except Exception as error:  # such as of tensors of exotic types
                 mismatch = Mismatch(f"what it gave cannot be compared: {type(error).__name__}")
-            if mismatch is not None and (fault := _find_fault(check, index, self.secret)):
-                return Verdict(check, (), fault)
             if mismatch is not None:
+                if fault := _find_fault(check, index, self.secret):
+                    return Verdict(check, (), fault)
                 return Verdict(check, tuple(observations[: index + 1]), mismatch, printed)
-        if len(observations) < check.seeds:
-            said = f"it ran on {len(observations)} of {check.seeds} inputs"
-            return Verdict(check, tuple(observations), Mismatch(said), printed)
-        return Verdict(check, tuple(observations), None, printed)
+        said = Mismatch(f"it ran on {len(observations)} of {check.seeds} inputs")
+        is_whole = len(observations) == check.seeds
+        return Verdict(check, tuple(observations), None if is_whole else said, printed)
 
 
 @functools.cache

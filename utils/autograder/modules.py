@@ -20,14 +20,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from utils.autograder.facades import COURSE
+from utils.grading import extraction
 from utils.grading.cells import SUFFIXES, Parsed, parse
-from utils.grading.extraction import (
-    compile_each,
-    get_flags,
-    get_kind,
-    run_statement,
-    select_statements,
-)
 
 MAX_EFFECT_SECONDS = 3  # of a submission's loops and calls: an experiment may alter what is needed
 MAX_STATEMENT_SECONDS = 8  # of one definition or assignment: a training run may be kept by one
@@ -120,7 +114,7 @@ class Runner:
         is_done = False
         try:
             with self._limit(kind):
-                run_statement(code, names)
+                extraction.run_statement(code, names)
             is_done = True
         except TookTooLong:
             if kind == "definition":
@@ -227,10 +221,10 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         statements = self._parse(name).statements
         definitions = {s.name for s in statements if isinstance(s, _DEFINITIONS)}
         wanted = definitions | self._get_mentioned(name)
-        taken = select_statements(statements, wanted, are_graded=False)
-        flags = get_flags(statements)
-        for statement, place, code in compile_each(taken, flags):
-            self.runner.run(place, code, module.__dict__, get_kind(statement))
+        taken = extraction.select_statements(statements, wanted, are_graded=False)
+        flags = extraction.get_flags(statements)
+        for statement, place, code in extraction.compile_each(taken, flags):
+            self.runner.run(place, code, module.__dict__, extraction.get_kind(statement))
 
     def _parse(self, name: str) -> Parsed:
         if name not in self.parsed:

@@ -54,7 +54,10 @@ def select_statements(
     taken = {id(s) for s in imports if not _is_future(s)}
     left = [s for s in statements if not isinstance(s, _IMPORTS)]
     exercises = set(exercises)
-    functions, libraries = _find_effects(left), _get_library_names(imports)
+    functions = _find_effects(left)
+    imported = [(s, get_import_name(alias)) for s in imports for alias in s.names]
+    # Modules and functions, which are called and alter nothing here.
+    libraries = {name for s, name in imported if isinstance(s, ast.Import) or name.islower()}
     for name in exercises & functions.keys() if are_graded else ():
         functions[name] = _EXERCISE
     changed = {
@@ -74,12 +77,6 @@ def select_statements(
 def get_import_name(alias: ast.alias) -> str:
     """Return the name that an import binds."""
     return alias.asname or alias.name.partition(".")[0]
-
-
-def _get_library_names(imports: Iterable[Any]) -> set[str]:
-    """Return what imports bind that is a module or a function: calling it alters nothing here."""
-    bound = [(s, get_import_name(alias)) for s in imports for alias in s.names]
-    return {name for s, name in bound if isinstance(s, ast.Import) or name.islower()}
 
 
 def describe_left_out(
@@ -137,7 +134,7 @@ def get_kind(statement: ast.stmt) -> str:
 def compile_each(statements: Iterable[Any], flags: int) -> Iterator[tuple[Any, str, CodeType]]:
     """Compile each statement, imports name by name, with the lines on which it stands in its place,
     and yield it with that place; an error stands for what the compiler refuses."""
-    for statement in (part for s in statements for part in split_import(s)):
+    for statement in (part for s in statements for part in _split_import(s)):
         try:
             module = ast.Module([statement], type_ignores=[])
             code = compile(module, statement.place, "exec", flags)
@@ -146,14 +143,15 @@ def compile_each(statements: Iterable[Any], flags: int) -> Iterator[tuple[Any, s
         yield statement, f"{statement.place}, line {statement.first_line}", code
 
 
-def split_import(statement: Any) -> list[Any]:
-    """Return a `from ... import` name by name: one that fails costs no other."""
+def _split_import(statement: Any) -> Iterator[Any]:
+    """Yield a `from ... import` name by name: one that fails costs no other."""
     if not isinstance(statement, ast.ImportFrom):
-        return [statement]
-    parts = [copy.copy(statement) for _ in statement.names]
-    for part, alias in zip(parts, statement.names, strict=True):
+        yield statement
+        return
+    for alias in statement.names:
+        part = copy.copy(statement)
         part.names = [alias]
-    return parts
+        yield part
 
 
 def list_imports(statements: Iterable[Any], packages: Collection[str]) -> list[list[str]]:
@@ -165,13 +163,11 @@ def list_imports(statements: Iterable[Any], packages: Collection[str]) -> list[l
     for statement in statements:
         place = f"{statement.place}, line {statement.first_line}"
         for node in ast.walk(statement):
-            pairs: list[tuple[str, str]] = []
             if isinstance(node, ast.Import):
-                pairs = [(alias.name, "") for alias in node.names]
+                found += [[place, alias.name, ""] for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                pairs = [(str(node.module), alias.name) for alias in node.names]
-            found += [[place, m, n] for m, n in pairs if m.partition(".")[0] in packages]
-    return found
+                found += [[place, str(node.module), alias.name] for alias in node.names]
+    return [entry for entry in found if entry[1].partition(".")[0] in packages]
 
 
 def run_statement(code: CodeType, namespace: dict[str, Any]) -> None:

@@ -27,20 +27,12 @@ IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is co
 
 
 @dataclass(frozen=True)
-class Edit:
-    """In the source of `within`, `pattern` must occur exactly once and becomes `replacement`."""
-
-    within: str
-    pattern: str
-    replacement: str
-
-
-@dataclass(frozen=True)
 class KnownAnswer:
     """A wrong or a right answer to one exercise.
 
     A wrong one is one or more `mistakes` of the catalogue, and `sentence` is what a good teacher
-    says of it. A right one is an edit of the reference, or a whole function or class.
+    says of it. A right one is an `edit` of the reference (the name of a definition, a pattern that
+    must occur in it exactly once, and its replacement), or a whole function or class.
     """
 
     chapter: str
@@ -48,7 +40,7 @@ class KnownAnswer:
     name: str
     sentence: str = ""
     mistakes: tuple[Mistake, ...] = ()
-    edit: Edit | None = None
+    edit: tuple[str, str, str] | None = None
     definition: Any = None
 
     @property
@@ -68,9 +60,10 @@ class KnownAnswer:
         source = get_source(self.chapter)
         if self.edit is None:
             return catalogue.apply(source, *self.mistakes)
-        place, pattern = f"{self.chapter}, {self.edit.pattern!r}", re.escape(self.edit.pattern)
-        found = catalogue.find_once(source, self.edit.within, pattern, place)
-        return source[: found.start()] + self.edit.replacement + source[found.end() :]
+        within, pattern, replacement = self.edit
+        place = f"{self.chapter}, {pattern!r}"
+        found = catalogue.find_once(source, within, re.escape(pattern), place)
+        return source[: found.start()] + replacement + source[found.end() :]
 
 
 @functools.cache
@@ -95,7 +88,7 @@ def edit(
     exercise: str, name: str, pattern: str, replacement: str, within: str | None = None
 ) -> KnownAnswer:
     """Make a right answer that differs from the reference in one place, of `within` if given."""
-    change = Edit(within or exercise, pattern, replacement)
+    change = (within or exercise, pattern, replacement)
     return KnownAnswer(IN_ITS_MODULE, exercise, name, edit=change)
 
 

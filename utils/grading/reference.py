@@ -44,12 +44,12 @@ def get_given_lines() -> frozenset[str]:
     lines = {"if root is None:", 'if bundles and not Path(CHAPTER, "utils/course").is_dir():'}
     for path in SOURCES.glob("*.md"):
         text = path.read_text(encoding="utf-8")
-        for _, cell in _find_blocks(text, "code-cell"):
+        for _, cell in find_blocks(text, "code-cell"):
             lines |= {line.strip() for line in cell.split("\n")}
     return frozenset(lines)
 
 
-def _find_blocks(text: str, kind: str) -> list[tuple[str, str]]:
+def find_blocks(text: str, kind: str) -> list[tuple[str, str]]:
     """Return the title and the body of each fenced block of a kind."""
     pattern = r"^(`{3,})\{KIND\} *([^\n]*)\n(.*?)^\1".replace("KIND", kind)
     return [found[1:] for found in re.findall(pattern, text, re.MULTILINE | re.DOTALL)]
@@ -62,7 +62,7 @@ def get_companions(chapter: str) -> dict[str, tuple[str, ...]]:
     They stand in the fields `also` and `helpers` of the chapter's source.
     """
     text = (SOURCES / f"{chapter}.md").read_text(encoding="utf-8")
-    options = {name: yaml.safe_load(body) for name, body in _find_blocks(text, "exercise")}
+    options = {name: yaml.safe_load(body) for name, body in find_blocks(text, "exercise")}
     return {
         name: (*found.get("also", ()), *found.get("helpers", ())) for name, found in options.items()
     }

@@ -20,7 +20,6 @@ import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
 
 import torch
 from tqdm import tqdm
@@ -34,6 +33,9 @@ from utils.mutation.operators import get_names, mutate
 
 ACCEPTED = Path(__file__).parents[2] / "tests" / "accepted_mutants.toml"
 OUT = Path("runs/mutants.md")
+# By tests/course: what records what is shown, and what checks a trainer's arguments beyond the
+# contract.
+TESTED_ELSEWHERE = re.compile(r"Args\.__post_init__$|(\.|^)_*record_\w+$")
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}  # methods that run without being named
 
 
@@ -58,7 +60,7 @@ def generate(chapter: str) -> tuple[Mutant, ...]:
     found: list[Mutant] = []
     for within in reach(chapter):
         node = definitions[within]
-        if not _is_function(node):
+        if not isinstance(node, ast.FunctionDef):
             continue
         first, last = reference.get_lines(chapter, within)
         before = ast.unparse(node)
@@ -78,7 +80,8 @@ def find_converters() -> frozenset[str]:
         name
         for chapter in get_chapters()
         for name, node in reference.get_definitions(chapter).items()
-        if _is_function(node) and "." not in name and node.returns and node.args.args
+        if isinstance(node, ast.FunctionDef) and "." not in name
+        if node.returns and node.args.args
         if "Tensor" in ast.unparse(node.returns)
         if ast.dump(node.returns) == ast.dump(node.args.args[0].annotation or node)
     )
@@ -87,32 +90,22 @@ def find_converters() -> frozenset[str]:
 # --- What the exercises reach -------------------------------------------------------------------
 
 
-def get_quick_exercises(chapter: str) -> list[str]:
-    """Return the exercises of a chapter that have more than slow checks."""
-    return [exercise for exercise in get_checks(chapter) if not _is_smoke_test(chapter, exercise)]
-
-
 def _is_smoke_test(chapter: str, name: str) -> bool:
     """Return whether slow checks are all that a definition has: they detect almost nothing."""
     return name in get_checks(chapter) and not get_quick_checks(chapter, name)
 
 
-def _is_tested_elsewhere(name: str) -> bool:
-    """Return whether tests/course tests a definition instead: what records what is shown, and what
-    checks a trainer's arguments beyond the contract."""
-    return re.search(r"Args\.__post_init__$|(\.|^)_*record_\w+$", name) is not None
-
-
 @functools.cache
 def reach(chapter: str) -> dict[str, tuple[str, ...]]:
     """Return each definition that a chapter's exercises run, and the exercises that reach it."""
-    graded, exercises = get_checks(chapter), get_quick_exercises(chapter)
+    graded = get_checks(chapter)
+    exercises = [exercise for exercise in graded if not _is_smoke_test(chapter, exercise)]
     reached: dict[str, list[str]] = {}
     for exercise in exercises:
         waiting, seen = [exercise], set()
         while waiting:
             name = waiting.pop()
-            if name in seen or _is_tested_elsewhere(name) or _is_smoke_test(chapter, name):
+            if name in seen or TESTED_ELSEWHERE.search(name) or _is_smoke_test(chapter, name):
                 continue
             seen.add(name)
             if name in graded and name != exercise and "." not in name:
@@ -132,17 +125,13 @@ def _find_used(chapter: str, name: str) -> list[str]:
     """Return the definitions of a chapter that one of them runs: a class, all of its methods."""
     definitions = reference.get_definitions(chapter)
     node = definitions[name]
-    if not _is_function(node):
+    if not isinstance(node, ast.FunctionDef):
         return [d for d in definitions if d.rpartition(".")[0] == name]
     owner, names = name.rpartition(".")[0], get_names(node)
     used = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)} - MADE_AND_CALLED
     mine = {f"{owner}.{method}" for method in MADE_AND_CALLED}
     methods = [d for d in definitions if "." in d and (d in mine or d.rpartition(".")[2] in used)]
     return methods + [d for d in definitions if d in names]
-
-
-def _is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
-    return isinstance(node, ast.FunctionDef)
 
 
 # --- Running them -------------------------------------------------------------------------------
@@ -200,14 +189,12 @@ def main() -> None:
     ]
     wrong = survived + (stale if not args.only else [])
     n_killed = len(mutants) - len(alive)
-    report = "\n".join(
-        [
-            f"{n_killed} of {n_killed + len(survived)} mutants are killed.",
-            f"{len(alive) - len(survived)} more survive, as `{ACCEPTED.name}` allows.",
-            *(f"- {line}" for line in wrong),
-        ]
-    )
+    report = [
+        f"{n_killed} of {n_killed + len(survived)} mutants are killed.",
+        f"{len(alive) - len(survived)} more survive, as `{ACCEPTED.name}` allows.",
+        *(f"- {line}" for line in wrong),
+    ]
     OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(f"{report}\n")
-    print(report)
+    OUT.write_text("\n".join([*report, ""]))
+    print(*report, sep="\n")
     sys.exit(bool(wrong))

@@ -197,12 +197,10 @@ def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
     """Yield a function with each argument that has a default ignored, or with another one."""
     signature = function.args
     named = signature.args[len(signature.args) - len(signature.defaults) :]
-    places: list[tuple[ast.arg, Any, int]]
-    places = [(argument, signature.defaults, i) for i, argument in enumerate(named)]
-    places += [(a, signature.kw_defaults, i) for i, a in enumerate(signature.kwonlyargs)]
+    places: list[Any] = [(name, signature.defaults, i) for i, name in enumerate(named)]
+    places += [(name, signature.kw_defaults, i) for i, name in enumerate(signature.kwonlyargs)]
     for argument, defaults, i in places:
-        default = defaults[i]
-        if default is None:  # of a keyword that has to be given
+        if (default := defaults[i]) is None:  # of a keyword that has to be given
             continue
         changed = copy.copy(function)
         ignored = ast.Assign([ast.Name(argument.arg, ast.Store())], default)
@@ -210,6 +208,5 @@ def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
         yield f"{argument.arg} is ignored", _unparse(changed)
         for value in _change_constant(getattr(default, "value", None)):
             defaults[i] = ast.Constant(value)
-            text = _unparse(function)
+            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", _unparse(function)
             defaults[i] = default
-            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", text
