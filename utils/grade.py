@@ -196,10 +196,7 @@ def count_anew(run: Run) -> None:
 
 
 def grade(run: Run, todo: dict[str, Path]) -> None:
-    """Grade what is to do, and write each report as it is done.
-
-    Raises ValueError if the grader cannot start.
-    """
+    """Grade what is to do, and write each report. Raises ValueError if the grader can't start."""
     done = batch.grade_all(todo, run.args.jobs, run.options) if todo else []
     total = len(run.named)
     for name, report in tqdm(
@@ -276,7 +273,12 @@ def conclude(run: Run, kept: int) -> int:
     graded += f", {len(unreadable)} not" if unreadable else ""
     all_of_them = "1 submission" if len(reports) == 1 else f"{len(reports)} submissions"
     print(f"{all_of_them} ({kept} from before): {graded}: {args.out / 'class.html'}")
-    if late := [r for r in reports if any(c.get("took_too_long") for c in _list_checks(r))]:
+    late = [
+        report
+        for report in reports
+        if any(c.get("took_too_long") for e in report["exercises"] for c in e["checks"])
+    ]
+    if late:
         _say(f"Checks of {_list_names(late)} took too long, and earn nothing. It may be a loop that"
              " does not end; if the machine was busy, run this again with their paths and"
              " --again.")  # fmt: skip
@@ -290,10 +292,6 @@ def conclude(run: Run, kept: int) -> int:
     if lacking and args.require_isolation:
         return 3
     return 1 if unreadable or failed else 0
-
-
-def _list_checks(report: dict[str, Any]) -> list[dict[str, Any]]:
-    return [check for exercise in report["exercises"] for check in exercise["checks"]]
 
 
 def _list_names(reports: list[dict[str, Any]]) -> str:

@@ -66,10 +66,7 @@ class Pair:
 def grade_all(
     todo: dict[str, Path], jobs: int, options: Options
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each submission's name and report as it is done.
-
-    Raises ValueError for a file of points that is wrong.
-    """
+    """Yield each submission's name and report. Raises ValueError for a wrong file of points."""
     waiting = list(todo)
     tries: Counter[str] = Counter()
     lost: dict[str, str] = {}  # those that ended the grader's process, and what is said of it

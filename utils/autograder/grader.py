@@ -180,8 +180,7 @@ class Grader:
         return self.seconds_used > self.options.submission_seconds
 
     def ask(self, job: Job) -> Reply:
-        """Ask for a reply, and keep which protections were active: in a report, those of all
-        replies."""
+        """Ask for a reply, and keep which protections were active in all replies so far."""
         start = time.monotonic()
         reply = jobs.ask(self.connection, job)
         self.seconds_used += time.monotonic() - start

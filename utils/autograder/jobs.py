@@ -78,8 +78,7 @@ def serve(connection: Connection, limits: sandbox.Limits) -> None:
 
 
 def ask(connection: Connection, job: Job) -> Reply:
-    """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError if that has
-    ended."""
+    """Ask for a job, on the trusted side of `serve`. Raises EOFError or OSError if that ended."""
     connection.send("a job")
     reader = reduction.recv_handle(connection)
     start = time.monotonic()

@@ -36,8 +36,7 @@ SHADOWED = {*COURSE, *sys.stdlib_module_names}
 
 
 def get_package(name: str) -> str:
-    """Return the package of a file, for its relative imports: from the last folder on whose name
-    is none."""
+    """Return the package of a file, for relative imports: below the last folder that is none."""
     parts = Path(name).parts[:-1]
     strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
     return ".".join(parts[max(strange, default=0) :])
@@ -55,12 +54,6 @@ def _make_fallback(name: str) -> Callable[[str], Any]:
         return getattr(importlib.import_module(name), key)
 
     return get
-
-
-def _is_of_the_course(error: BaseException) -> bool:
-    """Return whether a file of the course may not be read here: what its notebooks import for their
-    experiments, and no exercise needs."""
-    return isinstance(error, PermissionError) and str(error.filename).startswith(COURSE_CODE)
 
 
 class TookTooLong(BaseException):
@@ -112,8 +105,10 @@ class Runner:
             return False
         start = time.monotonic()
         is_done = False
+        limit = limit_time(self.left if kind == "effect" else self.patience)
         try:
-            with self._limit(kind):
+            # What an import runs has limits of its own.
+            with limit if kind != "import" else contextlib.nullcontext():
                 extraction.run_statement(code, names)
             is_done = True
         except TookTooLong:
@@ -124,17 +119,14 @@ class Runner:
                 self.said.append(f"{place}: it was stopped, as loops and calls took too long")
         except BaseException as error:
             said = f"{place}: {type(error).__name__}: {error}"[:300]
-            if len(self.said) < MAX_SAID and not _is_of_the_course(error):
+            # What notebooks import for experiments is read nowhere here, and no exercise needs it.
+            is_shut = isinstance(error, PermissionError) and COURSE_CODE in str(error.filename)
+            if len(self.said) < MAX_SAID and not is_shut:
                 self.said.append(said)
                 self.failed += [said] * (kind == "import")
         if kind == "effect":
             self.left = max(self.left - (time.monotonic() - start), 0.1)
         return is_done
-
-    def _limit(self, kind: str) -> contextlib.AbstractContextManager:
-        if kind == "import":  # what it runs has limits of its own
-            return contextlib.nullcontext()
-        return limit_time(self.left if kind == "effect" else self.patience)
 
 
 class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -194,21 +186,17 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def _import(
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
+        """Import a module, or what comes before one of its name."""
         if level or name not in self.first:
             return builtins.__import__(name, globals, locals, fromlist, level)
-        module = self._load_first(name)
-        for key in fromlist or ():
-            if f"{name}.{key}" in self.files and not hasattr(module, key):
-                setattr(module, key, importlib.import_module(f"{name}.{key}"))
-        return module
-
-    def _load_first(self, name: str) -> ModuleType:
-        """Load what comes before a module of this name, which gives what that one lacks."""
-        if (module := self.first[name]) is None:
+        if (module := self.first[name]) is None:  # it gives what it lacks of the other
             self.first[name] = module = ModuleType(name)
             module.__package__ = name if name in self.packages else ""
             vars(module)["__getattr__"] = _make_fallback(name)
             self.exec_module(module)
+        for key in fromlist or ():
+            if f"{name}.{key}" in self.files and not hasattr(module, key):
+                setattr(module, key, importlib.import_module(f"{name}.{key}"))
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -35,17 +35,12 @@ def _refuses(attempt: Callable[[sandbox.Limits], Any], error: type[Exception] = 
     return test
 
 
-def _read_outside(limits):
-    with open(limits.forbidden, "rb") as file:
-        file.read(1)
-
-
-def _write_outside(limits):
-    Path(limits.folder).with_name(".written-outside").write_bytes(b"")
-
-
-def _cut_off(limits):
-    os.truncate(limits.forbidden, os.stat(limits.forbidden).st_size)
+_refuses_to_write = _refuses(
+    lambda limits: Path(limits.folder).with_name(".written-outside").write_bytes(b"")
+)
+_refuses_to_cut_off = _refuses(
+    lambda limits: os.truncate(limits.forbidden, os.stat(limits.forbidden).st_size)
+)
 
 
 def _has_a_small_folder(limits: sandbox.Limits) -> bool:
@@ -87,8 +82,8 @@ def _open_many(limits):
 
 
 _TESTS = {
-    "reading files": _refuses(_read_outside, PermissionError),
-    "writing files": lambda limits: _refuses(_write_outside)(limits) and _refuses(_cut_off)(limits),
+    "reading files": _refuses(lambda limits: Path(limits.forbidden).read_bytes(), PermissionError),
+    "writing files": lambda limits: _refuses_to_write(limits) and _refuses_to_cut_off(limits),
     "folder size": _has_a_small_folder,
     "modes of files": _keeps_modes,
     "file size": _refuses(_write_much),

@@ -75,8 +75,7 @@ class Budget:
 
 
 def name_submissions(paths: list[Path], taken: dict[str, str] | None = None) -> dict[str, Path]:
-    """Return a folder name for each path, from its own name and, where two share it, its
-    parents'.
+    """Return a folder name for each path: its own and, where two share it, its parents' too.
 
     taken: names of before, and the path that each stands for.
     """
@@ -110,8 +109,7 @@ def is_taken(name: str) -> bool:
 
 
 def read_submission(name: str, path: Path) -> SubmittedFiles:
-    """Return the notebooks and scripts of a path. What cannot be read is a problem, never an
-    error."""
+    """Return the notebooks and scripts of a path. What cannot be read is a problem, no error."""
     problems: list[str] = []
     with _note_errors(path.name, problems):
         if path.is_dir() and not path.is_symlink():
@@ -146,18 +144,16 @@ def _gather(name: str, entries: list[Entry], budget: Budget) -> SubmittedFiles:
             continue
         if _fold(entry).startswith(own):
             left_out += [entry] * is_code
-            continue
-        if not is_code:
+        elif not is_code:
             _read_data(entry, read, others)
-            continue
-        if len(files) + len(problems) >= MAX_FILES:
+        elif len(files) + len(problems) >= MAX_FILES:
             problems.append(f"only the first {MAX_FILES} files are read")
             break
-        if len(entry) > MAX_NAME_CHARACTERS:
+        elif len(entry) > MAX_NAME_CHARACTERS:
             problems.append(f"...{entry[-50:]} cannot be read: its name is too long")
-            continue
-        with _note_errors(entry, problems):
-            files.append((entry, budget.read(entry, read)))
+        else:
+            with _note_errors(entry, problems):
+                files.append((entry, budget.read(entry, read)))
     if left_out:
         places = ", ".join(sorted({str(PurePosixPath(entry).parent) for entry in left_out}))[:200]
         problems.append(f"{len(left_out)} of the course's own files left out: {places}")
@@ -187,8 +183,7 @@ def _fold(entry: str) -> str:
 
 
 def _find_course_folders(entries: list[str]) -> tuple[str, ...]:
-    """Return the folders of the course that lie in a submission, folded, each with a slash at its
-    end.
+    """Return the folders of the course that lie in a submission, folded, with a slash at the end.
 
     A bundle, or a whole clone, holds solutions beside the notebook in which somebody worked.
     """
@@ -224,7 +219,10 @@ def _note_errors(entry: str, problems: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # zipfile's are of many kinds
-        _add(problems, f"{shorten(entry)} cannot be read: {_say(error)}")
+        said = f"{error.strerror if isinstance(error, OSError) else error}"  # not the path
+        if not isinstance(error, ValueError):  # in our own words
+            said = f"{type(error).__name__}: {said}"
+        _add(problems, f"{shorten(entry)} cannot be read: {said[:200]}")
 
 
 def _add(problems: list[str], problem: str) -> None:
@@ -267,7 +265,7 @@ def _iterate_zip(data: bytes, budget: Budget) -> Iterator[Entry]:
         yield str(PurePosixPath(info.filename.replace("\\", "/"))), read
 
 
-def _read_regular(path: Path, most: int = MAX_SUBMISSION_BYTES) -> bytes:
+def _read_regular(path: Path, most: int) -> bytes:
     """Read a file that is one: no link, pipe or device."""
     if path.is_symlink():
         raise ValueError("it is a link, which is not followed")
@@ -285,10 +283,3 @@ def _limit(data: bytes, most: int) -> bytes:
             f"a submission should have at most {notebooks} MB of notebooks and {code} MB of scripts"
         )
     return data
-
-
-def _say(error: Exception) -> str:
-    if isinstance(error, ValueError):  # in our own words
-        return f"{error}"[:200]
-    said = error.strerror if isinstance(error, OSError) else error  # not the path
-    return f"{type(error).__name__}: {said}"[:200]

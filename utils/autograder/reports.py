@@ -77,8 +77,7 @@ def _say_not_graded(exercise: Report) -> str:
 
 
 def format_problems(report: Report) -> str:
-    """Format what is wrong with the files, which statements of them do not run, and what could not
-    be graded."""
+    """Format what is wrong with the files, what of them does not run, and what is not graded."""
     lines = list(report["problems"])
     lines += [f"{e['chapter']} {e['name']}{_say_not_graded(e)}: its points are neither earned nor"
               " counted" for e in report["exercises"] if e["not_graded"]]  # fmt: skip

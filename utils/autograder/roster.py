@@ -110,8 +110,7 @@ def _is_in(key: list[str], words: list[str]) -> bool:
 
 
 def _get_key(text: str) -> list[str]:
-    """Return the words of it, but no number that a file name has for other reasons, as "week 2"
-    has."""
+    """Return the words of it, but no number that file names have otherwise, such as "week 2"."""
     return [] if re.fullmatch(r"\d{1,2}|(19|20)\d\d", text) else _split(text)
 
 

@@ -173,10 +173,7 @@ def _locate(source: str, diff: Diff, place: str) -> re.Match[str]:
 
 
 def find_once(source: str, within: str, pattern: str, place: str) -> re.Match[str]:
-    """Return where a pattern stands in a definition.
-
-    Raises ValueError, with the place, unless that is once.
-    """
+    """Find a pattern in a definition. Raises ValueError, with the place, unless it's there once."""
     definitions = find_definitions(source)
     if within not in definitions:
         raise ValueError(f"{place}: there is no definition {within}")

@@ -76,8 +76,7 @@ def is_finite_as(yours: Any, expected: Any) -> bool:
 
 
 def calc_gap(a: Any, b: Any) -> Any:
-    """Return |a - b| for every number of two observations of one structure; None where they
-    differ."""
+    """Return |a - b| for each number of two observations; None where their structures differ."""
     if isinstance(a, dict) and isinstance(b, dict):
         return {key: calc_gap(a[key], b[key]) for key in a if key in b}
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):

@@ -196,8 +196,7 @@ def observe_answer(answer: KnownAnswer, check: Check, index: int, secret: str = 
 
 
 def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "") -> bool:
-    """Return whether two answers did the same. A predicate may accept both though their draws
-    differ."""
+    """Return whether two answers did the same: a predicate may accept both, with other draws."""
     if check.holds is not None:
         one, other = (judge(check, observed, index, secret) for observed in (a, b))
         if one is None or other is None or one.message != other.message:
@@ -210,8 +209,7 @@ def same_observation(check: Check, a: Any, b: Any, index: int, secret: str = "")
 
 
 def diagnose_answer(answer: KnownAnswer) -> str | None:
-    """Return what `diagnose` says of a known mistake: its own sentence, unless another does the
-    same."""
+    """Return what `diagnose` says of a known mistake: its own sentence, unless two do the same."""
     checks = get_quick_checks(answer.chapter, answer.exercise)
     return diagnose([grade_answer(check, answer) for check in checks], exact=True)
 

@@ -218,8 +218,7 @@ def find_stubs_below(statements: list[Any], names: Collection[str]) -> list[Any]
 
 
 def get_names_in_strings(statements: list[Any]) -> set[str]:
-    """Return what strings may define, where something makes names as it runs: by `exec` or
-    `setattr`."""
+    """Return what strings may define, where names are made as it runs: by `exec` or `setattr`."""
     nodes = [node for statement in statements for node in ast.walk(statement)]
     called = [n.func for n in nodes if isinstance(n, ast.Call)]
     calls = {ast.unparse(f) for f in called if isinstance(getattr(f, "value", f), ast.Name)}
@@ -286,10 +285,7 @@ def _normalize(definition: Any) -> tuple[str, int]:
 
 
 def get_bound_names(statement: ast.stmt) -> set[str]:
-    """Return the top-level names that a statement binds or, as `T.method = f`, changes.
-
-    No imports.
-    """
+    """Return the top-level names that a statement binds, imports aside, or changes (`T.x = f`)."""
     names = set()
     for node in _walk_scope(statement):
         names |= _get_target_roots(node)

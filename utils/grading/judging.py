@@ -85,8 +85,7 @@ def grade_runs(check: Check, run: Callable[[int], tuple[Any, str]], secret: str)
 
 
 def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
-    """Judge an observation by the check's oracle or else by the reference: what is wrong with
-    it."""
+    """Return what is wrong with an observation, by the check's oracle or else the reference."""
     if not check.float64 and check.holds is None:
         target = observe_expected(check, index, secret)
         return find_mismatch(observed, target, None, check.rtol, check.atol)
@@ -133,8 +132,7 @@ def measure_reference_gap(check: Check, index: int, secret: str = "") -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def observe_expected(check: Check, index: int, secret: str = "") -> Any:
-    """Return the oracle's observation, in the reference's dtypes; without an oracle the
-    reference's."""
+    """Return the oracle's observation, in the reference's dtypes; without one the reference's."""
     if (known := recorded.load(check.chapter)) is not None:
         return known.expected[check.path][index]
     if not callable(check.expected):

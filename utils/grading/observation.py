@@ -158,8 +158,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any], Any], ...] = (
 
 @contextlib.contextmanager
 def usual_settings() -> Iterator[None]:
-    """Set what checks rely on, and leave it as it was: the above, grad mode, NumPy's errors and
-    warnings."""
+    """Set for a while what checks rely on: the above, grad mode, NumPy's errors and warnings."""
     saved = [(set_to, look_up()) for look_up, set_to, _ in _SETTINGS]
     for _, set_to, usual in _SETTINGS:
         set_to(usual)
@@ -225,8 +224,7 @@ def _is_of_a_library(frame: traceback.FrameSummary) -> bool:
 
 
 def _format_frames(frames: traceback.StackSummary, probe: Callable) -> str:
-    """Return the traceback without the engine's and the check's frames; of libraries' only the
-    last."""
+    """Return the traceback without the engine's and the check's frames; of libraries' the last."""
     home = probe.__code__.co_filename
     kept = [f for f in frames if f.filename != home and not _is_of_the_check(f)]
     kept = [f for f in kept[:-1] if not _is_of_a_library(f)] + kept[-1:]

@@ -24,8 +24,7 @@ _IMPORTS = ast.Import | ast.ImportFrom
 
 @functools.cache
 def collect_sources(check: Check) -> dict[str, str]:
-    """Return the source of each module of `tests` that the probe takes, those first that others
-    import."""
+    """Return the source of each module of `tests` that a probe takes, imported ones first."""
     return _collect([(check.probe.__module__, check.name)])
 
 
@@ -67,8 +66,7 @@ def _describe(check: Check) -> str:
 
 
 def _collect(start: list[tuple[str, str]]) -> dict[str, str]:
-    """Return the sources that these names need, each given with its module: those first that
-    others import."""
+    """Return the sources that these names, each with its module, need: imported ones first."""
     names: dict[str, set[str]] = defaultdict(set)  # that are taken, by module
     imports: dict[str, set[str]] = defaultdict(set)  # which other modules they are taken from
     waiting = [*start]

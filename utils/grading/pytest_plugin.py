@@ -137,8 +137,7 @@ class Exercise(pytest.Collector):
     def try_mistake(self, mistake: KnownAnswer, _: pytest.Item) -> None:
         """Pass if the check that the mistake's entry names rejects it.
 
-        With --size all, every quick check is run, and no other mistake's sentence may be given for
-        it.
+        With --size all, every quick check is run, and no other mistake's sentence may be given.
         """
         name = mistake.mistakes[0].rejected_by
         check = next((check for check in self.checks if check.name == name), None)

@@ -216,8 +216,7 @@ def find_owner(cls: type, method: str, reference: type) -> type | None:
 def _graft(
     source: ChapterSource, name: str, method: str, student: type
 ) -> tuple[dict[str, Any], type]:
-    """Graft one method of the student's onto the reference's class; return what is beside it
-    too."""
+    """Graft one method of the student's onto the reference's class; return what is beside it."""
     owner = next(c for c in student.__mro__ if method in vars(c))
     mine = {
         key: value

@@ -138,8 +138,7 @@ def _find_used(chapter: str, name: str) -> list[str]:
 
 
 def is_killed(mutant: Mutant) -> bool:
-    """Return whether a check rejects a mutant, or its module can't be built; one that loops is
-    stopped."""
+    """Return whether a check rejects a mutant, or it can't be built; one that loops is stopped."""
     try:
         student = StudentNames(vars(build_module(mutant.chapter, mutant.source)))
     except Exception:
