@@ -377,8 +377,8 @@ def grade_without_processes(
     """Grade a function that is there, with what a child would give."""
 
     def ask(_, job):
-        if job.action == "run_probe" and "tests.broken" not in job.arguments["modules"]:
-            count = len(job.arguments["seeds"])
+        if job.action == "run_probe" and "tests.broken" not in job.arguments.modules:
+            count = len(job.arguments.seeds)
             seen: dict = {"printed": "", "log": "", "is_stub": False}
             seen["observations"] = [copy.deepcopy(observed) for _ in range(count)]
             return grader_module.Reply(grader_module.Outcome.DONE, pack(seen))

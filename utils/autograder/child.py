@@ -13,7 +13,8 @@ import marshal
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ from utils.grading.substitution import ChapterSource, build_module
 from utils.models.loading import load_base_model
 from utils.plotting import plot_history
 
+File = tuple[str, bytes]  # its name and what is in it
 MAX_IMPORTS = 500  # from the course, of one file
 MAX_WRITTEN = 20  # modules that the cells of one file write
 MAX_PLACES = 20_000  # of statements of one file, that a report may name
@@ -43,7 +45,25 @@ def prepare() -> None:
     sys.argv[1:] = []  # of the grader: a script that reads its arguments has none
 
 
-def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], bytes], str]:
+@dataclass
+class ProbeRun:
+    """A probe to run, and the work that it is run on."""
+
+    probe: tuple[str, str]  # its module and name
+    modules: dict[str, bytes]  # compiled: the probe's, and the solutions of earlier chapters
+    seeds: list[int]
+    exercise: str
+    stand_in: ChapterSource  # this chapter's solutions without the exercise
+    is_alone: bool
+    files: list[File]  # what defines the chapter's names, each as its code, from `pack_code`
+    helpers: list[File]  # all scripts and notebooks, which may import one another
+    data: list[File]  # small files that are no code
+    given: dict[str, frozenset[str]]  # what the chapter's notebook imports of the course, by module
+    patience: float  # seconds for one statement
+    skipped: Collection[str]  # the places of those that took longer
+
+
+def get_ready(action: str, arguments: Any) -> tuple[Callable[[], bytes], str]:
     """Return what does the action, "list_definitions" or "run_probe", and packs what comes of it.
 
     The probe is made here, before student code is loaded: where that fails, the second result says
@@ -52,18 +72,17 @@ def get_ready(action: str, arguments: dict[str, Any]) -> tuple[Callable[[], byte
     if action == "list_definitions":
         return lambda: packing.pack(list_definitions(**arguments)), ""
     try:
-        for other, code in arguments["modules"].items():
+        for other, code in arguments.modules.items():
             install(other, marshal.loads(code))
-        module, name = arguments["probe"]
+        module, name = arguments.probe
         probe = getattr(sys.modules[module], name)
     except Exception as error:
         return lambda: b"", f"{type(error).__name__}: {error}"
-    rest = {key: value for key, value in arguments.items() if key not in ("modules", "probe")}
-    return lambda: packing.pack(run_probe(probe=probe, **rest)), ""
+    return lambda: packing.pack(run_probe(probe, arguments)), ""
 
 
 def list_definitions(
-    file: tuple[str, bytes],
+    file: File,
     names: dict[str, set[str]],
     given: frozenset[str] = frozenset(),
     solved: frozenset[str] = frozenset(),
@@ -71,43 +90,32 @@ def list_definitions(
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
-    Gives, by chapter, the defined names, and those of them that are stubs; the code that `load`
-    takes, and the places of its statements without the file's name; what is wrong with the file
-    and what of it is not run, by cell and line, without lines `given` by the course; what it
-    imports of the course; how many definitions are stubs; the modules that its cells write, with
-    such places; digests of those that are `solved`, and the first line of its docstring. A cell
+    given: lines of the course's own notebooks. solved: names of which digests are wanted. A cell
     that takes more than `patience` seconds to parse costs itself.
     """
     name, data = file
-    all_names = set().union(*names.values())
-    parsed, kept, statements = read(name, data, all_names, patience)
-    finished = [s for s in statements if not extraction.is_stub_definition(s)]
-    defined = _get_bound(statements) | get_written_names(parsed, statements)
-    # What strings may define is known when it has run: of the chapters that are here, if any is.
-    likely = defined | extraction.get_names_in_strings(finished)
-    here = {chapter for chapter, its in names.items() if defined & its} or names.keys()
-    mine = {chapter: sorted(likely & its) for chapter, its in names.items() if chapter in here}
-    mine = {chapter: found for chapter, found in mine.items() if found}
+    parsed, kept, statements = read(name, data, set().union(*names.values()), patience)
+    defined, unfinished = find_names(parsed, statements, names)
     digests = extraction.digest_definitions(parsed.statements, solved)
     code = pack_code(statements, extraction.get_flags(parsed.statements), parsed.sources)
     return {
+        "defined": defined,  # by chapter
+        "unfinished": unfinished,  # names that are stubs
         "stubs": extraction.count_stubs(statements),
-        "defined": mine,
-        "unfinished": sorted(all_names & defined - _get_bound(finished)),
         "places": list_places(parsed, name),
-        "written": [
+        "written": [  # modules that cells write
             [module, text, list_places(parse(text.encode(), module), module)]
             for module, text in [*parsed.written.items()][:MAX_WRITTEN]
         ],
         "problems": parsed.problems,
-        "left_out": extraction.describe_left_out(kept, statements, given) if mine else [],
+        "left_out": extraction.describe_left_out(kept, statements, given) if defined else [],
         "imports": extraction.list_imports(statements, facades.COURSE)[:MAX_IMPORTS],
         "digests": {
             key: [digest for digest, _ in found[-MAX_DEFINITIONS:]]
             for key, found in digests.items()
         },
         "first_line": get_first_line(parsed.statements),
-        "code": torch.tensor([*code], dtype=torch.uint8),
+        "code": torch.tensor([*code], dtype=torch.uint8),  # as `load` takes it
     }
 
 
@@ -133,8 +141,24 @@ def read(
     return parsed, kept, statements
 
 
-def _get_bound(statements: list[Any]) -> set[str]:
-    return set().union(*map(extraction.get_bound_names, statements))
+def find_names(
+    parsed: Parsed, statements: list[Any], names: dict[str, set[str]]
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Find the names of each chapter that a file defines or may define, and those of them all that
+    are stubs."""
+    stems = {PurePosixPath(name).stem for name in parsed.written}
+    imports = [s for s in statements if isinstance(s, ast.ImportFrom)]
+    from_written = [s for s in imports if str(s.module).rpartition(".")[2] in stems]
+    finished = [s for s in statements if not extraction.is_stub_definition(s)]
+    answered = set().union(*map(extraction.get_bound_names, finished))
+    defined = set().union(*map(extraction.get_bound_names, statements))
+    defined |= {extraction.get_import_name(alias) for s in from_written for alias in s.names}
+    # What strings may define is known when it has run: of the chapters that are here, if any is.
+    likely = defined | extraction.get_names_in_strings(finished)
+    here = {chapter for chapter, its in names.items() if defined & its} or names.keys()
+    found = {chapter: sorted(likely & its) for chapter, its in names.items() if chapter in here}
+    unfinished = set().union(*names.values()) & defined - answered
+    return {chapter: mine for chapter, mine in found.items() if mine}, sorted(unfinished)
 
 
 @contextlib.contextmanager
@@ -159,14 +183,6 @@ def get_first_line(statements: list[Any]) -> str:
     return said.partition("\n")[0][:100]
 
 
-def get_written_names(parsed: Parsed, statements: list[Any]) -> set[str]:
-    """Return what is imported from modules that cells of the same file write."""
-    stems = {PurePosixPath(name).stem for name in parsed.written}
-    imports = [s for s in statements if isinstance(s, ast.ImportFrom)]
-    written = [s for s in imports if str(s.module).rpartition(".")[2] in stems]
-    return {extraction.get_import_name(alias) for s in written for alias in s.names}
-
-
 def pack_code(statements: list[Any], flags: int, sources: dict[str, str]) -> bytes:
     """Compile each statement, and note its place, its kind, the name of a definition or an import,
     and whether it is a stub."""
@@ -178,33 +194,13 @@ def pack_code(statements: list[Any], flags: int, sources: dict[str, str]) -> byt
     return marshal.dumps((compiled, sources))
 
 
-def run_probe(
-    files: list[tuple[str, bytes]],
-    helpers: list[tuple[str, bytes]],
-    stand_in: ChapterSource,
-    exercise: str,
-    probe: Callable[..., Any],
-    seeds: list[int],
-    is_alone: bool,
-    given: dict[str, frozenset[str]],
-    data: list[tuple[str, bytes]],
-    patience: float,
-    skipped: frozenset[str],
-) -> dict[str, Any]:
+def run_probe(probe: Callable[..., Any], run: ProbeRun) -> dict[str, Any]:
     """Run a probe with every seed on what the files define. Where one of their statements takes too
-    long, nothing is run after it: it has to be skipped, another time.
-
-    files: of each its name and its code, from `pack_code`.
-    helpers: all scripts and notebooks of the submission, which may import one another.
-    stand_in: this chapter's solutions without the exercise.
-    given: what the chapter's notebook imports of the course, by module.
-    data: small files of the submission that are no code.
-    patience: seconds for one statement. skipped: the places of those that took longer.
-    """
-    facades.shut(stand_in.chapter, exercise, given)
-    lay_out(data)
-    runner = modules.Runner(patience, skipped)
-    namespace, own = load(files, helpers, stand_in, is_alone, runner, has_data=bool(data))
+    long, nothing is run after it: it has to be skipped, another time."""
+    facades.shut(run.stand_in.chapter, run.exercise, run.given)
+    lay_out(run.data)
+    runner = modules.Runner(run.patience, run.skipped)
+    namespace, own = load(run, runner)
     seen: dict[str, Any] = {
         "log": "\n".join(runner.said), "failed": runner.failed, "replaced": own,
         "slow": runner.slow, "stopped": runner.stopped,
@@ -212,15 +208,15 @@ def run_probe(
     }  # fmt: skip
     if runner.slow:
         return seen
-    answer = substitution.find_written(stand_in, exercise, namespace)
+    answer = substitution.find_written(run.stand_in, run.exercise, namespace)
     seen["is_stub"] = substitution.is_stub(answer)
     with contextlib.ExitStack() as stack:
-        if is_alone and answer is not None:
-            by_itself = substitution.alone(stand_in, exercise, answer, namespace)
+        if run.is_alone and answer is not None:
+            by_itself = substitution.alone(run.stand_in, run.exercise, answer, namespace)
             student = stack.enter_context(by_itself)
         else:
-            student = substitution.answer_with(stand_in, exercise, namespace)
-        for seed in seeds:
+            student = substitution.answer_with(run.stand_in, run.exercise, namespace)
+        for seed in run.seeds:
             observed, seen["printed"] = observe(probe, student, seed, torch.float32)
             seen["observations"].append(observed)
             if isinstance(observed, Raised):
@@ -244,31 +240,26 @@ def install(name: str, code: CodeType) -> None:
     exec(code, module.__dict__)
 
 
-def load(
-    files: list[tuple[str, bytes]],
-    helpers: list[tuple[str, bytes]],
-    stand_in: ChapterSource,
-    is_lent: bool,
-    runner: modules.Runner,
-    has_data: bool,
-) -> tuple[dict[str, Any], list[str]]:
+def load(run: ProbeRun, runner: modules.Runner) -> tuple[dict[str, Any], list[str]]:
     """Run what the files define, and return it, with the names of what is the course's instead.
 
-    What a definition lacks of the chapter, as the class that it re-opens, is lent if so asked. What
-    the chapter gives is the course's where it fails as it was handed in, or names what could not be
-    imported; methods, where one exercise is run alone. A stub hides nothing that another file has.
+    What a definition lacks of the chapter, as the class that it re-opens, is lent to an exercise
+    that is run alone. What the chapter gives is the course's where it fails as it was handed in, or
+    names what could not be imported; methods, where one exercise is run alone. A stub hides nothing
+    that another file has.
     Where there are data, each file runs in its folder.
     """
+    stand_in = run.stand_in
     module = build_module(stand_in.chapter, "from __future__ import annotations")
     module.__dict__["get_ipython"] = lambda: None  # as where no notebook is open
-    loaded = [(name, *marshal.loads(data)) for name, data in files]
+    loaded = [(name, *marshal.loads(data)) for name, data in run.files]
     codes = [entry[1] for _, compiled, _ in loaded for entry in compiled]
     # After all that is installed: they stand in for none of it.
-    finder = modules.SubmittedModules(helpers, codes, runner)
+    finder = modules.SubmittedModules(run.helpers, codes, runner)
     sys.meta_path.append(finder)
     module.__dict__.update(finder.get_builtins())
     home = Path.cwd()
-    lendable = stand_in.get_names() if is_lent else set()
+    lendable = stand_in.get_names() if run.is_alone else set()
     lent: dict[str, Any] = {}
     missed: set[str] = set()
     replaced: list[str] = []
@@ -277,7 +268,7 @@ def load(
         for place, source in sources.items():  # tracebacks show its lines
             linecache.cache[place] = (len(source), None, source.splitlines(True), place)
         module.__package__ = modules.get_package(name) or modules.name_folder(name)
-        if has_data:
+        if run.data:
             enter_folder(home / name, module)
         before = module.__dict__.keys() - lent.keys()
         for place, code, kind, bound, stub in compiled:
@@ -290,7 +281,7 @@ def load(
             is_old = kind == "definition" and lacking & get_all_names(code)
             is_run = not (is_old and bound in get_given())
             if is_run and runner.run(place, code, module.__dict__, kind):
-                if is_old and is_lent and isinstance(cls := module.__dict__.get(bound), type):
+                if is_old and run.is_alone and isinstance(cls := module.__dict__.get(bound), type):
                     replaced += take_old_methods(cls, code, get_given(), lacking)
             elif kind == "import":
                 missed.add(bound)

@@ -17,6 +17,7 @@ from typing import Any
 
 from utils.autograder import given, jobs, modules
 from utils.autograder.batch import Options
+from utils.autograder.child import File, ProbeRun
 from utils.autograder.hiding import hide_paths, hide_words
 from utils.autograder.jobs import Job, Outcome, Reply
 from utils.autograder.reading import SubmittedFiles, shorten
@@ -43,7 +44,6 @@ MAX_PROBLEMS, MAX_LEFT_OUT = 50, 100  # of a submission, in its report
 MAX_LINE_CHARACTERS = 400  # of each of these
 MAX_MODULE_BYTES = 2**20  # of a file that others of the submission may import
 MAX_KEPT_BYTES = 2**23  # of a reply: what is larger than any right answer is judged, and let go
-File = tuple[str, bytes]
 Inspected = tuple[File, dict[str, Any]]  # and what it defines
 NOT_RUN = "was not run, as others took too long"
 
@@ -406,27 +406,27 @@ class _Exercise:
             verdict = self._read(check, reply, seconds, is_alone)
             if verdict is not None:
                 return verdict
-            job.arguments["skipped"] = frozenset(self.grader.slow)
+            job.arguments.skipped = [*self.grader.slow]
 
     def _make_job(self, check: Check, seconds: int, is_alone: bool) -> Job:
         chapters = get_chapters()
         earlier = chapters[: chapters.index(self.chapter)]
         sources = {f"solutions.{s}": get_source(s) for s in earlier} | collect_sources(check)
-        arguments = {
-            "files": self.files,
-            "helpers": self.grader.helpers,
-            "stand_in": _get_stand_in(self.chapter, self.exercise, is_alone),
-            "exercise": self.exercise,
-            "modules": {name: _compile(name, source) for name, source in sources.items()},
-            "probe": (check.probe.__module__, check.name),
-            "seeds": [check.seed(index, self.secret) for index in range(check.seeds)],
-            "is_alone": is_alone,
-            "given": given.get_given(self.chapter),
-            "data": [*self.grader.submitted.data],
-            "patience": self.grader.patience,
-            "skipped": frozenset(self.grader.slow),
-        }
-        return Job("run_probe", seconds, arguments)
+        run = ProbeRun(
+            probe=(check.probe.__module__, check.name),
+            modules={name: _compile(name, source) for name, source in sources.items()},
+            seeds=[check.seed(index, self.secret) for index in range(check.seeds)],
+            exercise=self.exercise,
+            stand_in=_get_stand_in(self.chapter, self.exercise, is_alone),
+            is_alone=is_alone,
+            files=self.files,
+            helpers=self.grader.helpers,
+            data=[*self.grader.submitted.data],
+            given=given.get_given(self.chapter),
+            patience=self.grader.patience,
+            skipped=[*self.grader.slow],
+        )
+        return Job("run_probe", seconds, run)
 
     def _read(self, check: Check, reply: Reply, seconds: int, is_alone: bool) -> Verdict | None:
         """Judge what came back of a check; None where it has to run once more."""

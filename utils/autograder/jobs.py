@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from utils.autograder import child, protections, sandbox
 from utils.grading.packing import MAX_REPLY_BYTES
@@ -57,7 +58,7 @@ class Job:
 
     action: str
     seconds: int
-    arguments: dict
+    arguments: Any
 
 
 def start(connection: Connection, limits: sandbox.Limits) -> None:
