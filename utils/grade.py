@@ -21,7 +21,6 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from utils.chapters import sort_chapters
 
@@ -33,7 +32,7 @@ from utils.autograder import batch, protections
 from utils.autograder.reading import OWN_FILES, name_submissions, read_submission
 from utils.autograder.reports import write_class, write_submission
 from utils.autograder.roster import Person, read_roster, write_grades
-from utils.grading.points import Points, list_chapters, list_exercises, load_points
+from utils.grading.points import Points, Report, list_chapters, list_exercises, load_points
 
 ROOT = Path(__file__).parents[1]
 MAX_NAMES = 10  # of submissions, in a line
@@ -88,20 +87,17 @@ def _list_all_exercises() -> list[str]:
 
 @dataclass
 class Run:
-    """A run of the command: submissions by name, reports of before that count, and those kept.
-
-    gone: reports whose file was taken away, with its path. version: a digest of the grader.
-    """
+    """A run of the command."""
 
     args: argparse.Namespace
     options: batch.Options
     points: Points
     people: list[Person]
-    named: dict[str, Path]
-    stored: dict[str, dict[str, Any]]
-    gone: dict[str, str]
-    version: str
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    named: dict[str, Path]  # the submissions
+    stored: dict[str, Report]  # reports of before that count
+    gone: dict[str, str]  # paths of those whose file was taken away
+    version: str  # a digest of the grader
+    reports: dict[str, Report] = field(default_factory=dict)  # that are kept, or made
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -142,13 +138,12 @@ def open_run(args: argparse.Namespace) -> Run:
         raise ValueError(f"--out should be a folder to write into, but {error}") from error
     stored = load_reports(args.out)
     paths = list(dict.fromkeys(Path(os.path.abspath(path)) for path in args.paths))
-    named = name_submissions(paths, _get_places(stored, paths))
+    named, gone = _name_all(stored, paths)
     if blocked := [name for name in named if (args.out / name).is_file()]:
         raise ValueError(
             f"{args.out / blocked[0]} should be a folder, for a report, but is a file: move it"
             " away, or choose another --out"
         )
-    gone = _find_gone(stored, named)
     counted = {n: r for n, r in stored.items() if n in named or not (n in gone or "is_gone" in r)}
     other = {
         n for n, report in counted.items() if report.get("set", args.chapters) != args.chapters
@@ -255,7 +250,7 @@ def _find_wrong_argument(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _find_lacking(reports: list[dict[str, Any]]) -> list[str]:
+def _find_lacking(reports: list[Report]) -> list[str]:
     """Return the protections that some graded submission did without."""
     active = [set(report["protections"]) for report in reports if report["readable"]]
     return sorted(set(protections.PROTECTIONS) - set.intersection(*active)) if active else []
@@ -294,7 +289,7 @@ def conclude(run: Run, kept: int) -> int:
     return 1 if unreadable or failed else 0
 
 
-def _list_names(reports: list[dict[str, Any]]) -> str:
+def _list_names(reports: list[Report]) -> str:
     names = ", ".join(report["submission"] for report in reports[:MAX_NAMES])
     return names + f" and {len(reports) - MAX_NAMES} more" * (len(reports) > MAX_NAMES)
 
@@ -320,7 +315,7 @@ def _digest_grader(args: argparse.Namespace, secret: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_reports(out: Path) -> dict[str, dict[str, Any]]:
+def load_reports(out: Path) -> dict[str, Report]:
     """Load all reports of before, those of other runs among them, and say which are none."""
     reports = {}
     parts = batch.make_empty_report("", "").keys()
@@ -337,30 +332,23 @@ def load_reports(out: Path) -> dict[str, dict[str, Any]]:
     return reports
 
 
-def _get_places(stored: dict[str, dict[str, Any]], paths: list[Path]) -> dict[str, str]:
-    """Return for each name in use the path that it stands for; a name is free where that path is
-    gone and the same file is among these, as after a move to another folder or machine."""
-    gone = {name for name, report in stored.items() if not os.path.lexists(report.get("path", ""))}
-    digests = {_digest(path) for path in paths} if gone else set()
-    free = {name for name in gone if stored[name]["digest"] in digests}
-    return {name: report.get("path", "") for name, report in stored.items() if name not in free}
+def _name_all(
+    stored: dict[str, Report], paths: list[Path]
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Name the submissions, and find the reports of files that were taken away, renamed or moved
+    since, with their paths.
 
-
-def _find_gone(stored: dict[str, dict[str, Any]], named: dict[str, Path]) -> dict[str, str]:
-    """Find the reports of files that were taken away, renamed or moved since: name and path.
-
-    Where the whole folder is away, as on another machine, a report stays, unless the same work is
-    among these.
+    Where the same work is among these, as after a move to another folder, its name is free again.
+    Else, where the whole folder is away, as on another machine, a report stays.
     """
-    digests = {_digest(path) for path in named.values()} if stored else set()
-    gone = {}
-    for name, report in stored.items():
-        path = Path(report.get("path", ""))
-        is_away = bool(path.name) and name not in named and not os.path.lexists(path)
-        is_given_again = report.get("digest") in digests
-        if is_away and "is_gone" not in report and (path.parent.exists() or is_given_again):
-            gone[name] = str(path)
-    return gone
+    places = {name: report.get("path", "") for name, report in stored.items()}
+    away = {name for name, place in places.items() if not os.path.lexists(place)}
+    digests = {_digest(path) for path in paths} if away else set()
+    moved = {name for name in away if stored[name]["digest"] in digests}
+    named = name_submissions(paths, {n: place for n, place in places.items() if n not in moved})
+    gone = {name for name in away - named.keys() if places[name] and "is_gone" not in stored[name]}
+    left = {name for name in gone if name in moved or Path(places[name]).parent.exists()}
+    return named, {name: places[name] for name in places if name in left}
 
 
 @functools.cache
@@ -369,18 +357,18 @@ def _digest(path: Path) -> str:
     return read_submission("", path).digest
 
 
-def _is_unchanged(report: dict[str, Any], path: Path | None) -> bool:
+def _is_unchanged(report: Report, path: Path | None) -> bool:
     digest = report.get("digest")
     return digest is not None and path is not None and digest == _digest(path)
 
 
-def _is_current(report: dict[str, Any], path: Path | None, version: str) -> bool:
+def _is_current(report: Report, path: Path | None, version: str) -> bool:
     """Return whether submission and grader are what they were, and the grader made no error."""
     is_whole = not report.get("not_graded")
     return is_whole and report.get("grader") == version and _is_unchanged(report, path)
 
 
-def merge(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
+def merge(before: Report, again: Report) -> Report:
     """Put exercises that were graded again in the place of those of before."""
     new = {(e["chapter"], e["name"]): e for e in again["exercises"]}
     exercises = [new.get((e["chapter"], e["name"]), e) for e in before["exercises"]]

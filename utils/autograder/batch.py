@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.autograder import protections
-from utils.grading.points import load_points
+from utils.grading.points import Report, load_points
 from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
@@ -63,9 +63,7 @@ class Pair:
     name: str | None = None
 
 
-def grade_all(
-    todo: dict[str, Path], jobs: int, options: Options
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def grade_all(todo: dict[str, Path], jobs: int, options: Options) -> Iterator[tuple[str, Report]]:
     """Yield each submission's name and report. Raises ValueError for a wrong file of points."""
     waiting = list(todo)
     tries: Counter[str] = Counter()
@@ -102,7 +100,7 @@ def grade_all(
             _stop(pair)
 
 
-def make_empty_report(name: str, problem: str) -> dict[str, Any]:
+def make_empty_report(name: str, problem: str) -> Report:
     """Return the report of a submission that could not be graded."""
     return {
         "submission": name, "version": get_version(), "digest": None, "readable": False,

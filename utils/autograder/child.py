@@ -7,7 +7,6 @@ the fork, and never with a solution, an oracle or the checks' modules as they ar
 import ast
 import contextlib
 import functools
-import importlib
 import linecache
 import marshal
 import os
@@ -41,6 +40,7 @@ MAX_DEFINITIONS = 20  # of one name in a file, that are compared
 def prepare() -> None:
     """Leave one thread, before the doors close: more of them hang in a forked child."""
     torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     transformers.utils.logging.disable_progress_bar()
     sys.argv[1:] = []  # of the grader: a script that reads its arguments has none
 
@@ -278,7 +278,7 @@ def load(run: ProbeRun, runner: modules.Runner) -> tuple[dict[str, Any], list[st
                 lent = lent or vars(build_module(stand_in.chapter, stand_in.source))
                 module.__dict__.update({key: lent[key] for key in missing})
             lacking = missed - module.__dict__.keys()
-            is_old = kind == "definition" and lacking & get_all_names(code)
+            is_old = kind == "definition" and lacking & modules.get_all_names(code)
             is_run = not (is_old and bound in get_given())
             if is_run and runner.run(place, code, module.__dict__, kind):
                 if is_old and run.is_alone and isinstance(cls := module.__dict__.get(bound), type):
@@ -307,18 +307,12 @@ def take_old_methods(cls: type, code: CodeType, given: set[str], lacking: set[st
     bodies = [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     methods = [m for body in bodies for m in body.co_consts if isinstance(m, CodeType)]
     names = {m.co_name: f"{cls.__name__}.{m.co_name}" for m in methods}
-    if not any(lacking & get_all_names(m) and names[m.co_name] in given for m in methods):
+    if not any(lacking & modules.get_all_names(m) and names[m.co_name] in given for m in methods):
         return []
     for name in vars(cls).keys() & names:
         if names[name] in given:
             delattr(cls, name)
     return [cls.__name__]
-
-
-def get_all_names(code: CodeType) -> set[str]:
-    """Return the names that code refers to, and the functions in it."""
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_names}.union(*map(get_all_names, inner))
 
 
 def enter_folder(path: Path, module: ModuleType) -> None:
@@ -339,10 +333,3 @@ def warm_up(name: str) -> None:
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
     with tempfile.TemporaryDirectory() as folder:
         plot_history({"run": [{"phase": 1, "reward": 0.0}]}, Path(folder, "metrics.png"))
-
-
-def import_all(modules: tuple[str, ...]) -> None:
-    """Import, before the fork, what a chapter imports, some of it lazily."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    for name in modules:
-        importlib.import_module(name)

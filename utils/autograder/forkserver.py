@@ -46,6 +46,11 @@ PRELOADED = (
     "utils.models.corpus", "utils.models.decoding", "utils.models.forward", "utils.models.loading",
     "utils.models.questions", "utils.models.turns",
 )  # fmt: skip
+# What libraries read of the system.
+SYSTEM = (
+    "/usr/lib", "/lib", "/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/proc/cpuinfo",
+    "/sys/devices/system/cpu",
+)  # fmt: skip
 
 
 def main(descriptor: int) -> None:
@@ -66,7 +71,8 @@ def main(descriptor: int) -> None:
 def prepare(folder: Path) -> None:
     """Import and run once what every child will, and make the models of the checks."""
     child.prepare()
-    child.import_all(PRELOADED)
+    for name in PRELOADED:
+        importlib.import_module(name)
     maker = os.fork()
     if maker == 0:  # this process never imports `tests`
         _become(lambda: _save_checkpoints(folder))
@@ -128,17 +134,7 @@ def _become(task: Any, *connections: Connection) -> None:
 def _get_limits() -> sandbox.Limits:
     """Return what a child may read: the installed packages and the embedded model."""
     folders = {sys.prefix, sys.base_prefix, *sysconfig.get_paths().values()}
-    folders |= {
-        "/usr/lib",
-        "/lib",
-        "/lib64",
-        "/usr/share/zoneinfo",
-        "/etc/ld.so.cache",
-        "/proc/cpuinfo",
-        "/sys/devices/system/cpu",
-    }
-    folders |= {str(folder) for folder in IN_THIS_REPO.values()}
-    folders.add(os.environ["COURSE_CHECKPOINTS"])
+    folders |= {*SYSTEM, *map(str, IN_THIS_REPO.values()), os.environ["COURSE_CHECKPOINTS"]}
     inside = {f for f in folders if not ROOT.is_relative_to(f)}
     return sandbox.Limits(tuple(sorted(inside)), str(Path(__file__)), os.getpid())
 

@@ -6,17 +6,17 @@ and what is the course's own file, by the definitions in it. For the trusted sid
 
 import ast
 import functools
+import importlib
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from utils.autograder.facades import COURSE
 from utils.grading.checks import get_chapters, get_checks
-from utils.grading.extraction import digest_definitions, get_bound_names
+from utils.grading.extraction import digest_definitions
 from utils.grading.reference import SOURCES, find_blocks, get_companions, get_source
 
-ROOT = Path(__file__).parents[2]
 # What the set-up cell of every notebook imports.
 SETUP = {
     "utils.course": {"catch_up", "check", "preview", "progress", "shorten", "show_result", "start"}
@@ -48,12 +48,7 @@ def get_given(chapter: str) -> dict[str, frozenset[str]]:
             if isinstance(node, ast.ImportFrom) and _is_of(node.module, "utils"):
                 given[str(node.module)] |= {alias.name for alias in node.names}
     for module in WITHOUT_ANSWERS:
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-        imported = (
-            s for s in tree.body if isinstance(s, ast.ImportFrom) and _is_of(s.module, "utils")
-        )
-        names = {alias.name for statement in imported for alias in statement.names}
-        names = names.union(*map(get_bound_names, tree.body))
+        names = vars(importlib.import_module(module))
         given[module] |= {name for name in names if not name.startswith("_")}
     return {module: frozenset(names) for module, names in given.items()}
 

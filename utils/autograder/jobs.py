@@ -40,16 +40,12 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from a child, and how that ended.
-
-    protections: those that were confirmed in the child before student code was loaded.
-    error: of the grader, which came before student code was loaded, too.
-    """
+    """What came back from a child, and how that ended."""
 
     outcome: Outcome
     data: bytes = b""
-    protections: tuple[str, ...] = ()
-    error: str = ""
+    protections: tuple[str, ...] = ()  # that were confirmed before student code was loaded
+    error: str = ""  # of the grader, which came before that, too
 
 
 @dataclass

@@ -28,7 +28,6 @@ MAX_STATEMENT_SECONDS = 8  # of one definition or assignment: a training run may
 STOPPED_AGAIN_SECONDS = 0.5  # where what stops a statement is caught by it
 MAX_SAID = 20  # errors that are kept
 COURSE_CODE = str(Path(__file__).parents[1])
-_DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 # What a submission's own scripts of the same name come before.
@@ -40,6 +39,12 @@ def get_package(name: str) -> str:
     parts = Path(name).parts[:-1]
     strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
     return ".".join(parts[max(strange, default=0) :])
+
+
+def get_all_names(code: CodeType) -> set[str]:
+    """Return the names that code refers to, and the functions in it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*map(get_all_names, inner))
 
 
 def name_folder(name: str) -> str:
@@ -82,21 +87,19 @@ def limit_time(seconds: float) -> Iterator[None]:
 
 @dataclass
 class Runner:
-    """Runs statements: an error costs what its statement defines, and is kept in `said`.
+    """Runs statements: an error costs what its statement defines.
 
-    Loops and calls have `MAX_EFFECT_SECONDS` together; the places of those that are stopped are
-    kept in `stopped`. A definition or an assignment has `patience` seconds for itself: the first
-    that takes longer is kept in `slow`, and nothing runs after it, so that all can be run once more
-    without it. skipped: the places of those. `failed` holds what is said of imports.
+    After a definition or an assignment that takes too long nothing runs, so that all can be run
+    once more without it.
     """
 
-    patience: float = MAX_STATEMENT_SECONDS
-    skipped: Collection[str] = ()
-    left: float = MAX_EFFECT_SECONDS
-    said: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    stopped: list[str] = field(default_factory=list)
-    slow: list[str] = field(default_factory=list)
+    patience: float = MAX_STATEMENT_SECONDS  # for each definition or assignment
+    skipped: Collection[str] = ()  # the places of those that took longer
+    left: float = MAX_EFFECT_SECONDS  # for loops and calls together
+    said: list[str] = field(default_factory=list)  # of errors
+    failed: list[str] = field(default_factory=list)  # what is said of imports
+    stopped: list[str] = field(default_factory=list)  # the places of loops and calls
+    slow: list[str] = field(default_factory=list)  # the place of what took too long
 
     def run(self, place: str, code: CodeType, names: dict[str, Any], kind: str) -> bool:
         """Run one statement of a place, which is of a kind (`get_kind`), and return whether it ran
@@ -207,7 +210,7 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__file__ = str(self.home / name)
         vars(module).update(self.get_builtins())
         statements = self._parse(name).statements
-        definitions = {s.name for s in statements if isinstance(s, _DEFINITIONS)}
+        definitions = {s.name for s in statements if isinstance(s, extraction.DEFINITIONS)}
         wanted = definitions | self._get_mentioned(name)
         taken = extraction.select_statements(statements, wanted, are_graded=False)
         flags = extraction.get_flags(statements)
@@ -225,11 +228,7 @@ class SubmittedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _get_mentioned(self, name: str) -> set[str]:
         """Return all names that other code mentions, whatever it means by them."""
-        mentioned, waiting = set(), [*self.importing]
-        while waiting:
-            code = waiting.pop()
-            mentioned |= {*code.co_names}
-            waiting += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        mentioned = set().union(*map(get_all_names, self.importing))
         for other in {found for found, _ in self.files.values()} - {name}:
             try:
                 nodes = [n for s in self._parse(other).statements for n in ast.walk(s)]

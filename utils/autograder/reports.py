@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 
 from utils.autograder.roster import shield
+from utils.grading.points import Report
 
 MAX_PROBLEMS = 5  # of a submission, on the page of the class and in its table
 TEMPLATES = Path(__file__).parent / "templates"
-Report = dict[str, Any]
 
 
 def write_submission(folder: Path, report: Report) -> None:

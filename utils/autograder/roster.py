@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from utils.grading.points import Report
+
 COLUMNS = ("id", "name", "email", "late", "adjustment", "comment")
 MAX_ADJUSTMENT = 1e6
 MAX_SAID = 5  # people whom a submission fits
@@ -127,22 +129,19 @@ def _get_names(name: str) -> list[list[str]]:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a person gets: for which files, before and after what the roster says, out of how much.
-
-    Without any file, the points to reach are those of the chapters that were set.
-    """
+    """What a person gets."""
 
     person: Person
-    files: str
-    score: float
-    total: float
-    most: float
+    files: str  # that count
+    score: float  # before what the roster says, and
+    total: float  # after it
+    most: float  # to reach: without any file, that of the chapters that were set
 
 
 def write_grades(
     out: Path,
     people: list[Person],
-    reports: list[dict[str, Any]],
+    reports: list[Report],
     assignment: str,
     chapters: Collection[str] = (),
 ) -> list[str]:
@@ -196,9 +195,7 @@ def write_grades(
     return said + [f"{person.name} ({person.id}) handed in nothing" for person in missing]
 
 
-def _grade(
-    person: Person, reports: list[dict[str, Any]], set_in_all: float, said: list[str]
-) -> Grade:
+def _grade(person: Person, reports: list[Report], set_in_all: float, said: list[str]) -> Grade:
     best = _choose(reports, person.name, said)
     counts = [_count(report, chapter) for chapter, report in best.items()]
     score = sum(points for points, _ in counts)
@@ -219,15 +216,15 @@ def _say_owners(people: list[Person]) -> str:
     return f"fits several people: {some}" + ", ..." * (len(people) > MAX_SAID)
 
 
-def _count(report: dict[str, Any], chapter: str) -> tuple[float, float]:
+def _count(report: Report, chapter: str) -> tuple[float, float]:
     """Count what a report has of a chapter's points, and how many there are."""
     exercises = [e for e in report["exercises"] if e["chapter"] == chapter]
     return sum(e["score"] for e in exercises), sum(e["max_score"] for e in exercises)
 
 
-def _choose(reports: list[dict[str, Any]], name: str, said: list[str]) -> dict[str, dict[str, Any]]:
+def _choose(reports: list[Report], name: str, said: list[str]) -> dict[str, Report]:
     """Choose for each chapter the best of a person's submissions, and say which do not count."""
-    best: dict[str, dict[str, Any]] = {}
+    best: dict[str, Report] = {}
     for chapter in dict.fromkeys(c for report in reports for c in report["chapters"]):
         tries = [r for r in reports if chapter in r["chapters"]]
         best[chapter] = max(reversed(tries), key=lambda r: _count(r, chapter)[0])

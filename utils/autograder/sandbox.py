@@ -32,15 +32,12 @@ MAX_DESCRIPTOR = 1024  # more than that no process here has open
 
 @dataclass(frozen=True)
 class Limits:
-    """`readable`: the folders and files that may be read. `folder`: the one that may be written.
+    """What a child may do, and what `protections` tries in it."""
 
-    `forbidden` and `outside`, a file and a process that are there: for `protections`.
-    """
-
-    readable: tuple[str, ...]
-    forbidden: str
-    outside: int
-    folder: str = ""  # each child has its own
+    readable: tuple[str, ...]  # the folders and files that may be read
+    forbidden: str  # a file that is there and may not
+    outside: int  # a process that is there
+    folder: str = ""  # the one that may be written: each child has its own
     seconds: int = 0  # of processor time, as each job says
 
 

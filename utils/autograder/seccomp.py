@@ -75,12 +75,7 @@ _libc = ctypes.CDLL(None)
 
 
 def filter_calls() -> None:
-    """Refuse, from now on in this process, what student code does not need.
-
-    EPERM for new processes, sockets, signals, mounts, other processes' memory, limits and turns,
-    shared memory, keys, outliving the parent, leases, and the attributes of files. Changes of
-    modes, owners and times do nothing.
-    """
+    """Refuse, from now on in this process, what student code does not need: the calls above."""
     if platform.machine() not in MACHINES:
         return
     code = build_filter(platform.machine())

@@ -124,14 +124,12 @@ def _read_diff(within: str, text: str, place: str) -> Diff:
 def find_definitions(source: str) -> dict[str, ast.FunctionDef | ast.ClassDef]:
     """Return functions, classes and methods by dotted name."""
     found: dict[str, ast.FunctionDef | ast.ClassDef] = {}
-    waiting: list[tuple[str, ast.Module | ast.ClassDef]] = [("", ast.parse(source))]
-    while waiting:
-        prefix, tree = waiting.pop()
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found[prefix + node.name] = node
-            if isinstance(node, ast.ClassDef):
-                waiting.append((f"{prefix}{node.name}.", node))
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = node
+    for cls in [node for node in found.values() if isinstance(node, ast.ClassDef)]:
+        methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+        found |= {f"{cls.name}.{method.name}": method for method in methods}
     return found
 
 

@@ -68,38 +68,31 @@ class Rng:
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """One probe of one exercise, and how what it observes is judged.
+    """One probe of one exercise, and how what it observes is judged."""
 
-    exercise: a name of the chapter's solutions, dotted for a method ("RLHFTrainer.rollout_phase").
-    points: what it is worth beside the others of its tier (`utils.grading.points`).
-    seeds: how many times it runs, each with other inputs.
-    tier: "core" for the idea, "hardening" for what a library needs besides, such as NaN behind
-        masks, dtypes, error messages and extreme numbers.
-    public: whether a student's bundle keeps it, and failures show values.
-    slow: not run in a notebook unless asked for.
-    expected: an independent oracle. A callable stands in for the exercise and the probe runs on it;
-        anything else is the observation itself, worked by hand.
-    holds: a predicate `(observed, reference) -> None or what is wrong` on the observation, given
-        the reference's for the inputs that it carries. Nothing else is then compared but structure.
-    rtol, atol: |difference| <= atol + rtol |expected| + 10 |reference in float32 - in float64|.
-    beside: earns its points only beside another check of the exercise that passes, as numbers
-        worked by hand do: an answer could meet it without the work.
-    float64: whether the reference and the oracle run in float64 too. Without, where a model makes
-        that costly, rtol and atol alone are the tolerance and the oracle replaces the reference.
-    """
-
-    exercise: str
+    exercise: str  # a name of the chapter's solutions, dotted for a method ("RLHFTrainer.train")
     probe: Callable[[Any, Rng], Any]
-    points: float = 1
-    seeds: int = 1
+    points: float = 1  # what it is worth beside the others of its tier (`utils.grading.points`)
+    seeds: int = 1  # how many times it runs, each with other inputs
+    # "core" for the idea, "hardening" for what a library needs besides, such as NaN behind masks,
+    # dtypes, error messages and extreme numbers.
     tier: Literal["core", "hardening"] = "core"
-    public: bool = False
-    slow: bool = False
+    public: bool = False  # a student's bundle keeps it, and its failures show values
+    slow: bool = False  # it is not run in a notebook unless asked for
+    # An independent oracle. A callable stands in for the exercise and the probe runs on it;
+    # anything else is the observation itself, worked by hand.
     expected: Any = None
+    # A predicate `(observed, reference) -> None or what is wrong` on the observation, given the
+    # reference's for the inputs that it carries. Nothing else is then compared but structure.
     holds: Callable[[Any, Any], str | None] | None = None
+    # |difference| <= atol + rtol |expected| + 10 |reference in float32 - in float64|.
     rtol: float = 1e-4
     atol: float = 1e-6
+    # It earns its points only beside another check of the exercise that passes, as numbers worked
+    # by hand do: an answer could meet it without the work.
     beside: bool = False
+    # The reference and the oracle run in float64 too. Without, where a model makes that costly,
+    # rtol and atol alone are the tolerance and the oracle replaces the reference.
     float64: bool = True
 
     @property

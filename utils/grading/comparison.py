@@ -121,14 +121,9 @@ def _compare_raised(yours: Any, expected: Any) -> Mismatch | None:
 
 
 def _describe_kind(value: Any) -> str:
-    if value is None:
-        return "None"
-    if isinstance(value, Tensor):
-        return "a tensor"
-    if isinstance(value, Unsupported):
-        return f"a {value.kind}"
-    names = {bool: "a bool", int: "an int", float: "a float", str: "a string", list: "a sequence"}
-    return names.get(type(value), "a dict")
+    names = {type(None): "None", Tensor: "a tensor", bool: "a bool", int: "an int",
+             float: "a float", str: "a string", list: "a sequence"}  # fmt: skip
+    return f"a {value.kind}" if isinstance(value, Unsupported) else names.get(type(value), "a dict")
 
 
 def _compare_tensors(

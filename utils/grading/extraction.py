@@ -34,7 +34,7 @@ _METHODS = re.compile(
 )
 _IMPORTS = ast.Import | ast.ImportFrom
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-_DEFINITIONS = _FUNCTIONS | ast.ClassDef
+DEFINITIONS = _FUNCTIONS | ast.ClassDef
 _NOT_RUN = {"annotation", "returns", "decorator_list", "type_comment", "type_params", "ctx", "kind"}
 _NAMESPACES = {"globals", "locals", "vars", "setattr"}
 _BUILTINS = {*dir(builtins)}  # which decorators and calls alter as little as libraries
@@ -87,7 +87,7 @@ def describe_left_out(
     given: first lines of statements of the course's own notebooks, which are not named.
     """
     assignments = ast.Assign | ast.AnnAssign | ast.AugAssign
-    quiet = _IMPORTS | _DEFINITIONS | assignments | ast.Assert | ast.Pass
+    quiet = _IMPORTS | DEFINITIONS | assignments | ast.Assert | ast.Pass
     ids = {id(statement) for statement in taken}
     left = [s for s in statements if id(s) not in ids and not isinstance(s, quiet)]
     left = [s for s in left if s.line not in given and not _is_quiet_call(s)]
@@ -127,7 +127,7 @@ def get_kind(statement: ast.stmt) -> str:
     it alters, as a loop or a call is."""
     if isinstance(statement, _IMPORTS):
         return "import"
-    is_definition = isinstance(statement, _DEFINITIONS | ast.Assign | ast.AnnAssign)
+    is_definition = isinstance(statement, DEFINITIONS | ast.Assign | ast.AnnAssign)
     return "definition" if is_definition else "effect"
 
 
@@ -224,17 +224,12 @@ def get_names_in_strings(statements: list[Any]) -> set[str]:
     calls = {ast.unparse(f) for f in called if isinstance(getattr(f, "value", f), ast.Name)}
     if not calls & (_NAMESPACES | {"exec", "eval", "type", "builtins.exec", "types.new_class"}):
         return set()
-    found: set[str] = set()
     docstrings = {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
-    for node in nodes:
-        if id(node) in docstrings:
-            continue
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.isidentifier():
-                found.add(node.value)
-            for one, other in re.findall(r"\b(?:def|class)\s+(\w+)|^(\w+)\s*=", node.value, re.M):
-                found.add(one or other)
-    return found
+    constants = [n.value for n in nodes if isinstance(n, ast.Constant) and id(n) not in docstrings]
+    texts = [value for value in constants if isinstance(value, str)]
+    pattern = r"\b(?:def|class)\s+(\w+)|^(\w+)\s*="
+    pairs = [pair for text in texts for pair in re.findall(pattern, text, re.M)]
+    return {text for text in texts if text.isidentifier()} | {one or other for one, other in pairs}
 
 
 # --- Definitions, however they are laid out -------------------------------------------------------
@@ -250,7 +245,7 @@ def digest_definitions(
     """
     found: dict[str, list[tuple[str, int]]] = {}
     for statement in statements:
-        named = [(statement.name, statement)] if isinstance(statement, _DEFINITIONS) else []
+        named = [(statement.name, statement)] if isinstance(statement, DEFINITIONS) else []
         if isinstance(statement, ast.ClassDef):
             inner = [s for s in statement.body if isinstance(s, _FUNCTIONS)]
             named += [(f"{statement.name}.{s.name}", s) for s in inner]
@@ -272,7 +267,7 @@ def _normalize(definition: Any) -> tuple[str, int]:
             parts.append(f"{type(node).__name__} {node!r}")
             continue
         fields = {key: value for key, value in ast.iter_fields(node) if key not in _NOT_RUN}
-        if isinstance(node, _DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, DEFINITIONS) and ast.get_docstring(node, clean=False) is not None:
             fields["body"] = node.body[1:]
         parts.append(f"{type(node).__name__} {','.join(fields)}")
         size += 1
@@ -293,7 +288,7 @@ def get_bound_names(statement: ast.stmt) -> set[str]:
             names.add(node.id)
         elif isinstance(node, ast.MatchMapping):
             names.add(node.rest or "")
-        elif isinstance(node, _DEFINITIONS | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        elif isinstance(node, DEFINITIONS | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
             names.add(node.name or "")
     return names - {""}
 
@@ -329,7 +324,7 @@ def _walk_scope(node: ast.AST) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, _DEFINITIONS | ast.Lambda):
+        if not isinstance(node, DEFINITIONS | ast.Lambda):
             variables = node.target if isinstance(node, ast.comprehension) else None
             waiting += [child for child in ast.iter_child_nodes(node) if child is not variables]
 
@@ -404,7 +399,7 @@ def _find_effects(statements: list[Any]) -> dict[str, _Effects]:
     """Find what each function and class of a submission alters, through those that it calls."""
     found: dict[str, _Effects] = {}
     for statement in statements:
-        if isinstance(statement, _DEFINITIONS):
+        if isinstance(statement, DEFINITIONS):
             found[statement.name] = _read_effects(statement)
         elif isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Lambda):
             names = [t.id for t in statement.targets if isinstance(t, ast.Name)]

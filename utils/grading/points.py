@@ -21,6 +21,7 @@ from utils.chapters import sort_chapters
 TESTS = Path(__file__).parents[2] / "tests"
 FILE = TESTS / "points.toml"
 CORE_SHARE = 2 / 3
+Report = dict[str, Any]  # of a submission, and of an exercise in it
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
 
 
@@ -46,15 +47,12 @@ def earn(checks: Sequence[Any], passed: Sequence[bool], weights: Sequence[float]
 
 @dataclass(frozen=True)
 class Points:
-    """Points and visibility by chapter and exercise; those of the checks where nothing is said.
-
-    core_share: what the core checks of an exercise are worth of it; 1 switches hardening off.
-    """
+    """Points and visibility by chapter and exercise; those of the checks where nothing is said."""
 
     table: dict[str, dict[str, dict]]
-    core_share: float = CORE_SHARE
+    core_share: float = CORE_SHARE  # of an exercise, for its core checks: 1 switches hardening off
 
-    def score(self, report: dict[str, Any]) -> dict[str, Any]:
+    def score(self, report: Report) -> Report:
         """Return a report with the scores that its verdicts have.
 
         A check that an error of the grader kept from a verdict neither earns nor counts.
@@ -73,7 +71,7 @@ class Points:
             "exercises": exercises,
         }
 
-    def _score_exercise(self, exercise: dict[str, Any]) -> dict[str, Any]:
+    def _score_exercise(self, exercise: Report) -> Report:
         row = self.table.get(exercise["chapter"], {}).get(exercise["name"], {})
         found = exercise["checks"]
         is_error = [bool(check.get("error")) for check in found]

@@ -5,7 +5,6 @@ down to the probe and to what it refers to, through as many modules of `tests` a
 """
 
 import ast
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -53,11 +52,8 @@ def collect_public(checks: Iterable[Check]) -> dict[str, str]:
 
 def _describe(check: Check) -> str:
     """Return the decorator of a public check without its oracle."""
-    options = {"public": True}
-    for field in dataclasses.fields(Check):
-        value = getattr(check, field.name)
-        if field.name in ("points", "seeds", "tier", "slow", "beside", "rtol", "atol", "float64"):
-            options[field.name] = value
+    kept = ("points", "seeds", "tier", "slow", "rtol", "atol", "beside", "float64")
+    options = {"public": True} | {name: getattr(check, name) for name in kept}
     if check.is_worked:
         options["expected"] = check.expected
     written = [f"{name}={value!r}" for name, value in options.items()]

@@ -27,14 +27,13 @@ class RecordedMistake:
 
 @dataclass(frozen=True)
 class Recorded:
-    """By the path of each check: the reference, what is expected, and the reference's gap. By
-    exercise: how many checks it has, hidden ones too, and which of the others it calls."""
+    """What is recorded of a chapter."""
 
-    reference: dict[str, list[Any]]
+    reference: dict[str, list[Any]]  # by the path of each check, as are the next two
     expected: dict[str, list[Any]]
-    gap: dict[str, list[Any]]
-    n_checks: dict[str, int]
-    calls: dict[str, list[str]]
+    gap: dict[str, list[Any]]  # of the reference
+    n_checks: dict[str, int]  # of each exercise, hidden ones too
+    calls: dict[str, list[str]]  # which others an exercise calls
     mistakes: tuple[RecordedMistake, ...]
 
 

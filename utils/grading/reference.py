@@ -28,11 +28,15 @@ def get_source(chapter: str) -> str:
     return inspect.getsource(get_reference(chapter))
 
 
+@functools.cache
 def get_chapter_source(chapter: str) -> ChapterSource:
     """Return the source of a chapter's solutions, with what the substitution needs to know."""
     exercises, definitions = tuple(get_checks(chapter)), get_definitions(chapter)
     inherited = tuple(name for name in exercises if name not in definitions)
-    may_call = {exercise: get_callable(chapter, exercise) for exercise in exercises}
+    may_call = {}
+    for n, exercise in enumerate(exercises):  # what its solution calls, and what stands before it
+        names = (*exercises[:n], *_find_names(chapter, exercise))
+        may_call[exercise] = tuple(dict.fromkeys(name.partition(".")[0] for name in names))
     companions = get_companions(chapter)
     return ChapterSource(chapter, get_source(chapter), exercises, companions, inherited, may_call)
 
@@ -89,16 +93,6 @@ def replace_definition(chapter: str, exercise: str, definition: Any) -> StudentN
 
 
 # --- What calls what -----------------------------------------------------------------------------
-
-
-@functools.cache
-def get_callable(chapter: str, exercise: str) -> tuple[str, ...]:
-    """Return the functions and classes of a chapter's exercises that one of them may call: what its
-    solution calls, and what stands before it."""
-    exercises = tuple(get_checks(chapter))
-    before = exercises[: exercises.index(exercise)]
-    tops = [name.partition(".")[0] for name in (*before, *_find_names(chapter, exercise))]
-    return tuple(dict.fromkeys(tops))
 
 
 def find_named(chapter: str, exercise: str) -> list[str]:
