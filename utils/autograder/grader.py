@@ -26,7 +26,7 @@ from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
 from utils.grading.judging import Verdict, count_points, judge, observe_reference
 from utils.grading.packing import unpack
-from utils.grading.points import Points
+from utils.grading.points import Points, Report
 from utils.grading.probes import collect_sources
 from utils.grading.reference import get_chapter_source, get_given_lines, get_source
 from utils.grading.substitution import ChapterSource
@@ -48,18 +48,13 @@ Inspected = tuple[File, dict[str, Any]]  # and what it defines
 NOT_RUN = "was not run, as others took too long"
 
 
-class GraderError(Mismatch):
-    """No mismatch, but an error of the grader: nothing is known of the student's work.
-
-    Its `values` are what is said in the report, which is an instructor's to read.
-    """
-
-
-def _blame(error: Exception | str) -> GraderError:
-    """Tell students no more of an error than its kind: its words may be of a hidden check."""
+def _blame(check: Check, error: Exception | str) -> Verdict:
+    """Return the verdict on a check that the grader failed at. Students are told no more of an
+    error than its kind: its words may be of a hidden check."""
     said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     kind = said.partition(":")[0][:80]
-    return GraderError(f"not graded: an error of the grader ({kind})", said[:MAX_ERROR_CHARACTERS])
+    mismatch = Mismatch(f"not graded: an error of the grader ({kind})")
+    return Verdict(check, (), mismatch, error=said[:MAX_ERROR_CHARACTERS])
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Grader:
     failed: list[str] = field(default_factory=list)
     replaced: dict[str, set[str]] = field(default_factory=dict)  # by chapter: the course's own
 
-    def grade(self, only: Collection[str] = ()) -> dict[str, Any]:
+    def grade(self, only: Collection[str] = ()) -> Report:
         """Return the report of the submission; of some exercises if `only` names them."""
         self.problems += self.submitted.problems
         exercises = []
@@ -91,12 +86,15 @@ class Grader:
         chapters = [*(self.options.chapters or by_chapter)]  # of what cannot be read, all lacks
         for chapter in chapters:
             files, defined = by_chapter.get(chapter, ([], set()))
-            for exercise in get_checks(chapter):
+            for exercise, checks in get_checks(chapter).items():
                 if only and exercise not in only:
                     continue
-                one = _Exercise(self, chapter, exercise, files, self.options.secret)
-                before = self.seconds_used
-                verdicts, sentence = self._grade_best(one) if one.top in defined else one.miss()
+                name, before = exercise.partition(".")[0], self.seconds_used
+                missing = Mismatch(f"{name} is not defined")
+                verdicts, sentence = [Verdict(check, (), missing) for check in checks], None
+                if name in defined:
+                    one = _Exercise(self, chapter, exercise, files, self.options.secret)
+                    verdicts, sentence = self._grade_best(one, name)
                 seconds = self.seconds_used - before
                 exercises.append(_describe(chapter, exercise, verdicts, sentence, seconds))
         _require_own_work(exercises)
@@ -124,10 +122,10 @@ class Grader:
         }
         return self.points.score(report)
 
-    def _grade_best(self, one: "_Exercise") -> tuple[list[Verdict], str | None]:
+    def _grade_best(self, one: "_Exercise", name: str) -> tuple[list[Verdict], str | None]:
         """Grade an exercise; where several files answer it, the one that earns most."""
         best = one.grade()
-        tries = [n for n in self.answers.get((one.chapter, one.top), []) if n != one.files[-1][0]]
+        tries = [n for n in self.answers.get((one.chapter, name), []) if n != one.files[-1][0]]
         for file in tries[: MAX_TRIES - 1]:
             if all(verdict.passed for verdict in best[0]):
                 break
@@ -287,7 +285,7 @@ class Grader:
 
 def _describe(
     chapter: str, exercise: str, verdicts: list[Verdict], sentence: str | None, seconds: float
-) -> dict[str, Any]:
+) -> Report:
     checks = [
         {
             "name": verdict.check.name,
@@ -298,7 +296,7 @@ def _describe(
             "weight": verdict.check.points,
             "earns_alone": verdict.check.earns_alone,
             "message": hide_paths(verdict.describe())[:MAX_MESSAGE_CHARACTERS],
-            "error": _get_error(verdict),
+            "error": verdict.error,
             "took_too_long": verdict.is_timeout or verdict.mismatch == Mismatch(NOT_RUN),
         }
         for verdict in verdicts
@@ -323,7 +321,7 @@ def _bound(lines: list[str], most: int) -> list[str]:
     return each[:most] + [f"and {len(each) - most} more"] * (len(each) > most)
 
 
-def _require_own_work(exercises: list[dict[str, Any]]) -> None:
+def _require_own_work(exercises: list[Report]) -> None:
     """Let a method that the chapter's own class inherits fail, as `GrpoTrainer.train`, unless one
     of the class's other exercises is solved: it would be an earlier chapter's that is graded."""
     for exercise in exercises:
@@ -353,11 +351,6 @@ class _Exercise:
     files: list[File]  # of each its name and its code
     secret: str
 
-    @property
-    def top(self) -> str:
-        """Return the function or class that is, or holds, the exercise."""
-        return self.exercise.partition(".")[0]
-
     def grade(self) -> tuple[list[Verdict], str | None]:
         """Grade it as part of the whole work and, if that fails, alone: what is better counts.
 
@@ -370,16 +363,10 @@ class _Exercise:
             again = self._run_checks(is_alone=True, max_timeouts=most)
             verdicts = max(verdicts, again, key=_rank)
         sentence = None
-        if not (all(verdict.passed for verdict in verdicts) or any(map(_get_error, verdicts))):
+        if not (all(v.passed for v in verdicts) or any(v.error for v in verdicts)):
             with contextlib.suppress(Exception):  # costs the sentence, and no marks
                 sentence = diagnose([v for v in verdicts if not v.check.slow], self.secret)
         return verdicts, sentence
-
-    def miss(self) -> tuple[list[Verdict], None]:
-        """Return the verdicts on what is not there."""
-        mismatch = Mismatch(f"{self.top} is not defined")
-        checks = get_checks(self.chapter)[self.exercise]
-        return [Verdict(check, (), mismatch) for check in checks], None
 
     def _run_checks(self, is_alone: bool, max_timeouts: int = MAX_TIMEOUTS) -> list[Verdict]:
         verdicts: list[Verdict] = []
@@ -398,11 +385,11 @@ class _Exercise:
             _try_stand_in(self.chapter, self.exercise, is_alone)
             job = self._make_job(check, seconds, is_alone)
         except Exception as error:
-            return Verdict(check, (), _blame(error))
+            return _blame(check, error)
         while True:
             reply = self.grader.ask(job)
             if reply.error:
-                return Verdict(check, (), _blame(reply.error))
+                return _blame(check, reply.error)
             verdict = self._read(check, reply, seconds, is_alone)
             if verdict is not None:
                 return verdict
@@ -460,7 +447,7 @@ class _Exercise:
                 mismatch = Mismatch(f"what it gave cannot be compared: {type(error).__name__}")
             if mismatch is not None:
                 if fault := _find_fault(check, index, self.secret):
-                    return Verdict(check, (), fault)
+                    return fault
                 return Verdict(check, tuple(observations[: index + 1]), mismatch, printed)
         said = Mismatch(f"it ran on {len(observations)} of {check.seeds} inputs")
         is_whole = len(observations) == check.seeds
@@ -496,31 +483,28 @@ def _try_stand_in(chapter: str, exercise: str, is_alone: bool) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _find_fault(check: Check, index: int, secret: str) -> GraderError | None:
+def _find_fault(check: Check, index: int, secret: str) -> Verdict | None:
     """Find out whether the check rejects the reference itself, or cannot judge it: then it says
     nothing of the student, whatever was observed."""
     try:
         mismatch = judge(check, observe_reference(check, index, secret), index, secret)
     except Exception as error:
-        return _blame(error)
-    return None if mismatch is None else _blame(f"it rejects the reference: {mismatch.message}")
+        return _blame(check, error)
+    said = "it rejects the reference: "
+    return None if mismatch is None else _blame(check, f"{said}{mismatch.message}")
 
 
 def _took_too_long(verdicts: list[Verdict], most: int = MAX_TIMEOUTS) -> bool:
     return sum(verdict.is_timeout for verdict in verdicts) >= most
 
 
-def _get_error(verdict: Verdict) -> str:
-    return verdict.mismatch.values if isinstance(verdict.mismatch, GraderError) else ""
-
-
 def _rank(verdicts: list[Verdict]) -> tuple[float, int]:
     """Rank what came of an exercise: by its points, those that are not graded among them."""
-    hoped = [replace(v, mismatch=None) if _get_error(v) else v for v in verdicts]
-    return count_points(hoped), -len([v for v in verdicts if _get_error(v)])
+    hoped = [replace(v, mismatch=None) if v.error else v for v in verdicts]
+    return count_points(hoped), -len([v for v in verdicts if v.error])
 
 
 def _without_values(verdict: Verdict) -> Verdict:
-    if verdict.mismatch is None or _get_error(verdict):
+    if verdict.mismatch is None:
         return verdict
     return replace(verdict, mismatch=Mismatch(verdict.mismatch.message), printed="")

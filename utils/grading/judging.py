@@ -32,6 +32,7 @@ class Verdict:
     seconds: float = 0.0  # that it took, where it was run here
     is_timeout: bool = False  # it was stopped, where it was run apart
     is_unwritten: bool = False  # its answer holds nothing but the stub, where it was run apart
+    error: str = ""  # of the grader, an instructor's to read: nothing is known of the answer then
 
     @property
     def passed(self) -> bool:
@@ -86,16 +87,14 @@ def grade_runs(check: Check, run: Callable[[int], tuple[Any, str]], secret: str)
 
 def judge(check: Check, observed: Any, index: int, secret: str = "") -> Mismatch | None:
     """Return what is wrong with an observation, by the check's oracle or else the reference."""
-    if not check.float64 and check.holds is None:
-        target = observe_expected(check, index, secret)
-        return find_mismatch(observed, target, None, check.rtol, check.atol)
-    reference = observe_reference(check, index, secret)
-    if mismatch := find_mismatch(observed, reference, structure_only=True):
-        return mismatch
     if check.holds is None:
         target = observe_expected(check, index, secret)
         gap = measure_reference_gap(check, index, secret)
-        return find_mismatch(observed, target, gap, check.rtol, check.atol)
+        mismatch = find_mismatch(observed, target, structure_only=True)
+        return mismatch or find_mismatch(observed, target, gap, check.rtol, check.atol)
+    reference = observe_reference(check, index, secret)
+    if mismatch := find_mismatch(observed, reference, structure_only=True):
+        return mismatch
     try:
         message = check.holds(observed, reference)
     except Exception as error:  # a predicate on what cannot be

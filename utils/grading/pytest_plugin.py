@@ -155,25 +155,22 @@ class Exercise(pytest.Collector):
         for check in self.checks:
             mismatch = grade_answer(check, alternative).mismatch
             if mismatch is not None:
-                detail = f"{mismatch.message}\n{mismatch.values}"
-                fail(f"{check.path} rejects this right answer: {detail}")
+                said = f"{check.path} rejects this right answer: {mismatch.message}"
+                fail(f"{said}\n{mismatch.values}")
 
     @functools.cached_property
     def verdicts(self) -> dict[Check, Verdict]:
         """Return how each check went. What fails with the student's others is graded alone."""
-        verdicts = self._grade(self.student)
+        verdicts = [grade(check, self.student) for check in self.checks]
         if not all(verdict.passed for verdict in verdicts):
             source = get_chapter_source(self.chapter)
             answer = find_written(source, self.name, self.names)
             if answer is not None:
                 with alone(source, self.name, answer, self.names) as student:
-                    again = self._grade(student)
+                    again = [grade(check, student) for check in self.checks]
                 if count_points(again) > count_points(verdicts):
                     verdicts = again
         return dict(zip(self.checks, verdicts, strict=True))
-
-    def _grade(self, student: StudentNames) -> list[Verdict]:
-        return [grade(check, student) for check in self.checks]
 
     @functools.cached_property
     def sentence(self) -> str | None:
