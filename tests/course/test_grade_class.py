@@ -178,14 +178,13 @@ def test_another_secret_grades_again_and_another_order_of_chapters_does_not():
 
 
 def test_core_checks_share_two_thirds():
-    tiers = ((1, "core", False), (3, "core", True), (1, "hardening", True), (1, "hardening", True))
-    checks = [SimpleNamespace(points=p, tier=tier, earns_alone=alone) for p, tier, alone in tiers]
-    weights = weigh(checks, 12)
+    points, tiers = [1, 3, 1, 1], ["core", "core", "hardening", "hardening"]
+    weights, alone = weigh(points, tiers, 12), [False, True, True, True]
     assert weights == pytest.approx([2, 6, 2, 2])
-    assert weigh(checks, 12, core_share=1) == pytest.approx([3, 9, 0, 0])
-    assert weigh(checks[2:], 12) == pytest.approx([6, 6])
-    assert sum(earn(checks, [True, False, False, False], weights)) == 0  # a worked number, alone
-    assert sum(earn(checks, [True, True, False, True], weights)) == pytest.approx(10)
+    assert weigh(points, tiers, 12, core_share=1) == pytest.approx([3, 9, 0, 0])
+    assert weigh(points[2:], tiers[2:], 12) == pytest.approx([6, 6])
+    assert sum(earn([True, False, False, False], alone, weights)) == 0  # a worked number, alone
+    assert sum(earn([True, True, False, True], alone, weights)) == pytest.approx(10)
 
 
 def test_whose_a_submission_is(tmp_path):

@@ -24,7 +24,7 @@ from utils.grading.points import Report, load_points
 from utils.version import get_version
 
 ROOT = Path(__file__).parents[2]
-TRIES = 2
+TRIES, LOST = 2, "grading it ended the grader's process"
 # Of the environment: a child sees no more than this.
 KEPT = (
     "PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHONPATH",
@@ -67,15 +67,15 @@ def grade_all(todo: dict[str, Path], jobs: int, options: Options) -> Iterator[tu
     """Yield each submission's name and report. Raises ValueError for a wrong file of points."""
     waiting = list(todo)
     tries: Counter[str] = Counter()
-    lost: dict[str, str] = {}  # those that ended the grader's process, and what is said of it
     pairs = [_start(options) for _ in range(max(1, min(jobs, len(todo))))]
     try:
         while True:
             for pair in pairs:
                 if pair.name is None and waiting:
                     name = pair.name = waiting.pop(0)
+                    lost = LOST if tries[name] >= TRIES else None  # then it is not read again
                     with contextlib.suppress(BrokenPipeError):
-                        pair.connection.send((name, todo[name].absolute(), lost.get(name)))
+                        pair.connection.send((name, todo[name].absolute(), lost))
             busy: dict[Any, Pair] = {pair.connection: pair for pair in pairs if pair.name}
             if not busy:
                 return
@@ -88,12 +88,10 @@ def grade_all(todo: dict[str, Path], jobs: int, options: Options) -> Iterator[tu
                     _stop(pair)
                     pairs[pairs.index(pair)] = _start(options)
                     tries[name] += 1
-                    if tries[name] >= TRIES:  # it is not read again, and counts nothing
-                        lost[name] = "grading it ended the grader's process"
                     if tries[name] <= TRIES:
                         waiting.insert(0, name)
                         continue
-                    report = make_empty_report(name, lost[name])
+                    report = make_empty_report(name, LOST)
                 yield name, report
     finally:
         for pair in pairs:

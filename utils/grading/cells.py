@@ -46,17 +46,16 @@ _RUN_MAGIC = re.compile(
 
 @dataclass
 class Parsed:
-    """The statements of a file, and what is wrong with it, by cell and line.
+    """The statements of a file, and what is wrong with it, by cell and line."""
 
-    A statement has where it begins (`place`, such as "hw.ipynb, cell 3", and `first_line`) and how
-    its first line reads (`line`). `sources` are the texts of the places, and `written` of
-    the modules that its `%%writefile` writes and it imports.
-    """
-
+    # Each has where it begins (`place`, such as "hw.ipynb, cell 3", and `first_line`) and how its
+    # first line reads (`line`).
     statements: list[Any] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    sources: dict[str, str] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # the texts of the places
+    written: dict[str, str] = field(
+        default_factory=dict
+    )  # modules of `%%writefile` that it imports
 
 
 def parse(data: bytes, name: str, limit: Callable[[str, list[str]], Any] | None = None) -> Parsed:

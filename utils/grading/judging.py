@@ -166,8 +166,9 @@ def _as_tensors_like(worked: Any, reference: Any) -> Any:
 def get_points(verdicts: list[Verdict]) -> list[float]:
     """Return what each check of an exercise earns, which is worth the points of its checks."""
     checks = [verdict.check for verdict in verdicts]
-    weights = weigh(checks, sum(check.points for check in checks))
-    return earn(checks, [verdict.passed for verdict in verdicts], weights)
+    points = [check.points for check in checks]
+    weights = weigh(points, [check.tier for check in checks], sum(points))
+    return earn([v.passed for v in verdicts], [check.earns_alone for check in checks], weights)
 
 
 def count_points(verdicts: list[Verdict]) -> float:

@@ -28,18 +28,15 @@ IN_ITS_MODULE = ""  # the chapter is that of the module in which an answer is co
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """A wrong or a right answer to one exercise.
-
-    A wrong one is one or more `mistakes` of the catalogue, and `sentence` is what a good teacher
-    says of it. A right one is an `edit` of the reference (the name of a definition, a pattern that
-    must occur in it exactly once, and its replacement), or a whole function or class.
-    """
+    """A wrong or a right answer to one exercise."""
 
     chapter: str
     exercise: str
     name: str
-    sentence: str = ""
-    mistakes: tuple[Mistake, ...] = ()
+    sentence: str = ""  # what a good teacher says of a wrong one
+    mistakes: tuple[Mistake, ...] = ()  # of the catalogue: what a wrong one is made of
+    # A right one is an edit of the reference (a definition, a pattern that must occur in it exactly
+    # once, and its replacement), or a whole function or class.
     edit: tuple[str, str, str] | None = None
     definition: Any = None
 

@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from utils.chapters import sort_chapters
@@ -25,22 +24,27 @@ Report = dict[str, Any]  # of a submission, and of an exercise in it
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
 
 
-def weigh(checks: Sequence[Any], worth: float, core_share: float = CORE_SHARE) -> list[float]:
+def weigh(
+    points: Sequence[float], tiers: Sequence[str], worth: float, core_share: float = CORE_SHARE
+) -> list[float]:
     """Return what each check is worth, of the `worth` of their exercise."""
     shares = {"core": core_share, "hardening": 1 - core_share}
-    totals = {tier: sum(c.points for c in checks if c.tier == tier) for tier in shares}
+    pairs = [*zip(points, tiers, strict=True)]
+    totals = {tier: sum(p for p, t in pairs if t == tier) for tier in shares}
     if not all(totals.values()):
         shares = dict.fromkeys(shares, 1.0)
-    return [worth * shares[c.tier] * c.points / totals[c.tier] for c in checks]
+    return [worth * shares[tier] * p / totals[tier] for p, tier in pairs]
 
 
-def earn(checks: Sequence[Any], passed: Sequence[bool], weights: Sequence[float]) -> list[float]:
+def earn(
+    passed: Sequence[bool], earns_alone: Sequence[bool], weights: Sequence[float]
+) -> list[float]:
     """Return what each check earns.
 
     What a worked example expects can be copied from it: those count beside another check that
     passes, not alone.
     """
-    others = [p for check, p in zip(checks, passed, strict=True) if check.earns_alone]
+    others = [p for p, alone in zip(passed, earns_alone, strict=True) if alone]
     is_earned = any(others) or not others
     return [w if p and is_earned else 0.0 for p, w in zip(passed, weights, strict=True)]
 
@@ -75,18 +79,12 @@ class Points:
         row = self.table.get(exercise["chapter"], {}).get(exercise["name"], {})
         found = exercise["checks"]
         is_error = [bool(check.get("error")) for check in found]
-        checks = [
-            SimpleNamespace(
-                points=check["weight"],
-                tier=check["tier"],
-                earns_alone=check["earns_alone"] and not failed,
-            )
-            for check, failed in zip(found, is_error, strict=True)
-        ]
-        worth = row.get("points", sum(check.points for check in checks))
-        weights = weigh(checks, worth, self.core_share)
+        points = [check["weight"] for check in found]
+        worth = row.get("points", sum(points))
+        weights = weigh(points, [check["tier"] for check in found], worth, self.core_share)
         most = [0.0 if e else weight for e, weight in zip(is_error, weights, strict=True)]
-        earned = earn(checks, [check["passed"] for check in found], most)
+        alone = [check["earns_alone"] and not check.get("error") for check in found]
+        earned = earn([check["passed"] for check in found], alone, most)
         return exercise | {
             "score": round(sum(earned), 4),
             "max_score": round(sum(most), 4) if any(is_error) else worth,
