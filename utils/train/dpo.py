@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -12,35 +12,34 @@ from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
 from utils.preferences import load_preferences
 from utils.run_folder import create_run_folder, name_value, save_checkpoint, write_options
-from utils.train.options import HELP, Adapter, Config, Dtype, find_adapter, say
+from utils.train.options import Dtype, explained, find_adapter
 from utils.validation import Count, CountOrZero, Positive, check_fields, require
 
 
+@explained
 @dataclass(kw_only=True)
 class DpoCommand:
     """Train by DPO on a file of preferences. The reference is the base."""
 
-    data: Annotated[
-        Path, say("Lines of prompt, chosen and rejected: .jsonl, or .parquet with `datasets`.")
-    ]
-    eval_data: Annotated[
-        Path | None, say("Held-out preferences, like --data: measured before and after.")
-    ] = None
-    beta: Annotated[Positive, say("What the KL from the reference costs, as in PPO.")] = 0.1
-    lr: Annotated[Positive, say("The learning rate; it falls to zero.")] = 1e-3
-    epochs: Annotated[Count, say("How many times learning goes over the preferences.")] = 1
-    batch_size: Annotated[Count, say("Preferences in each update.")] = 32
-    seed: Annotated[CountOrZero, say("Decides the initial adapters and the order of the data.")] = 1
-    name: Annotated[str | None, say(HELP["name"])] = None
-    runs_dir: Annotated[Path, say(HELP["runs_dir"])] = Path("runs")
-    base_model: Annotated[str, say(HELP["base_model"])] = "embedded"
-    lora_rank: Annotated[Count, say(HELP["lora_rank"])] = 4
-    lora_alpha: Annotated[Positive, say(HELP["lora_alpha"])] = 32
-    lora_sites: Annotated[tuple[str, ...], say(HELP["lora_sites"])] = ATTENTION_SITES
-    device: Annotated[str | None, say(HELP["device"])] = None
-    weights_dtype: Dtype = None
-    adapter: Adapter = None
-    config: Config = None
+    #: Lines of prompt, chosen and rejected: .jsonl, or .parquet with `datasets`.
+    data: Path
+    #: Held-out preferences, like --data: measured before and after.
+    eval_data: Path | None = None
+    beta: Positive = 0.1  # What the KL from the reference costs, as in PPO.
+    lr: Positive = 1e-3  # The learning rate; it falls to zero.
+    epochs: Count = 1  # How many times learning goes over the preferences.
+    batch_size: Count = 32  # Preferences in each update.
+    seed: CountOrZero = 1  # Decides the initial adapters and the order of the data.
+    name: str | None = None
+    runs_dir: Path = Path("runs")
+    base_model: str = "embedded"
+    lora_rank: Count = 4
+    lora_alpha: Positive = 32
+    lora_sites: tuple[str, ...] = ATTENTION_SITES
+    device: str | None = None
+    weights_dtype: Dtype | None = None
+    adapter: Path | None = None
+    config: Path | None = None
 
 
 def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:

@@ -17,11 +17,12 @@ from utils.validation import require
 
 
 def read_comments(args_class: type) -> dict[str, str]:
-    """Return the comment at the end of each field's line, which is its help."""
+    """Return the help of each field: the comment that ends its line, or one above it with "#:"."""
     found: dict[str, str] = {}
     for one in reversed(args_class.__mro__[:-1]):
-        lines = re.findall(r"^ +(\w+): .*?  # (.+)$", inspect.getsource(one), re.MULTILINE)
-        found |= dict(lines)
+        source = inspect.getsource(one)
+        found |= dict(re.findall(r"^ +(\w+): .*?  # (.+)$", source, re.MULTILINE))
+        found |= {name: said for said, name in re.findall(r" #: (.+)\n +(\w+): ", source)}
     return found
 
 
@@ -66,6 +67,10 @@ HELP = read_comments(RLHFArgs) | {
     "refresh_every": "Phases from one refreshed reference to the next; 0 keeps the first.",
     "correction": "How the objective corrects for a policy that isn't the sampler.",
     "cap": "The highest ratio that a correction lets through.",
+    "weights_dtype": "The type of the base's weights; None is bfloat16 on a GPU that has it, "
+    "else float32.",
+    "adapter": "Begin with the adapters of this run or file; the KL stays that from the base.",
+    "config": "A YAML or JSON file of options by name; the command line wins.",
     "sampler_bits": "Bits to which the sampler's weights are rounded; None rounds nothing.",
 }
 # What nothing reads without another option.
@@ -78,73 +83,51 @@ GIVEN_OTHERWISE = {"prompts", "columns", "reward_fn", "dtype"}
 OF_PPO = {"kl_in", "normalize_reward", "gamma", "lam", "head_lr", "vf_coef", "vf_clip_coef"}
 
 
-def say(help: str) -> Any:
-    return arg(help=help)
+def explained(command: Any) -> Any:
+    """Give each field of a dataclass its help: the comment beside it, else that of `HELP`."""
+    comments = HELP | read_comments(command)
+    kinds = get_type_hints(command, include_extras=True)
+    command.__annotations__ = {
+        f.name: Annotated[kinds[f.name], arg(help=comments[f.name])] for f in fields(command)
+    }
+    return command
 
 
-Data = Annotated[
-    str | None,
-    say("Prompts, and columns for the reward: a .jsonl or .txt file, or module:function."),
-]
-Dtype = Annotated[
-    Literal["float32", "bfloat16"] | None,
-    say("The type of the base's weights; None is bfloat16 on a GPU that has it, else float32."),
-]
-Adapter = Annotated[
-    Path | None,
-    say("Begin with the adapters of this run or file; the KL stays that from the base."),
-]
-Config = Annotated[
-    Path | None, say("A YAML or JSON file of options by name; the command line wins.")
-]
+Dtype = Literal["float32", "bfloat16"]
 
 
+@explained
 @dataclass(kw_only=True)
 class Options:
     """Hold what the command has in place of arguments that are Python values, and more."""
 
-    data: Data = None
-    reward: Annotated[
-        list[str],
-        say("module:function, one or several, added up; if none, chapter 2's sentiment."),
-    ] = field(default_factory=list)
-    reward_weights: Annotated[
-        list[float],
-        say("A weight for each reward, in order, as 1 0.5 (0: only measured); if none, all are 1."),
-    ] = field(default_factory=list)
-    eval_data: Annotated[
-        str | None,
-        say("Held-out prompts, like --data: the run measures their mean reward."),
-    ] = None
-    eval_every: Annotated[
-        int, say("Phases between evaluations; there's one before the first and after the last too.")
-    ] = 10
-    eval_samples: Annotated[int, say("Completions of each held-out prompt.")] = 1
-    patience: Annotated[
-        int | None,
-        say("Stop after this many evaluations without a better mean reward; None never does."),
-    ] = None
-    stop: Annotated[
-        list[str],
-        say("Texts that end a completion and are learnt with it; \\n is a new line."),
-    ] = field(default_factory=list)
-    weights_dtype: Dtype = None
-    microbatch_size: Annotated[
-        int | None, say("Completions to learn from at a time, to save memory; None is all.")
-    ] = None
-    checkpointing: Annotated[
-        bool, say("Compute each block twice to keep less of it in memory.")
-    ] = False
-    trainer: Annotated[
-        str | None,
-        say("module:class, such as solutions.ch5_rlvr:RlvrTrainer; its arguments are options too."),
-    ] = None
-    adapter: Adapter = None
-    config: Config = None
-    resume: Annotated[
-        Path | None,
-        say("Go on with the run of this folder, whose options are the defaults then."),
-    ] = None
+    #: Prompts, and columns for the reward: a .jsonl or .txt file, or module:function.
+    data: str | None = None
+    #: module:function, one or several, added up; if none, chapter 2's sentiment.
+    reward: list[str] = field(default_factory=list)
+    #: A weight for each reward, in order, as 1 0.5 (0: only measured); if none, all are 1.
+    reward_weights: list[float] = field(default_factory=list)
+    #: Held-out prompts, like --data: the run measures their mean reward.
+    eval_data: str | None = None
+    #: Phases between evaluations; there's one before the first and after the last too.
+    eval_every: int = 10
+    #: Completions of each held-out prompt.
+    eval_samples: int = 1
+    #: Stop after this many evaluations without a better mean reward; None never does.
+    patience: int | None = None
+    #: Texts that end a completion and are learnt with it; \n is a new line.
+    stop: list[str] = field(default_factory=list)
+    weights_dtype: Dtype | None = None
+    #: Completions to learn from at a time, to save memory; None is all.
+    microbatch_size: int | None = None
+    #: Compute each block twice to keep less of it in memory.
+    checkpointing: bool = False
+    #: module:class, such as solutions.ch5_rlvr:RlvrTrainer; its arguments are options too.
+    trainer: str | None = None
+    adapter: Path | None = None
+    config: Path | None = None
+    #: Go on with the run of this folder, whose options are the defaults then.
+    resume: Path | None = None
 
     def __post_init__(self):
         """Read \\n and \\t as a new line and a tab, and make the paths of files and of a local base
@@ -195,7 +178,7 @@ def make_command(name: str, args_class: type[RLHFArgs], doc: str) -> type[Option
         if f.default_factory is not MISSING:
             default = field(default_factory=f.default_factory)
         text = HELP.get(f.name) or comments.get(f.name, "An argument of this trainer's own.")
-        columns.append((f.name, Annotated[kind, say(text)], default))
+        columns.append((f.name, Annotated[kind, arg(help=text)], default))
     given = {"__doc__": doc, "args_class": args_class}
     return make_dataclass(name, columns, bases=(Options,), namespace=given, kw_only=True)
 
