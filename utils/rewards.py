@@ -75,10 +75,11 @@ def check_rewards(rewards: Float[Tensor, "batch"], samples: list[str]) -> Float[
     return rewards
 
 
-def _copy(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
+    """Copy a list or dict, and those in it, but nothing else that they hold."""
     if isinstance(value, dict):
-        return {key: _copy(x) for key, x in value.items()}
-    return [_copy(x) for x in value] if isinstance(value, list) else value
+        return {key: copy_containers(x) for key, x in value.items()}
+    return [copy_containers(x) for x in value] if isinstance(value, list) else value
 
 
 def call_reward_fn(
@@ -103,7 +104,8 @@ def call_reward_fn(
     kinds = {p.kind for p in parameters}
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     names, takes_all = {p.name for p in named}, inspect.Parameter.VAR_KEYWORD in kinds
-    chosen = {name: _copy(column) for name, column in columns.items() if takes_all or name in names}
+    wanted = [name for name in columns if takes_all or name in names]
+    chosen = {name: copy_containers(columns[name]) for name in wanted}
     needed = [p for p in named if p is parameters[0] or p.default is p.empty]
     free = [p for p in needed if p.name not in columns]
     if len(free) > 1:

@@ -280,7 +280,6 @@ def test_what_an_environment_changes_is_a_copy():
     row = {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
     environment = Environment(change, ["notes"])
     assert environment.ask("<2*3>", row) == ""
-    environment.leave()
     assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
 
 
@@ -346,7 +345,6 @@ def test_a_slow_answer_does_not_reach_the_next_question():
         environment.ask("first", {})
     time.sleep(0.4)
     assert environment.ask("second", {}) == "second"
-    environment.leave()
 
 
 # --- The model and its questions ----------------------------------------------------------------

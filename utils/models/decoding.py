@@ -95,6 +95,12 @@ def get_end_ids(model: Any) -> list[int]:
     return known
 
 
+def get_pad_and_ends(model: Any, device: torch.device) -> tuple[int, Int[Tensor, "end"]]:
+    """Return the token that pads, an end where the tokenizer has none, and those that end."""
+    ends, pad = get_end_ids(model), model.tokenizer.pad_token_id
+    return ends[0] if pad is None else pad, torch.tensor(ends, device=device)
+
+
 def draw(
     logits: Float[Tensor, "row vocab"],
     uniforms: Float[Tensor, "row"],
@@ -146,8 +152,7 @@ class Decoder:
     """Samples token after token from a model that is called with a cache."""
 
     def __init__(self, model: Any, why: str = "asked for", is_merged: bool = False):
-        self.model, self.tokenizer = model, model.tokenizer
-        self.why, self.is_merged = why, is_merged
+        self.model, self.why, self.is_merged = model, why, is_merged
 
     @torch.no_grad()
     def generate(
@@ -183,7 +188,7 @@ class Decoder:
     ) -> Draws:
         """Sample with these uniform numbers: temperature, top-k and top-p are the settings."""
         (batch, max_new_tokens), device = uniforms.shape, uniforms.device
-        pad, ends = self._get_pad_and_ends(device)
+        pad, ends = get_pad_and_ends(self.model, device)
         ids = torch.full(uniforms.shape, pad, device=device)
         logprobs = torch.zeros(uniforms.shape, device=device)
         log_kept_mass = torch.zeros(uniforms.shape, device=device)
@@ -200,10 +205,6 @@ class Decoder:
             logits = self.advance(tokens, goes_on)
         drawn = slice(step + 1)
         return Draws(ids[:, drawn], logprobs[:, drawn], log_kept_mass[:, drawn])
-
-    def _get_pad_and_ends(self, device: torch.device) -> tuple[int, Int[Tensor, "end"]]:
-        ends, pad = get_end_ids(self.model), self.tokenizer.pad_token_id
-        return ends[0] if pad is None else pad, torch.tensor(ends, device=device)
 
     def start(
         self,
@@ -396,7 +397,7 @@ class GraphDecoder(NativeDecoder):
         if temperature == 0 or top_k is not None or top_p not in (None, 1):
             return super()._generate(prompt_ids, prompt_mask, uniforms, settings)
         max_new_tokens = uniforms.shape[1]
-        pad, ends = self._get_pad_and_ends(uniforms.device)
+        pad, ends = get_pad_and_ends(self.model, uniforms.device)
         self.start(prompt_ids, prompt_mask, max_new_tokens)
         step = self._get_step()
         step.temperature.fill_(temperature)

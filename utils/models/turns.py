@@ -6,9 +6,7 @@ over a decoder's `start`, `draw` and `advance`, as `Decoder.generate` is, with t
 """
 
 import contextlib
-import copy
 import inspect
-import queue
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from utils.models.decoding import draw, get_decoder, get_end_ids
+from utils.models.decoding import draw, get_decoder, get_pad_and_ends
+from utils.rewards import copy_containers
 from utils.validation import require
 
 CHARACTERS = 1000  # of an answer that are read for each token of room
@@ -85,8 +84,8 @@ class Environment:
     those of `columns`, each with its row's value, a copy if that is a list or a dict.
 
     After `max_calls` answers, the next turn gets none and ends the rollout. Calls are made one
-    after another, in a thread, and given up after `seconds`; one that never returns goes on in its
-    thread until the program ends.
+    after another, each in a thread, and given up after `seconds`; one that never returns goes on in
+    its thread until the program ends.
 
     Raises ValueError for a `function` that is none, takes no turn or needs another argument, and
     for an empty `turn_end`.
@@ -105,28 +104,34 @@ class Environment:
         self.function, self.turn_end = function, turn_end
         self.max_calls, self.seconds = max_calls, seconds
         self.named = find_named(function, (*OFFERED, *columns))
-        self._worker: Worker | None = None  # while a rollout is sampled
         self._turn_ends: Bool[Tensor, "vocab"] | None = None
 
     def ask(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
         """Return what the environment answers to a turn; warn if that is a failure."""
-        if self._worker is None:
-            self._worker = Worker(self.function)
-        known = {name: row[name] for name in self.named}
-        for name, value in known.items():
-            if isinstance(value, list | dict):  # such as a chat, which it may go on with
-                known[name] = copy.deepcopy(value)
-        said = self._worker.ask(turn, known, self.seconds)
+        known = {name: copy_containers(row[name]) for name in self.named}
+        answers: list[str | Failure | None] = []
+        thread = threading.Thread(
+            target=lambda: answers.append(self._call(turn, known)), daemon=True, name="environment"
+        )
+        thread.start()
+        thread.join(self.seconds)
+        late = Failure(f"gave no answer within {self.seconds:g} seconds")
+        said = answers[0] if answers else late
         if isinstance(said, Failure):
-            self.leave()
             warnings.warn(f"environment {said.said}, after the turn {turn!r}", stacklevel=2)
         return said
 
-    def leave(self) -> None:
-        """End the thread, once its call returns."""
-        if self._worker is not None:
-            self._worker.stop()
-            self._worker = None
+    @torch.no_grad()
+    def _call(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
+        try:
+            said = self.function(turn, **row)
+            if isinstance(said, str):
+                said.encode()  # a tokenizer can't read half of a surrogate pair
+        except BaseException as error:  # in its thread, nothing else would report it
+            return Failure(f"raised {type(error).__name__}: {error}")
+        if said is None or isinstance(said, str):
+            return said
+        return Failure(f"returned {type(said).__name__}, and not text or None")
 
     @torch.no_grad()
     def sample(
@@ -153,10 +158,7 @@ class Environment:
         shape = (len(prompt_ids), max_new_tokens)
         uniforms = torch.rand(shape, generator=generator, device=device)
         going = torch.arange(len(prompt_ids), device=device)  # the rows that go on
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.leave)
-            if decoder.is_merged:
-                stack.enter_context(model.merged())
+        with model.merged() if decoder.is_merged else contextlib.nullcontext():
             logits = decoder.start(prompt_ids, prompt_mask, max_new_tokens)
             turn_ends = self.find_turn_ends(model.tokenizer, logits.shape[-1]).to(device)
             transcripts = Transcripts(self, model, rows, shape, turn_ends)
@@ -224,11 +226,9 @@ class Transcripts:
         turn_ends: Bool[Tensor, "vocab"],
     ):
         self.environment, self.tokenizer, self.rows = environment, model.tokenizer, rows
-        self.turn_ends, device = turn_ends, turn_ends.device
-        ends, pad = get_end_ids(model), self.tokenizer.pad_token_id
-        self.ends = torch.tensor(ends, dtype=torch.long, device=device)
-        batch = shape[0]
-        self.ids = torch.full(shape, ends[0] if pad is None else pad, device=device)
+        self.turn_ends, batch, device = turn_ends, shape[0], turn_ends.device
+        pad, self.ends = get_pad_and_ends(model, device)
+        self.ids = torch.full(shape, pad, device=device)
         self.forced = torch.full(shape, -1, device=device)  # the environment's tokens, ahead
         self.logprobs = torch.full(shape, torch.nan, device=device)
         self.log_kept_mass = self.logprobs.clone()
@@ -307,42 +307,6 @@ class Transcripts:
             torch.tensor(self.n_calls, device=self.ids.device),
             failed,
         )
-
-
-class Worker:
-    """A thread that calls a function, so that whoever asks can stop waiting for it."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-        self._questions: queue.SimpleQueue = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._work, daemon=True, name="environment").start()
-
-    def ask(self, turn: str, row: dict[str, Any], seconds: float) -> str | Failure | None:
-        self._questions.put((turn, row))
-        try:
-            return self._answers.get(timeout=seconds)
-        except queue.Empty:
-            return Failure(f"gave no answer within {seconds:g} seconds")
-
-    def stop(self) -> None:
-        self._questions.put(None)
-
-    @torch.no_grad()
-    def _work(self) -> None:
-        while (question := self._questions.get()) is not None:
-            self._answers.put(self._call(*question))
-
-    def _call(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
-        try:
-            said = self.function(turn, **row)
-            if isinstance(said, str):
-                said.encode()  # a tokenizer can't read half of a surrogate pair
-        except BaseException as error:  # in this thread, nothing else would report it
-            return Failure(f"raised {type(error).__name__}: {error}")
-        if said is None or isinstance(said, str):
-            return said
-        return Failure(f"returned {type(said).__name__}, and not text or None")
 
 
 def find_named(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
