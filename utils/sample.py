@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from utils.models.loading import IN_THIS_REPO, load_base_model
 from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
-from utils.run_folder import ARGS, load_checkpoint, read_args, read_samples
+from utils.run_folder import ARGS, find_run, read_args, read_samples, read_trained
 from utils.tracking import tolerate_encoding
 from utils.validation import require
 
@@ -63,46 +62,21 @@ def load_policy(
         require(base is None, f"base should be left out, as {run} is a model, but is {base}")
         return TransformerWithLora.from_pretrained(str(run), device=device), {}
     path = Path(run).expanduser()
-    is_file = path.suffix == ".safetensors"
-    checkpoint = (path.parent if is_file else path) / "checkpoint.pt"
     require(
-        is_file or checkpoint.is_file(),
+        path.suffix == ".safetensors" or (path / "checkpoint.pt").is_file(),
         f"run should be a run's folder, an adapter file or a model's name, but {path} has no "
         "checkpoint.pt",
     )
-    state = load_checkpoint(checkpoint) if checkpoint.is_file() else {"args": {}}
-    args: dict[str, Any] = state["args"]
-    require(
-        "base" not in state,
-        f"run should have left its base as it was, but {path} refreshed its reference",
-    )
-    if is_file:
-        trained, scaling = _read_adapter(path)
-    else:
-        trained = state["trainable"]
-        scaling = args["lora_alpha"] / args["lora_rank"]
+    trained, scaling, args = read_trained(path)
     name = base or args.get("base_model")
     require(name, f"base should name the model of {path}, as no run lies around it: --base NAME")
     adapters = {k: v for k, v in trained.items() if k.endswith((".lora_A", ".lora_B"))}
-    require(adapters, f"run should hold adapters, but {path} holds {list(trained)[:3]}")
     sites = tuple(dict.fromkeys(k.split(".", 2)[2].rpartition(".")[0] for k in adapters))
     rank = next(v for k, v in adapters.items() if k.endswith(".lora_A")).shape[1]
     model = load_base_model(str(name), device, args.get("dtype"))
     policy = TransformerWithLora(model, rank, scaling * rank, sites)
     policy.load_trainable_state(adapters)
     return policy, args
-
-
-def _read_adapter(path: Path) -> tuple[dict[str, Tensor], float]:
-    require(path.is_file(), f"run should be a folder or an adapter file, but there is no {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            trained = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"run should be a safetensors file, but {path} isn't: {error}") from error
-    require("scaling" in metadata, f"run should be an adapter of the course, but {path} isn't")
-    return trained, float(metadata["scaling"])
 
 
 def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
@@ -273,7 +247,7 @@ def main(arguments: list[str] | None = None) -> None:
     tolerate_encoding()
     try:
         policy, args = load_policy(given.run, given.base, given.device)
-        folder = given.run.parent if given.run.is_file() else given.run
+        folder = find_run(given.run)
         require(given.prompt or not given.chat, "chat should be given with prompt")
         require(given.n is None or not given.prompt, "n should be left out beside prompt")
         if given.prompt is None:

@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 from utils.models.blocks import GATED, Parts
 from utils.models.fetch import MODELS, get_models_folder, write_folder
 from utils.models.loading import load_base_model
-from utils.run_folder import load_checkpoint
+from utils.run_folder import read_trained
 from utils.validation import require
 
 ROOT = Path(__file__).parents[2]
@@ -327,35 +327,19 @@ def _write_export(folder: str | Path) -> Iterator[Path]:
 # --- The command ----------------------------------------------------------------------------------
 
 
-def read_run(folder: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
-    """Load the base of a run, and the adapters of its checkpoint; name its tensors that belong to
-    no adapter, as those of a value head, and give its arguments.
+def read_run(path: Path) -> tuple[Parts, list[str], dict[str, Any]]:
+    """Load the base of a run, and its adapters, or those of a file in it; name its tensors that
+    belong to no adapter, as those of a value head, and give its arguments.
 
     The base is the one that the run's arguments name: a model that the trainer was handed beside
     them is not recorded.
 
-    `folder` may also be a file of adapters in it, as best.safetensors, to take in their place.
-
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the base.
     """
-    file = Path(folder) if Path(folder).suffix == ".safetensors" else None
-    folder = Path(folder) if file is None else file.parent
-    state = load_checkpoint(folder / "checkpoint.pt")
-    if file is not None:
-        require(file.is_file(), f"path should be a file of adapters, but there is no {file}")
-        state["trainable"] = load_file(file)
-    require(
-        "base" not in state,
-        f"the run in {folder} changed its base, as a refreshed reference does: load it into its "
-        f"trainer, and call save_merged(trainer.model, ...)",
-    )
-    args, trained = state["args"], state["trainable"]
-    wanted = {"base_model", "lora_rank", "lora_alpha"}
-    require(wanted <= args.keys(), f"{folder} should be a run with {sorted(wanted)}: {args}")
-    rank, scaling = args["lora_rank"], args["lora_alpha"] / args["lora_rank"]
+    trained, scaling, args = read_trained(path)
+    require(args, f"path should lie in a run's folder, but {path} has no checkpoint.pt beside it")
+    base, rank = load_base_model(args["base_model"], "cpu", args.get("dtype")), args["lora_rank"]
     names = [name for name in trained if name.endswith((".lora_A", ".lora_B"))]
-    require(names, f"{folder} should hold trained adapters, but has no adapters: {list(trained)}")
-    base = load_base_model(args["base_model"], "cpu", args.get("dtype"))
     adapters = {}
     for site in dict.fromkeys(name.rpartition(".")[0] for name in names):
         lora_A, lora_B = trained[f"{site}.lora_A"], trained[f"{site}.lora_B"]

@@ -32,10 +32,10 @@ from tabulate import tabulate
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch7_scale import DataParallel
 from utils.course.session import choose_threads
-from utils.run_folder import ARGS, name_value, read_args, read_samples
+from utils.run_folder import ARGS, find_run, name_value, read_args, read_samples
 from utils.train.data import OWN_FILES
 from utils.train.dpo import DpoCommand, train_on_preferences
-from utils.train.options import find_adapter, find_run, make_args
+from utils.train.options import find_adapter, make_args
 from utils.train.parsing import load_trainer, parse
 from utils.train.watched import Evaluation, Watched, count_overlap, get_rank
 from utils.validation import require

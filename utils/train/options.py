@@ -11,7 +11,7 @@ from tyro.conf import arg
 
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch3_grpo import GrpoArgs
-from utils.run_folder import load_checkpoint
+from utils.run_folder import find_run, load_checkpoint
 from utils.train.data import WeightedRewards, load_function, load_rows
 from utils.validation import require
 
@@ -218,12 +218,6 @@ def make_args(command: Any) -> RLHFArgs:
     if command.weights_dtype is not None:
         values["dtype"] = getattr(torch, command.weights_dtype)
     return command.args_class(**values)
-
-
-def find_run(path: str | Path) -> Path:
-    """Return the folder of a run, which may be given by a file in it."""
-    path = Path(path).expanduser()
-    return path.parent if path.suffix in (".pt", ".safetensors") else path
 
 
 def find_adapter(path: Path) -> Path:

@@ -17,10 +17,10 @@ from tyro.conf import subcommand
 from solutions.ch2_ppo import RLHFTrainer
 from solutions.ch3_grpo import GrpoTrainer
 from solutions.ch7_scale import DataParallelGrpoTrainer, DataParallelRLHFTrainer
-from utils.run_folder import ARGS, read_args
+from utils.run_folder import ARGS, find_run, read_args
 from utils.train.data import load_function, read_text
 from utils.train.dpo import DpoCommand
-from utils.train.options import GrpoCommand, Options, PpoCommand, find_run, make_command
+from utils.train.options import GrpoCommand, Options, PpoCommand, make_command
 from utils.validation import require
 
 COMMANDS: dict[str, Any] = {"ppo": PpoCommand, "grpo": GrpoCommand, "dpo": DpoCommand}
