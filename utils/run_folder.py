@@ -43,13 +43,17 @@ def name_value(value: Any) -> Any:
     return str(value).removeprefix("torch.") if name is None else f"{value.__module__}:{name}"
 
 
+def name_fields(args: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as JSON has them."""
+    return {f.name: name_value(getattr(args, f.name)) for f in fields(args)}
+
+
 def write_args(trainer: Any) -> None:
     """Write to `args.json` what a run is made of: the command's options, or else a trainer's
     arguments, and the course's version."""
     options = getattr(trainer, "options", None)  # of the command
     if options is None:
-        named = {f.name: name_value(getattr(trainer.args, f.name)) for f in fields(trainer.args)}
-        options = {"trainer": name_value(type(trainer))} | named
+        options = {"trainer": name_value(type(trainer))} | name_fields(trainer.args)
     write_options(trainer.folder, options)
 
 
@@ -70,50 +74,45 @@ def read_args(folder: Path) -> dict[str, Any]:
     return found
 
 
-def append_samples(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows with "phase", "split" ("train" or "eval"), "prompt", "completion", "reward"."""
-    with (folder / SAMPLES).open("a", encoding="utf-8") as file:
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Append rows to a file of JSON lines. Those of samples have "phase", "split" ("train" or
+    "eval"), "prompt", "completion" and "reward"."""
+    with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """Return what `append_samples` wrote, without a last line that is half written."""
-    path = folder / SAMPLES
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return what `append_rows` wrote, if anything, without a last line that is half written."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def keep_samples(folder: Path, phase: int) -> None:
     """Remove the samples that an earlier process wrote after this phase; with phase 0, all."""
-    kept = [row for row in read_samples(folder) if phase > 0 and row["phase"] <= phase]
-    if (folder / SAMPLES).exists():
-        (folder / SAMPLES).unlink()
-        append_samples(folder, kept)
+    rows = read_rows(folder / SAMPLES)
+    (folder / SAMPLES).unlink(missing_ok=True)
+    if kept := [row for row in rows if phase > 0 and row["phase"] <= phase]:
+        append_rows(folder / SAMPLES, kept)
 
 
 def create_run_folder(runs_dir: Path, name: str | None, kind: str) -> Path:
     """Return the folder of a new run: `runs_dir/name`, or one named after `kind` and the time.
 
-    Raises ValueError if a run with a checkpoint is there already: it would be overwritten.
+    Raises ValueError if a run with a checkpoint is there already, which would be overwritten, and
+    where nothing can be written.
     """
-    if name is not None:
-        folder = runs_dir / name
-        checkpoint = folder / "checkpoint.pt"
-        if checkpoint.exists():
-            raise ValueError(
-                f"name should be new, but {folder} holds a run. Go on with it by "
-                f"trainer.load_checkpoint({str(checkpoint)!r}), at the command line by --resume "
-                f"{folder}, or remove it"
-            )
-        return make_folder(folder)
-    stamp = time.strftime(f"{kind}-%Y%m%d-%H%M%S")
-    names = itertools.chain([stamp], (f"{stamp}-{k}" for k in itertools.count(2)))
-    folder = next(runs_dir / name for name in names if not (runs_dir / name).exists())
-    return make_folder(folder)
-
-
-def make_folder(folder: Path) -> Path:
-    """Make a run's folder, and return it; raises ValueError where nothing can be written."""
+    if name is None:
+        stamp = time.strftime(f"{kind}-%Y%m%d-%H%M%S")
+        names = itertools.chain([stamp], (f"{stamp}-{k}" for k in itertools.count(2)))
+        name = next(name for name in names if not (runs_dir / name).exists())
+    folder = runs_dir / name
+    checkpoint = folder / "checkpoint.pt"
+    require(
+        not checkpoint.exists(),
+        f"name should be new, but {folder} holds a run. Go on with it by "
+        f"trainer.load_checkpoint({str(checkpoint)!r}), at the command line by --resume {folder}, "
+        "or remove it",
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -148,15 +147,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises ValueError if the file is missing or is not a trainer's checkpoint.
     """
-    if not path.is_file():
-        raise ValueError(f"path should be a checkpoint, but {path} is not there")
+    require(path.is_file(), f"path should be a checkpoint, but {path} is not there")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever a damaged file makes of the unpickler
         raise ValueError(f"path should be a checkpoint, but {path} is not: {error}") from error
     keys = {"args", "phase", "trainable", "optimizer", "scheduler", "generator", "history"}
-    if not isinstance(state, dict) or not keys <= state.keys():
-        raise ValueError(f"path should be a trainer's checkpoint, but {path} is another file")
+    is_right = isinstance(state, dict) and keys <= state.keys()
+    require(is_right, f"path should be a trainer's checkpoint, but {path} is another file")
     return state
 
 

@@ -32,7 +32,7 @@ from utils.models.loading import IN_THIS_REPO, load_base_model
 from utils.models.turns import Stops
 from utils.plotting import decode_tokens, plot_tokens, write_page
 from utils.prompts import Prompt, show_prompt
-from utils.run_folder import ARGS, find_run, read_args, read_samples, read_trained
+from utils.run_folder import ARGS, SAMPLES, find_run, read_args, read_rows, read_trained
 from utils.tracking import tolerate_encoding
 from utils.validation import require
 
@@ -84,7 +84,7 @@ def choose_prompts(folder: Path, args: dict[str, Any], n: int) -> list[Prompt]:
 
     Raises ValueError where neither is known.
     """
-    found = [x["prompt"] for x in read_samples(folder) if x["split"] == "eval"]
+    found = [x["prompt"] for x in read_rows(folder / SAMPLES) if x["split"] == "eval"]
     if not found:
         text = str(args.get("prompts"))
         found = [args.get("prefix")] if text == "None" else ast.literal_eval(text)

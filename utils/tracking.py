@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import io
 import itertools
-import json
 import os
 import re
 import reprlib
@@ -24,6 +23,7 @@ from utils.panel import Panel, SamplesTable, is_in_notebook
 from utils.plotting import plot_history
 from utils.run_folder import (
     EARLY,
+    append_rows,
     create_run_folder,
     keep_samples,
     save_checkpoint,
@@ -222,7 +222,8 @@ class RunLog:
 
     def __init__(self, folder: Path, history: list[dict], args: Any):
         self.path = folder / "metrics.jsonl"
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in history))
+        self.path.unlink(missing_ok=True)
+        append_rows(self.path, history)
         self.wandb_run = None
         if args.use_wandb:
             import wandb  # takes a second to import
@@ -238,8 +239,7 @@ class RunLog:
             )
 
     def append(self, row: dict[str, float]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_rows(self.path, [row])
         if self.wandb_run:
             self.wandb_run.log(row, step=int(row["phase"]))
 

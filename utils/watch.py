@@ -17,22 +17,12 @@ from filelock import Timeout
 from tabulate import tabulate
 
 from utils.plotting import plot_history, write_page
+from utils.run_folder import read_rows
 from utils.tracking import make_lock, tolerate_encoding
 from utils.validation import require
 
 BARS = "▁▂▃▄▅▆▇█"
 SHOWN = ("kl_exact", "kl_k3", "entropy", "completion_len", "seconds")
-
-
-def read_rows(folder: Path) -> list[dict]:
-    """Return the rows of metrics that a run has written by now.
-
-    Raises ValueError for a folder that is no run's.
-    """
-    path = folder / "metrics.jsonl"
-    require(path.is_file(), f"run should be the folder of a run, but {path} is not there")
-    complete = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
-    return [json.loads(line) for line in complete]
 
 
 def is_running(folder: Path) -> bool:
@@ -59,8 +49,13 @@ def draw_curve(values: list[float], width: int = 24) -> str:
 
 
 def describe(folder: Path, goes_on: bool) -> tuple[str, list[dict]]:
-    """Return how far a run is, with its curves and its last phases, and its rows."""
-    rows, args = read_rows(folder), folder / "args.json"
+    """Return how far a run is, with its curves and its last phases, and its rows.
+
+    Raises ValueError for a folder that is no run's.
+    """
+    path, args = folder / "metrics.jsonl", folder / "args.json"
+    require(path.is_file(), f"run should be the folder of a run, but {path} is not there")
+    rows = read_rows(path)
     noted = json.loads(args.read_text(encoding="utf-8")) if args.is_file() else {}
     done, all_phases = rows[-1]["phase"] if rows else 0, noted.get("total_phases", "?")
     state = "goes on" if goes_on else "has ended" if done == all_phases else "stopped there"

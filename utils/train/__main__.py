@@ -20,7 +20,6 @@ import signal
 import sys
 import traceback
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tabulate import tabulate
 from solutions.ch2_ppo import RLHFArgs
 from solutions.ch7_scale import DataParallel
 from utils.course.session import choose_threads
-from utils.run_folder import ARGS, find_run, name_value, read_args, read_samples
+from utils.run_folder import ARGS, SAMPLES, find_run, name_fields, read_args, read_rows
 from utils.train.data import OWN_FILES
 from utils.train.dpo import DpoCommand, train_on_preferences
 from utils.train.options import find_adapter, make_args
@@ -99,11 +98,9 @@ def make_trainer(command: Any, args: RLHFArgs) -> Watched:
 
 def name_options(command: Any) -> dict[str, Any]:
     """Return the options as a run keeps them."""
-    found = {f.name: name_value(getattr(command, f.name)) for f in fields(command)}
-    left_out = ("resume", "config")
-    return {"command": name_command(command)} | {
-        name: value for name, value in found.items() if name not in left_out
-    }
+    found = name_fields(command)
+    del found["resume"], found["config"]
+    return {"command": name_command(command)} | found
 
 
 def name_command(command: Any) -> str:
@@ -150,7 +147,7 @@ def go_on(trainer: Watched, folder: Path, rank: int) -> None:
     now = trainer.options or {}
     names = ("reward", "reward_weights", "stop", "eval_samples")
     changed = [name for name in names if before.get(name, now[name]) != now[name]]
-    held = [x for x in read_samples(folder) if x["split"] == "eval"]
+    held = [x for x in read_rows(folder / SAMPLES) if x["split"] == "eval"]
     held_out = {json.dumps(x["prompt"]) for x in held if x["phase"] == held[-1]["phase"]}
     rows = trainer.evaluation.rows if trainer.evaluation else []
     if held_out and held_out != {json.dumps(row["prompt"]) for row in rows}:

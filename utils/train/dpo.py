@@ -1,8 +1,7 @@
 """Training on preferences from the command line, by chapter 6's DPO."""
 
-import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,13 @@ import torch
 from solutions.ch1_lora import ATTENTION_SITES, TransformerWithLora
 from solutions.ch6_preferences import measure_implicit_accuracy, train_dpo
 from utils.preferences import load_preferences
-from utils.run_folder import create_run_folder, name_value, save_checkpoint, write_options
+from utils.run_folder import (
+    append_rows,
+    create_run_folder,
+    name_fields,
+    save_checkpoint,
+    write_options,
+)
 from utils.train.options import Dtype, explained, find_adapter
 from utils.validation import Count, CountOrZero, Positive, check_fields, require
 
@@ -70,10 +75,10 @@ def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     history += [{"phase": step} | row for step, row in enumerate(rows, 1)]
     history[-1] |= measure()
 
-    options = {f.name: name_value(getattr(command, f.name)) for f in fields(command)}
+    options = name_fields(command)
     options.pop("config")
     write_options(folder, {"command": "dpo"} | options)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    append_rows(folder / "metrics.jsonl", history)
     model.save_adapter(folder / "adapter.safetensors")
     # What `python -m utils.models.export` and `utils.sample` read: of the context, half at most.
     gen_len = min(128, model.cfg.n_ctx // 2)

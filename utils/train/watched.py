@@ -20,7 +20,7 @@ from utils.models.decoding import get_end_ids
 from utils.models.turns import Stops
 from utils.prompts import Prompt
 from utils.rewards import call_reward_fn
-from utils.run_folder import append_samples, load_checkpoint
+from utils.run_folder import SAMPLES, append_rows, load_checkpoint
 from utils.signals import find_cut_off, find_mostly_cut_off
 from utils.tracking import EarlyStop, check_same_args
 from utils.train.data import WeightedRewards
@@ -102,7 +102,7 @@ class Watched(RLHFTrainer):
         done, every = self.phase + 1, self.args.samples_every
         if get_rank()[0] == 0 and self.folder and every and self.phase % every == 0:
             rows = [{"phase": done, "split": "train"} | row for row in self.shown]
-            append_samples(self.folder, rows)
+            append_rows(self.folder / SAMPLES, rows)
         evaluation = self.evaluation
         if evaluation and (done % evaluation.eval_every == 0 or done == self.args.total_phases):
             for name, value in self.evaluate(done).items():
@@ -220,7 +220,8 @@ class Watched(RLHFTrainer):
         if rank == 0 and self.folder:
             names = [name for name in rows[0] if name not in ("completion_len", "truncated_frac")]
             start = {"phase": phase, "split": "eval"}
-            append_samples(self.folder, [start | {k: row[k] for k in names} for row in rows])
+            shown = [start | {name: row[name] for name in names} for row in rows]
+            append_rows(self.folder / SAMPLES, shown)
             if means["eval_reward"] > max(before, default=-math.inf):
                 self.model.save_adapter(self.folder / "best.safetensors")
                 best = {"phase": phase, "eval_reward": means["eval_reward"]}
