@@ -1,10 +1,9 @@
 """Preferences: pairs of completions of which one was preferred, and the files that hold them."""
 
-import importlib.util
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class Preferences:
 
 
 def load_preferences(path: str | Path, max_rows: int | None = None) -> Preferences:
-    """Read preferences from a file of JSON lines, or of parquet where `datasets` is installed.
+    """Read preferences from a file of JSON lines, or of parquet.
 
     Each line, or row, has "prompt", "chosen" and "rejected", as TRL's datasets have them: strings,
     or chats of messages, where chosen and rejected are the assistant's last message, or the whole
@@ -50,11 +49,14 @@ def load_preferences(path: str | Path, max_rows: int | None = None) -> Preferenc
     path = Path(path)
     require(path.is_file(), f"path should be a file, but {path} is not there")
     require(max_rows is None or max_rows >= 1, f"max_rows should be at least 1: {max_rows}")
-    rows = _read_parquet(path) if path.suffix == ".parquet" else _read_lines(path)
-    found = [
-        _read_row(row, f"{path.name}, row {number}")
-        for number, row in itertools.islice(rows, max_rows)
-    ]
+    if path.suffix == ".parquet":
+        from datasets import Dataset  # takes a second to import
+
+        rows: Iterable[tuple[int, Any]] = enumerate(Dataset.from_parquet(str(path)), 1)
+    else:
+        rows = _read_lines(path)
+    numbered = itertools.islice(rows, max_rows)
+    found = [_read_row(row, f"{path.name}, row {number}") for number, row in numbered]
     require(len(found) > 0, f"{path} should hold at least one preference, but holds none")
     prompts, chosen, rejected = zip(*found, strict=True)
     return Preferences(prompts, chosen, rejected)
@@ -85,16 +87,6 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 ) from error
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    require(
-        importlib.util.find_spec("datasets") is not None,
-        f"datasets should be installed to read {path.name} (pip install datasets); "
-        "files of JSON lines need nothing",
-    )
-    datasets = importlib.import_module("datasets")
-    yield from enumerate(datasets.Dataset.from_parquet(str(path)), 1)
-
-
 def _read_row(row: Any, where: str) -> tuple[Prompt, str, str]:
     require(isinstance(row, dict), f"{where} should be an object with {KEYS}, but is {row!r:.80}")
     for key in ("chosen", "rejected"):
@@ -105,23 +97,17 @@ def _read_row(row: Any, where: str) -> tuple[Prompt, str, str]:
     require(len(kinds) == 1, f"{where}: chosen and rejected should both be text or both messages")
     prompt = row.get("prompt")
     if kinds == {True}:
-        require(
-            is_prompt(prompt),
-            f"{where}: prompt should be text or messages, but is {prompt!r:.80}",
-        )
+        said = f"{where}: prompt should be text or messages, but is {prompt!r:.80}"
+        require(is_prompt(prompt), said)
         return prompt, row["chosen"], row["rejected"]
     (*before, chosen), (*other_before, rejected) = row["chosen"], row["rejected"]
-    require(
-        chosen["role"] == rejected["role"] == "assistant",
-        f"{where}: chosen and rejected should end with a message of the assistant",
-    )
-    require(
-        before == other_before, f"{where}: chosen and rejected should differ in the last message"
-    )
+    said = f"{where}: chosen and rejected should"
+    is_answer = chosen["role"] == rejected["role"] == "assistant"
+    require(is_answer, f"{said} end with a message of the assistant")
+    require(before == other_before, f"{said} differ in the last message")
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not before:
-        before = prompt
+    before = before or prompt
     require(
         is_prompt(before) and (prompt is None or list(prompt) == list(before)),
         f"{where} should have the messages before the answer, in prompt or in chosen and rejected",
