@@ -138,7 +138,11 @@ class Run:
             finally:
                 self.lock.release()
             if error is not None and not self.checkpoint.exists():
-                self._leave_no_folder()
+                folder, self.trainer.folder = self.trainer.folder, None
+                for name in EARLY:
+                    (folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it holds something else, too
+                    folder.rmdir()
 
     def _go_back(self, error: BaseException) -> None:
         """Undo the phase that was begun, save what was before it, and say how to go on."""
@@ -154,14 +158,6 @@ class Run:
                 )
             self.bar.write(hint)
             error.add_note(hint)  # repeated below the traceback
-
-    def _leave_no_folder(self) -> None:
-        """Remove the folder of a run whose first phase failed, unless it holds something else."""
-        for name in EARLY:
-            (self.trainer.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it is not empty
-            self.trainer.folder.rmdir()
-        self.trainer.folder = None
 
 
 def check_trainer(trainer: Any) -> None:
@@ -307,14 +303,8 @@ def format_samples(rows: list[tuple[str, float, str, str]]) -> str:
         (which, f"{reward:.2f}", prompt.replace("\n", "⏎"), text.replace("\n", "⏎"))
         for which, reward, prompt, text in rows
     ]
-    text = SamplesTable(
-        tabulate(
-            table,
-            headers=("sample", "reward", "prompt", "completion"),
-            tablefmt="simple_outline",
-            maxcolwidths=[None, None, 30, 60],
-            disable_numparse=True,
-        )
-    )
+    headers, widths = ("sample", "reward", "prompt", "completion"), [None, None, 30, 60]
+    layout: Any = {"tablefmt": "simple_outline", "maxcolwidths": widths}
+    text = SamplesTable(tabulate(table, headers, disable_numparse=True, **layout))
     text.rows = table
     return text

@@ -20,7 +20,7 @@ from solutions.ch7_scale import DataParallelGrpoTrainer, DataParallelRLHFTrainer
 from utils.run_folder import ARGS, find_run, read_args
 from utils.train.data import load_function, read_text
 from utils.train.dpo import DpoCommand
-from utils.train.options import GrpoCommand, Options, PpoCommand, make_command
+from utils.train.options import GrpoCommand, PpoCommand, make_command
 from utils.validation import require
 
 COMMANDS: dict[str, Any] = {"ppo": PpoCommand, "grpo": GrpoCommand, "dpo": DpoCommand}
@@ -60,7 +60,10 @@ def parse(words: list[str], description: str | None = None) -> Any:
         prog = "python -m utils.train"
         return tyro.cli(Union[every], prog=prog, description=description, args=words)  # noqa: UP007
     path = (first.get("trainer") or saved.get("trainer")) if name in TRAINERS else None
-    command = COMMANDS[name] if path is None else make_command_of(name, path)
+    command = COMMANDS[name]
+    if path is not None:
+        doc = f"Train by {path}, with its own arguments."
+        command = make_command(command.__name__, load_trainer(name, path).args_class, doc)
     options = [f.name for f in fields(command)]
     for key in config:
         near = difflib.get_close_matches(key, options, 1)
@@ -101,13 +104,6 @@ def write_words(options: dict[str, Any]) -> list[str]:
         elif value is not None:
             words.append(f"{option}={value}")
     return words
-
-
-def make_command_of(name: str, path: str) -> type[Options]:
-    """Make the options of a trainer that is given as module:class."""
-    trainer = load_trainer(name, path)
-    doc = f"Train by {path}, with its own arguments."
-    return make_command(COMMANDS[name].__name__, trainer.args_class, doc)
 
 
 def load_trainer(name: str, path: str | None) -> type[RLHFTrainer]:

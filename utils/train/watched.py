@@ -43,11 +43,6 @@ class Evaluation:
         check_fields(self)
 
 
-def is_folder(base_model: Any) -> bool:
-    """Return whether a base is a local folder, which may have moved since a run began."""
-    return Path(str(base_model)).is_dir()
-
-
 def count_overlap(rows: list[dict[str, Any]], prompts: Sequence[Prompt]) -> int:
     """Return how many rows have a prompt that is among `prompts`, but for space at its ends."""
 
@@ -118,8 +113,10 @@ class Watched(RLHFTrainer):
         was, now = state["args"].get("total_phases", 0), self.args.total_phases
         require(now >= was, f"total_phases should be {was} or more, as the run's, but is {now}")
         try:
-            base = {"base_model": self.args.base_model} if is_folder(self.args.base_model) else {}
-            check_same_args(self.args, state["args"] | {"total_phases": max(was, now)} | base)
+            saved = state["args"] | {"total_phases": max(was, now)}
+            if Path(self.args.base_model).is_dir():  # it may have moved since
+                saved["base_model"] = self.args.base_model
+            check_same_args(self.args, saved)
         except ValueError as error:
             if str(error).startswith(("prompts should", "columns should")):
                 raise ValueError("data should hold the rows that the run had") from error
