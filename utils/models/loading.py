@@ -95,16 +95,11 @@ def load_base_model(
     if str(name) in MODELS and not Path(name).is_dir():
         name = find_fetched(str(name))
     path = Path(name).expanduser()
-    given = str(name)
     if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or path.is_dir():
-        require(
-            path.is_dir(),
-            f"the model's name should be a folder with a model, but {given} is not there",
-        )
-        require(
-            (path / "config.json").exists(),
-            f"the model's name should hold a config.json, but {path} has none",
-        )
+        said = "the model's name should"
+        require(path.is_dir(), f"{said} be a folder with a model, but {name} is not there")
+        has_config = (path / "config.json").exists()
+        require(has_config, f"{said} hold a config.json, but {path} has none")
         name = path
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
