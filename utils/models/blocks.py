@@ -133,7 +133,8 @@ class Block:
         block, config = base.get_submodule(site), base.original_model.config
         mlp, attention = block.mlp.original_component, block.attn.original_component
         self.qkv = [get(f"attn.{name}") for name in "qkv"]
-        self.d_head = get_head_width(config)
+        own_width = getattr(config, "head_dim", None)
+        self.d_head = own_width or config.hidden_size // config.num_attention_heads
         self.heads = [product.weight.shape[1] // self.d_head for product in self.qkv]
         if hasattr(block.attn, "qkv"):
             self.qkv = _join(block.attn.qkv.original_component, self.qkv)
@@ -222,10 +223,6 @@ def rotate(
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def get_head_width(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 class NativeModel:
     """A GPT-2 or a Llama-type model over a bridge's weights, with the adapters that are on."""
 
@@ -268,10 +265,8 @@ class NativeModel:
 def is_covered(config: Any) -> bool:
     """Return whether this module computes a model of this configuration."""
     if config.model_type == "gpt2":
-        is_scaled_otherwise = (
-            config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights
-        )
-        return not (is_scaled_otherwise or config.reorder_and_upcast_attn)
+        differs = config.scale_attn_by_inverse_layer_idx or config.reorder_and_upcast_attn
+        return config.scale_attn_weights and not differs
     if config.model_type not in GATED:
         return False
     window = getattr(config, "sliding_window", None)

@@ -14,6 +14,7 @@ by the bridge, with the same draws. `get_decoder` decides; a decoder's `why` giv
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +73,12 @@ def merges(model: Any) -> bool:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]], device=device)
 
     @torch.no_grad()
-    def try_own(_: Any) -> dict[str, Tensor]:
-        return {"logits": model(ids, attention_mask=mask)[mask.bool()]}
+    def run(is_merged: bool, _: Any) -> dict[str, Tensor]:
+        with model.merged() if is_merged else contextlib.nullcontext():
+            return {"logits": model(ids, attention_mask=mask)[mask.bool()]}
 
-    def try_merged(_: Any) -> dict[str, Tensor]:
-        with model.merged():
-            return try_own(_)
-
-    return agrees(model, (), "sampling with merged weights", try_merged, try_own)
+    merged, own = (functools.partial(run, is_merged) for is_merged in (True, False))
+    return agrees(model, (), "sampling with merged weights", merged, own)
 
 
 def get_end_ids(model: Any) -> list[int]:
@@ -179,14 +178,9 @@ class Decoder:
         with self.model.merged() if self.is_merged else contextlib.nullcontext():
             return self._generate(prompt_ids, prompt_mask, uniforms, settings)
 
-    def _generate(
-        self,
-        prompt_ids: Int[Tensor, "batch seq"],
-        prompt_mask: Int[Tensor, "batch seq"],
-        uniforms: Float[Tensor, "batch completion"],
-        settings: tuple[float, int | None, float | None],
-    ) -> Draws:
-        """Sample with these uniform numbers: temperature, top-k and top-p are the settings."""
+    def _generate(self, prompt_ids, prompt_mask, uniforms, settings) -> Draws:
+        """Sample with these uniform numbers, [batch completion]; temperature, top-k and top-p are
+        the settings."""
         (batch, max_new_tokens), device = uniforms.shape, uniforms.device
         pad, ends = get_pad_and_ends(self.model, device)
         ids = torch.full(uniforms.shape, pad, device=device)
@@ -252,12 +246,7 @@ class NativeDecoder(Decoder):
         self.values: list[Tensor] = []
         native.freeze()
 
-    def start(
-        self,
-        prompt_ids: Int[Tensor, "batch seq"],
-        prompt_mask: Int[Tensor, "batch seq"],
-        max_new_tokens: int,
-    ) -> Float[Tensor, "batch vocab"]:
+    def start(self, prompt_ids, prompt_mask, max_new_tokens) -> Float[Tensor, "batch vocab"]:
         """Read each distinct prompt once, and fill the caches of its copies with the result."""
         native, seq = self.native, prompt_ids.shape[1]
         both = torch.cat([prompt_ids, prompt_mask], dim=1)
@@ -289,9 +278,7 @@ class NativeDecoder(Decoder):
         self.active = torch.arange(len(copies), device=ids.device)  # rows of the cache that go on
         return self._unembed(x.unflatten(0, ids.shape)[:, -1])[copies]
 
-    def advance(
-        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
-    ) -> Float[Tensor, "kept vocab"]:
+    def advance(self, tokens, goes_on) -> Float[Tensor, "kept vocab"]:
         """Read the tokens of the rows that go on, and return their next logits."""
         self.active, tokens = self.active[goes_on], tokens[goes_on]
         if len(self.active) <= LEAVE * len(self.positions):
@@ -322,9 +309,9 @@ class NativeDecoder(Decoder):
     ) -> Float[Tensor, "row d_heads"]:
         """Attend from one query a head: two products of batches beat fused attention on a CPU."""
         rows, kv_heads, _, d_head = keys.shape
+        bias = self.bias[:, None, None, : self.length]
         if q.dtype != torch.float32 or q.device.type != "cpu":  # bfloat16 would round the scores
             k, v = keys[:, :, : self.length], values[:, :, : self.length]
-            bias = self.bias[:, None, None, : self.length]
             is_grouped = q.shape[1] != kv_heads
             out = F.scaled_dot_product_attention(
                 q[:, :, None], k, v, attn_mask=bias, enable_gqa=is_grouped
@@ -332,7 +319,6 @@ class NativeDecoder(Decoder):
             return out.flatten(1)
         q = q.reshape(rows * kv_heads, -1, d_head)  # the queries that share keys, together
         k, v = (x.flatten(0, 1)[:, : self.length] for x in (keys, values))
-        bias = self.bias[:, None, None, : self.length]
         bias = bias.expand(-1, kv_heads, q.shape[1], -1).flatten(0, 1)
         scores = torch.baddbmm(bias, q, k.mT, alpha=d_head**-0.5)
         return (scores.softmax(-1) @ v).reshape(rows, -1)
@@ -353,12 +339,7 @@ class GraphDecoder(NativeDecoder):
         self.native = native
 
     @torch.no_grad()
-    def start(
-        self,
-        prompt_ids: Int[Tensor, "batch seq"],
-        prompt_mask: Int[Tensor, "batch seq"],
-        max_new_tokens: int,
-    ) -> Float[Tensor, "batch vocab"]:
+    def start(self, prompt_ids, prompt_mask, max_new_tokens) -> Float[Tensor, "batch vocab"]:
         """Read each distinct prompt once, and copy the result into the kept buffers."""
         logits = super().start(prompt_ids, prompt_mask, 0)
         columns = prompt_ids.shape[1] + max_new_tokens
@@ -368,9 +349,7 @@ class GraphDecoder(NativeDecoder):
         return logits
 
     @torch.no_grad()
-    def advance(
-        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
-    ) -> Float[Tensor, "kept vocab"]:
+    def advance(self, tokens, goes_on) -> Float[Tensor, "kept vocab"]:
         """Read the tokens of the rows that go on, and return their next logits."""
         step = self._get_step()
         self.active, tokens = self.active[goes_on], tokens[goes_on]
@@ -382,13 +361,7 @@ class GraphDecoder(NativeDecoder):
         require(self.step.user() is self, "another decoder of this model has begun since")
         return self.step
 
-    def _generate(
-        self,
-        prompt_ids: Int[Tensor, "batch seq"],
-        prompt_mask: Int[Tensor, "batch seq"],
-        uniforms: Float[Tensor, "batch completion"],
-        settings: tuple[float, int | None, float | None],
-    ) -> Draws:
+    def _generate(self, prompt_ids, prompt_mask, uniforms, settings) -> Draws:
         """Sample with these uniform numbers; top-k, top-p and temperature 0 draw outside the graph.
 
         The GPU is awaited only every EVERY tokens, so that the graphs follow one another closely.

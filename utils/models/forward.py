@@ -72,29 +72,25 @@ def flatten(
     prompt_ids = input_ids[:, :prompt_len].masked_fill(~real[:, :prompt_len], 0)
     both = torch.cat([prompt_ids, real[:, :prompt_len].long()], dim=1)
     both, prompt_of_row = both.unique(dim=0, return_inverse=True)
-    ids, prompt_real = both[:, :prompt_len], both[:, prompt_len:].bool()
-    scored = real[:, prompt_len:]
+    prompt_real, scored = both[:, prompt_len:].bool(), real[:, prompt_len:]
     fed = scored[:, :-1] & scored[:, 1:]
+    ids = torch.cat([both[:, :prompt_len][prompt_real], input_ids[:, prompt_len:-1][fed]])
     # The number of each token, at its place in its row; 0 elsewhere.
     in_prompts = number(prompt_real, 0)[prompt_of_row]
     in_completions = number(fed, int(prompt_real.sum()))
     places = torch.cat([in_prompts, in_completions], dim=1)
-    lengths = prompt_real.sum(-1)[prompt_of_row]
-    here = torch.arange(places.shape[1], device=places.device)
-    width = int((lengths + fed.sum(-1)).max())
-    columns = (here + (prompt_len - lengths)[:, None]) % len(here)
-    grid = places.gather(1, columns)[:, :width]
-    is_token = here[:width] < (lengths + fed.sum(-1))[:, None]
-    n_tokens = int(prompt_real.sum() + fed.sum())
+    is_token = torch.cat([prompt_real[prompt_of_row], fed], dim=1)
+    width = int(is_token.sum(-1).max())
+    columns = is_token.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    grid, is_token = places.gather(1, columns), is_token.gather(1, columns)
     cells = torch.arange(grid.numel(), device=grid.device).view_as(grid)[is_token]
-    first = cells.new_empty(n_tokens).scatter_reduce_(
+    first = cells.new_empty(len(ids)).scatter_reduce_(
         0, grid[is_token], cells, "amin", include_self=False
     )
     before = torch.cat([in_prompts[:, -1:], in_completions], dim=1)
-    columns_of_row = here[:width].expand_as(grid)
     return FlatRows(
-        ids=torch.cat([ids[prompt_real], input_ids[:, prompt_len:-1][fed]]),
-        positions=columns_of_row.flatten()[first],
+        ids=ids,
+        positions=first % width,
         grid=grid,
         cells=first,
         predictors=before[scored],

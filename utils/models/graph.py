@@ -50,19 +50,18 @@ class JoinedProduct:
     """x W + b + x A B, of products that read the same x, with A and B in its dtype."""
 
     def __init__(self, products: list[Product]):
-        self.weight, self.bias, *self.lora = self._list_tensors(products)
-
-    def _list_tensors(self, products: list[Product]) -> list[Any]:
         product = join(products)
         lora = product.gather_adapters() if product.adapters else ()
-        return [product.weight, product.bias, *(x.detach().to(product.weight.dtype) for x in lora)]
+        self.weight, self.bias = product.weight, product.bias
+        self.lora = [x.detach().to(product.weight.dtype) for x in lora]
+        held = (self.weight, self.bias, *self.lora)
+        self.tensors = [tensor for tensor in held if tensor is not None]
 
     def take_weights(self, products: list[Product]) -> None:
         """Write the weights of this moment over those of before."""
-        before = (self.weight, self.bias, *self.lora)
-        for kept, now in zip(before, self._list_tensors(products), strict=True):
-            if kept is not None and kept.data_ptr() != now.data_ptr():
-                kept.copy_(now)
+        for kept, new in zip(self.tensors, JoinedProduct(products).tensors, strict=True):
+            if kept.data_ptr() != new.data_ptr():
+                kept.copy_(new)
 
     def __call__(
         self, x: Float[Tensor, "row d_in"], onto: Float[Tensor, "row d_out"] | None = None
@@ -174,25 +173,17 @@ class Step:
             first, second = rotary[1].chunk(2, dim=-1)
             rotary = rotary[0], torch.cat([-first, second], dim=-1)
         self.bias.index_fill_(3, self.column, 0.0)
-        caches = zip(self.keys, self.values, strict=True)
-        for block, products, (keys, values) in zip(
-            self.native.blocks, self.products, caches, strict=True
-        ):
-            x = self._run(block, products, x, rotary, keys, values)
+        for i, block in enumerate(self.native.blocks):
+            x = self._run(block, self.products[i], x, rotary, self.keys[i], self.values[i])
         torch.mm(self.native.normalize_last(x), self.native.unembedding.T, out=self.logits)
         self.positions.add_(1)
         self.column.add_(1)
 
-    def _run(
-        self,
-        block: Block,
-        products: list[JoinedProduct],
-        x: Float[Tensor, "row d_model"],
-        rotary: tuple[Tensor, Tensor] | None,
-        keys: Float[Tensor, "row kv_heads column d_head"],
-        values: Float[Tensor, "row kv_heads column d_head"],
-    ) -> Float[Tensor, "row d_model"]:
-        """Compute `project`, attention and `finish` of a block, in fewer and larger kernels."""
+    def _run(self, block, products, x, rotary, keys, values) -> Float[Tensor, "row d_model"]:
+        """Compute `project`, attention and `finish` of a block, in fewer and larger kernels.
+
+        keys, values: its caches, [row kv_heads column d_head].
+        """
         project, out, mlp_in, mlp_out = products
         n_q, n_kv, _ = block.heads
         heads = project(normalize(block.norms[0], x)).unflatten(1, (-1, block.d_head))
