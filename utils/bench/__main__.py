@@ -37,7 +37,12 @@ def main() -> None:
         start = time.perf_counter()
         results[part] = PARTS[part]()
         if part != "gpu":  # which says its own
-            results["machine"] = describe_machine()
+            results["machine"] = {
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "architecture": platform.machine(),
+                "torch": torch.__version__,
+            }
         OUT.parent.mkdir(exist_ok=True)
         partial = OUT.with_suffix(".partial")
         partial.write_text(json.dumps(results, indent=1) + "\n")
@@ -48,15 +53,6 @@ def main() -> None:
     print(report)
     if args.publish:
         publish(results)
-
-
-def describe_machine() -> dict:
-    return {
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "architecture": platform.machine(),
-        "torch": torch.__version__,
-    }
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ from typing import Any
 from tqdm import tqdm
 
 from utils.bench.measuring import measure_peak, run_apart
-from utils.bench.models import Work, save_embedded, save_random
-from utils.models.corpus import Pair, addition_prompt, held_out_pairs, tuning_pairs
+from utils.bench.models import Work, make_data, save_embedded, save_random
+from utils.models.corpus import Pair, held_out_pairs, tuning_pairs
 from utils.models.loading import EMBEDDED_MODEL
 from utils.rewards import reward_fn_addition
 
-CONTESTANTS = {"ours": "utils.bench.ours", "trl": "utils.bench.trl"}
+CONTESTANTS = ("ours", "trl")
 PEAKS = 3  # processes for a median of memory
 ROUNDS = 7  # steps for a median of seconds
 SMALL = Work(n_prompts=4, group_size=4, gen_len=20)  # for the larger model
@@ -34,11 +34,12 @@ TARGET, EVERY, MAX_STEPS = 0.90, 4, 80
 RATES = (1e-3, 3e-3, 1e-2)
 SEEDS, TRIAL_SEED = range(5), 100
 ROWS = 256  # completions an evaluation
+NEVER = {"seconds": None, "steps": None}  # of a run that did not reach the target
 
 
 def load(name: str) -> Any:
     """Import a contestant's module."""
-    return importlib.import_module(CONTESTANTS[name])
+    return importlib.import_module(f"utils.bench.{name}")
 
 
 def measure_steps() -> dict:
@@ -124,8 +125,7 @@ def learn(name: str, lr: float, seed: int, pairs: list[Pair]) -> dict[str, Any]:
         best, _ = load("trl").choose_configuration(EMBEDDED_MODEL, Work())
         options = load("trl").CONFIGURATIONS[best]
     contestant = load(name).Contestant(EMBEDDED_MODEL, Work(lr=lr, beta=0.001), seed, **options)
-    pairs = (pairs * ROWS)[:ROWS]
-    prompts, answers = [addition_prompt(a, b) for a, b in pairs], [str(a + b) for a, b in pairs]
+    prompts, answers = make_data((pairs * ROWS)[:ROWS])
     accuracies: list[float] = []
 
     def is_over(step: int) -> bool:
@@ -139,8 +139,5 @@ def learn(name: str, lr: float, seed: int, pairs: list[Pair]) -> dict[str, Any]:
 
     seconds = contestant.train(MAX_STEPS, is_over)
     is_there = accuracies[-1] >= TARGET
-    return {
-        "seconds": sum(seconds) if is_there else None,
-        "steps": len(seconds) if is_there else None,
-        "accuracy": accuracies,
-    }
+    found = {"seconds": sum(seconds), "steps": len(seconds)} if is_there else NEVER
+    return found | {"accuracy": accuracies}

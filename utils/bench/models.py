@@ -17,7 +17,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from utils.models.corpus import addition_prompt, training_pairs
+from utils.models.corpus import Pair, addition_prompt, training_pairs
 from utils.models.loading import ALL_LINEAR_SITES, EMBEDDED_MODEL
 
 Between = Callable[[int], bool | None]  # called after each step; True ends the training
@@ -113,7 +113,7 @@ def get_sites(folder: Path | str) -> tuple[str, ...]:
     return ALL_LINEAR_SITES if is_gpt2 else (*ALL_LINEAR_SITES, "mlp.gate")
 
 
-def make_data() -> tuple[list[str], list[str]]:
-    """Return all training prompts of the additions, and their answers."""
-    pairs = training_pairs()
+def make_data(pairs: list[Pair] | None = None) -> tuple[list[str], list[str]]:
+    """Return the prompts of additions, of all that are trained on by default, and their answers."""
+    pairs = training_pairs() if pairs is None else pairs
     return [addition_prompt(a, b) for a, b in pairs], [str(a + b) for a, b in pairs]

@@ -9,6 +9,7 @@ from solutions.ch0_sampling import sample_completions
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from utils.bench.models import Between, Work, get_sites, make_data
 from utils.rewards import reward_fn_addition
+from utils.validation import require
 
 
 class Contestant:
@@ -61,7 +62,5 @@ class Contestant:
     def check_length(self) -> None:
         """Raise ValueError unless every completion of a rollout has exactly `gen_len` tokens."""
         lengths = self.trainer.rollout_phase().mask.sum(-1)
-        if not bool((lengths == self.work.gen_len).all()):
-            raise ValueError(
-                f"completions should have {self.work.gen_len} tokens, but have {lengths}"
-            )
+        said = f"completions should have {self.work.gen_len} tokens, but have {lengths}"
+        require(bool((lengths == self.work.gen_len).all()), said)

@@ -17,11 +17,9 @@ def format_report(results: dict) -> str:
     parts = {"steps": _format_steps, "learning": _format_learning, "gpu": _format_gpu}
     lines = []
     if "machine" in results:
-        machine = results["machine"]
-        lines.append(
-            f"Measured on {machine['cores']} cores ({machine['architecture']}, no GPU), PyTorch "
-            f"{machine['torch']}, {machine['threads']} threads. Medians, and in brackets the range."
-        )
+        said = "Measured on {cores} cores ({architecture}, no GPU), PyTorch {torch}, {threads} "
+        said += "threads. Medians, and in brackets the range."
+        lines.append(said.format(**results["machine"]))
     lines += [format_(results[name]) for name, format_ in parts.items() if name in results]
     return "\n\n".join(lines) + "\n"
 
