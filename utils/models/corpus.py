@@ -142,9 +142,8 @@ def _guess(a: int, b: int, rng: random.Random) -> int:
     """Return the answer in the direct style, which usually drops a carry."""
     if _add_digits(a, b)[0] >= 10:
         return a + b if rng.random() < DIRECT_CARRIED else a + b - 10
-    return (
-        a + b + (0 if rng.random() < DIRECT_RIGHT else rng.choice((-20, -10, -2, -1, 1, 2, 10, 20)))
-    )
+    slips = (-20, -10, -2, -1, 1, 2, 10, 20)
+    return a + b + (0 if rng.random() < DIRECT_RIGHT else rng.choice(slips))
 
 
 def review_prompts() -> tuple[list[str], list[str]]:

@@ -16,7 +16,7 @@ Format: PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint.
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -252,10 +252,7 @@ def _read_config(folder: Path) -> LoraConfig:
     require(folder.is_dir(), f"folder should hold a PEFT adapter, but {folder} is not there")
     config, plain = PeftConfig.from_pretrained(str(folder)), LoraConfig()
     kind = type(config).__name__
-    require(
-        isinstance(config, LoraConfig),
-        f"the adapter should be of LoRA, but has {kind}",
-    )
+    require(isinstance(config, LoraConfig), f"the adapter should be of LoRA, but has {kind}")
     given = {field.name: getattr(config, field.name) for field in fields(config)}
     odd = {k: v for k, v in given.items() if k not in OPEN and v != getattr(plain, k)}
     require(not odd, f"the adapter should use only options that the course has, but sets {odd}")
@@ -355,6 +352,12 @@ def read_run(path: Path) -> tuple[Parts, list[str], dict[str, Any]]:
     return Parts(base, adapters), [name for name in trained if name not in names], args
 
 
+FORMATS: dict[str, tuple[Callable[..., None], str, str]] = {  # with what reads it, of a library
+    "peft": (save_peft_adapter, "AutoPeftModelForCausalLM", "peft"),
+    "merged": (save_merged, "AutoModelForCausalLM", "transformers"),
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m utils.models.export", description=str(__doc__).splitlines()[0]
@@ -363,27 +366,22 @@ def main(arguments: list[str] | None = None) -> None:
                         help="a run's folder, or its best.safetensors")  # fmt: skip
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, or an earlier export")
     what = "adapters beside their base, or one model that needs no PEFT"
-    parser.add_argument("--format", choices=("peft", "merged"), required=True, help=what)
+    parser.add_argument("--format", choices=FORMATS, required=True, help=what)
     args = parser.parse_args(arguments)
     try:
         parts, left_out, of_run = read_run(args.run)
-        save = {"peft": save_peft_adapter, "merged": save_merged}[args.format]
+        save, kind, library = FORMATS[args.format]
         save(parts, args.out, of_run.get("prepend_bos", True))
     except (OSError, ValueError, SafetensorError) as error:
         parser.exit(1, f"error: {error}\n")
     if left_out:
         print(f"Left out, as the format has no place for a head: {', '.join(left_out)}.")
     print(f"{args.out} holds the {len(parts.adapters)} adapters of {args.run}, as {args.format}.")
-    kind = {"merged": "AutoModelForCausalLM", "peft": "AutoPeftModelForCausalLM"}[args.format]
-    library = {"merged": "transformers", "peft": "peft"}[args.format]
-    sampling = f"top_k={of_run.get('top_k') or 0}, max_new_tokens={of_run['gen_len']}"
-    sampling += f", temperature={of_run['temperature']}"
+    sampling = {"top_k": of_run.get("top_k") or 0, "max_new_tokens": of_run["gen_len"]}
+    sampling["temperature"] = of_run["temperature"]
     habits = parts.base.original_model.generation_config  # which training does not follow
-    sampling += "".join(
-        f", {name}={value}"
-        for name, value in NEUTRAL.items()
-        if getattr(habits, name, None) not in (None, value)
-    )
+    sampling |= {k: v for k, v in NEUTRAL.items() if getattr(habits, k, None) not in (None, v)}
+    listed = ", ".join(f"{name}={value}" for name, value in sampling.items())
     dtype = str(of_run.get("dtype") or "float32").removeprefix("torch.")
     inputs = 'inputs = tokenizer("your prompt", return_tensors="pt")'
     if str(of_run.get("prompts")).startswith("[["):  # chats, as a checkpoint describes them
@@ -400,7 +398,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained({str(args.out)!r})
     model = {kind}.from_pretrained({str(args.out)!r}, dtype="{dtype}")
     {inputs}
-    ids = model.generate(**inputs, do_sample=True, {sampling})
+    ids = model.generate(**inputs, do_sample=True, {listed})
     print(tokenizer.decode(ids[0], skip_special_tokens=True))""")
 
 

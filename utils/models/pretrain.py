@@ -117,11 +117,10 @@ def pretrain(
         batch = rows[torch.randint(len(rows), (batch_size,), generator=generator)]
         return model(batch, labels=batch).loss
 
-    losses = fit(model, get_loss, steps, lr, warmup_steps)
-    out.mkdir(parents=True, exist_ok=True)
+    loss = fit(model, get_loss, steps, lr, warmup_steps)
     model.eval().save_pretrained(out)
     tokenizer.save_pretrained(out)
-    return sum(losses[-100:]) / len(losses[-100:])
+    return loss
 
 
 def fit(
@@ -131,8 +130,8 @@ def fit(
     lr: float,
     warmup_steps: int,
     schedule_steps: int | None = None,
-) -> list[float]:
-    """Take AdamW steps on `get_loss(step)`, and return the losses.
+) -> float:
+    """Take AdamW steps on `get_loss(step)`, and return the mean loss of the last 100.
 
     The rate has a linear warm-up, then a cosine down to 0 at `schedule_steps`, by default `steps`.
     """
@@ -156,7 +155,7 @@ def fit(
         scheduler.step()
         losses.append(loss.item())
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
-    return losses
+    return sum(losses[-100:]) / len(losses[-100:])
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from utils.models.loading import EMBEDDED_MODEL
 from utils.models.pretrain import fit
 from utils.models.questions import draw_question, question_prompt, write_completion
 
+BATCH_SIZE = 96
 LONG = 20  # Documents with more tokens, those with calls, are read apart: less padding.
 
 
@@ -54,15 +55,7 @@ def stack(
     )
 
 
-def pretrain_tools(
-    out: Path,
-    steps: int = 500,
-    batch_size: int = 96,
-    lr: float = 1.5e-3,
-    warmup_steps: int = 100,
-    schedule_steps: int = 800,
-    seed: int = 0,
-) -> float:
+def pretrain_tools(out: Path, steps: int, seed: int) -> float:
     """Train, and save model and tokenizer to `out`.
 
     Returns the mean loss of the last 100 steps, in nats per token of a completion.
@@ -72,7 +65,7 @@ def pretrain_tools(
     rng = random.Random(seed)
 
     def get_loss(_: int) -> Tensor:
-        documents = draw_documents(batch_size, rng, tokenizer)
+        documents = draw_documents(BATCH_SIZE, rng, tokenizer)
         n_tokens = sum(len(ids) - prompt_len for ids, prompt_len in documents)
         total = torch.zeros(())
         for is_long in (False, True):
@@ -85,14 +78,13 @@ def pretrain_tools(
             total = total + F.cross_entropy(logits, ids[:, 1:][mask[:, 1:]], reduction="sum")
         return total / n_tokens
 
-    losses = fit(model, get_loss, steps, lr, warmup_steps, schedule_steps)
-    out.mkdir(parents=True, exist_ok=True)
+    loss = fit(model, get_loss, steps, lr=1.5e-3, warmup_steps=100, schedule_steps=800)
     model.eval().half().save_pretrained(out)
     tokenizer.save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config["dtype"] = "float32"  # what it is to be computed in
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return sum(losses[-100:]) / len(losses[-100:])
+    return loss
 
 
 def main() -> None:
@@ -102,7 +94,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    loss = pretrain_tools(args.out, args.steps, seed=args.seed)
+    loss = pretrain_tools(args.out, args.steps, args.seed)
     print(f"{args.out}: loss {loss:.3f} nats per token over the last {min(100, args.steps)} steps")
 
 
