@@ -82,25 +82,22 @@ def shape_checked(function: Callable) -> Callable:
     ValueError that names it.
     """
     signature = inspect.signature(function)
-    expected = {
-        name: arrays
-        for name, parameter in signature.parameters.items()
-        if (arrays := _array_types(parameter.annotation))
-    }
-    optional = {
-        name
-        for name, parameter in signature.parameters.items()
-        if parameter.default is None or type(None) in typing.get_args(parameter.annotation)
-    }
+    expected = {}
+    for name, parameter in signature.parameters.items():
+        kinds = typing.get_args(parameter.annotation) or (parameter.annotation,)
+        arrays = [o for o in kinds if isinstance(o, type) and issubclass(o, AbstractArray)]
+        is_optional = parameter.default is None or type(None) in kinds
+        if arrays:
+            expected[name] = arrays, is_optional
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         with jaxtyped("context"):
             sizes: list[str] = []
-            for name, arrays in expected.items():
+            for name, (arrays, is_optional) in expected.items():
                 value = arguments.get(name)
-                if value is None and name in optional:
+                if value is None and is_optional:
                     continue
                 if not any(isinstance(value, array) for array in arrays):
                     wanted = " or ".join(array.__name__ for array in arrays)
@@ -111,12 +108,6 @@ def shape_checked(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return checked
-
-
-def _array_types(annotation: Any) -> tuple[type, ...]:
-    """Return the jaxtyping types in an annotation: one, none, or those of a union."""
-    options = typing.get_args(annotation) or (annotation,)
-    return tuple(o for o in options if isinstance(o, type) and issubclass(o, AbstractArray))
 
 
 def _describe(value: Any) -> str:
