@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from IPython.display import DisplayHandle, display
+from IPython.display import DisplayHandle
 from tqdm import tqdm
 
 from utils.plot_descriptions import describe_figure
@@ -98,6 +98,5 @@ class Panel:
         if name in self.handles:
             self.handles[name].update(bundle, raw=True)
         else:
-            handle = display(bundle, raw=True, display_id=True)
-            assert handle is not None
-            self.handles[name] = handle
+            self.handles[name] = DisplayHandle()
+            self.handles[name].display(bundle, raw=True)

@@ -34,12 +34,8 @@ def write_prompt(prompt: Prompt, tokenizer: Any) -> str:
         f"prompts should be strings, as this tokenizer has no chat template, but one is {prompt!r}",
     )
     is_begun = prompt[-1]["role"] == "assistant"
-    return tokenizer.apply_chat_template(
-        prompt,
-        tokenize=False,
-        add_generation_prompt=not is_begun,
-        continue_final_message=is_begun,
-    )
+    how = {"add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+    return tokenizer.apply_chat_template(prompt, tokenize=False, **how)
 
 
 def show_prompt(prompt: Prompt) -> str:

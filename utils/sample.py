@@ -224,13 +224,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("run", type=Path, metavar="RUN", help="a run's folder, its adapters, or a model's name")
-    add(
-        "--prompt",
-        nargs="+",
-        action="extend",
-        metavar="TEXT",
-        help=r"prompts; \n in them is a line break",
-    )
+    add("--prompt", nargs="+", action="extend", metavar="TEXT", help=r"prompts; \n is a line break")
     add("--chat", action="store_true", help="--prompt is what a user says (default: as in the run)")
     add("--n", type=int, help="how many of the run's prompts, without --prompt (8)")
     add("--temperature", type=float, help="0 takes the likeliest token (default: the run's)")

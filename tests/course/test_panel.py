@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from IPython.display import DisplayHandle
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
@@ -145,7 +146,7 @@ def test_before_the_first_phase_no_time_is_told(monkeypatch):
     args = SimpleNamespace(name=None, total_phases=4)
     trainer = SimpleNamespace(args=args, phase=0, history=[{"phase": 0, "eval_reward": 0.3}])
     shown = []
-    monkeypatch.setattr("utils.panel.display", lambda bundle, **_: shown.append(bundle) or True)
+    monkeypatch.setattr(DisplayHandle, "display", lambda _, bundle, **__: shown.append(bundle))
     Panel(trainer).draw()
     assert [bundle["text/plain"] for bundle in shown] == ["Plot. phase 0 of 4."]
 
@@ -156,7 +157,7 @@ def test_recorded_runs_are_a_band_behind_the_curves_that_have_one(monkeypatch):
     args = SimpleNamespace(name=None, total_phases=3)
     trainer = SimpleNamespace(args=args, phase=2, history=history, recorded=recorded)
     shown, figures = [], []
-    monkeypatch.setattr("utils.panel.display", lambda bundle, **_: shown.append(bundle) or True)
+    monkeypatch.setattr(DisplayHandle, "display", lambda _, bundle, **__: shown.append(bundle))
     monkeypatch.setattr(
         "utils.panel.describe_figure", lambda figure: figures.append(figure) or "described"
     )

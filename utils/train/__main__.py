@@ -79,7 +79,8 @@ def make_trainer(command: Any, args: RLHFArgs) -> Watched:
     trainer = watched(args, **limits)
     if command.adapter is not None and command.resume is None:
         trainer.model.load_adapter(find_adapter(command.adapter))
-    trainer.options = name_options(command)
+    trainer.options = {"command": name_command(command)} | name_fields(command)
+    del trainer.options["resume"], trainer.options["config"]
     if command.stop:
         trainer.stop_at(command.stop)
     if command.eval_data is not None:
@@ -89,18 +90,9 @@ def make_trainer(command: Any, args: RLHFArgs) -> Watched:
         )
         shared = count_overlap(rows, args.get_prompts())
         if shared and get_rank()[0] == 0:
-            say(
-                f"eval_data: {shared} of its {len(rows)} prompts are among those of training, so "
-                "its reward is not one on held-out prompts"
-            )
+            which = f"{shared} of its {len(rows)} prompts are among those of training"
+            say(f"eval_data: {which}, so its reward is not one on held-out prompts")
     return trainer
-
-
-def name_options(command: Any) -> dict[str, Any]:
-    """Return the options as a run keeps them."""
-    found = name_fields(command)
-    del found["resume"], found["config"]
-    return {"command": name_command(command)} | found
 
 
 def name_command(command: Any) -> str:
@@ -122,9 +114,8 @@ def train(command: Any) -> list[dict[str, float]]:
             if is_parallel:
                 if isinstance(error, Exception):
                     traceback.print_exc()
-                say(
-                    f"rank {rank} stopped: {(str(error).splitlines() or [type(error).__name__])[0]}"
-                )
+                first, *_ = str(error).splitlines() or [type(error).__name__]
+                say(f"rank {rank} stopped: {first}")
             if rank == 0 and trainer.folder and (trainer.folder / "checkpoint.pt").exists():
                 how = "torchrun ... -m" if is_parallel else "python -m"
                 hint = f"to go on: {how} utils.train --resume {trainer.folder}"
@@ -168,11 +159,9 @@ def print_results(trainer: Any) -> None:
     if rows:
         first, last, best = rows[0], rows[-1], max(rows, key=lambda row: row["eval_reward"])
         names = [name for name in last if name.startswith("eval_")]
-        phases = [f"phase {row['phase']:.0f}" for row in (first, last, best)]
-        table = [
-            [name.removeprefix("eval_"), *(row.get(name) for row in (first, last, best))]
-            for name in names
-        ]
+        shown = (first, last, best)
+        phases = [f"phase {row['phase']:.0f}" for row in shown]
+        table = [[name.removeprefix("eval_"), *(x.get(name) for x in shown)] for name in names]
         print("Means over the evaluation's prompts:")
         print(tabulate(table, ("", *phases[:2], f"{phases[2]}, best.safetensors"), floatfmt=".3f"))
         if best is not last:
