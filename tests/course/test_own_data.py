@@ -25,8 +25,7 @@ from utils.models.export import save_merged
 from utils.models.loading import EMBEDDED_MODEL, load_base_model
 from utils.prompts import write_prompt
 from utils.rewards import call_reward_fn, reward_fn_sum
-from utils.train import load_rows
-from utils.train.data import load_function
+from utils.train.data import load_function, load_rows
 
 SMALL = ONE_STEP | {"batch_size": 8, "group_size": 4, "total_phases": 1, "gen_len": 4}
 
