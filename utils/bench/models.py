@@ -70,10 +70,9 @@ def save_embedded(folder: Path) -> Path:
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     tokenizer.save_pretrained(folder)
     for name in ("config.json", "generation_config.json"):
-        if (folder / name).exists():
-            config = json.loads((folder / name).read_text())
-            config["eos_token_id"] = tokenizer.eos_token_id
-            (folder / name).write_text(json.dumps(config))
+        config = json.loads((folder / name).read_text())
+        config["eos_token_id"] = tokenizer.eos_token_id
+        (folder / name).write_text(json.dumps(config))
     return folder
 
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from utils.models.decoding import draw, get_decoder, get_pad_and_ends
+from utils.models.decoding import Draws, draw, get_decoder, get_pad_and_ends
 from utils.rewards import copy_containers
 from utils.validation import require
 
@@ -26,16 +26,13 @@ OFFERED = ("prompt", "completion")  # what an environment may name, besides a tr
 
 
 @dataclass(frozen=True)
-class TurnDraws:
-    """Hold completions in turns, the pad id after their ends. `logprobs` and `log_kept_mass` are as
-    those of `Draws` on the policy's tokens, and NaN elsewhere. A row whose environment failed has
-    no own token, so that nothing is learnt from it."""
+class TurnDraws(Draws):
+    """Hold completions in turns. The log-probabilities are as those of `Draws` on the policy's
+    tokens, and NaN elsewhere. A row whose environment failed has no own token, so that nothing is
+    learnt from it."""
 
-    completion_ids: Int[Tensor, "batch completion"]
     own_mask: Bool[Tensor, "batch completion"]  # true where the policy chose the token
     is_written: Bool[Tensor, "batch completion"]  # true where either wrote
-    logprobs: Float[Tensor, "batch completion"]
-    log_kept_mass: Float[Tensor, "batch completion"]
     texts: list[str]  # of both, without special tokens
     n_calls: Int[Tensor, "batch"]  # how often the environment was asked
     failed: Bool[Tensor, "batch"]
@@ -233,9 +230,9 @@ class Transcripts:
         self.logprobs = torch.full(shape, torch.nan, device=device)
         self.log_kept_mass = self.logprobs.clone()
         self.own_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.starts = [0] * batch  # where the present turns began
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.n_calls, self.failures = [0] * batch, dict[int, Failure]()
+        self.is_written = torch.zeros_like(self.own_mask)
+        self.starts, self.n_calls = [0] * batch, [0] * batch  # of the present turns; in all
+        self.failures: dict[int, Failure] = {}
 
     def write(
         self,
@@ -253,10 +250,9 @@ class Transcripts:
         is_own = forced < 0
         tokens = torch.where(is_own, tokens, forced)
         self.ids[going, step], self.own_mask[going, step] = tokens, is_own
-        self.lengths[going] = step + 1
-        exact, none = self.logprobs.dtype, torch.nan
-        self.logprobs[going, step] = logprobs.to(exact).masked_fill(~is_own, none)
-        self.log_kept_mass[going, step] = log_kept_mass.to(exact).masked_fill(~is_own, none)
+        self.is_written[going, step] = True
+        for kept, drawn in ((self.logprobs, logprobs), (self.log_kept_mass, log_kept_mass)):
+            kept[going, step] = drawn.to(kept.dtype).masked_fill(~is_own, torch.nan)
         goes_on = ~(is_own & torch.isin(tokens, self.ends))
         for i in (is_own & self.turn_ends[tokens]).nonzero().flatten().tolist():
             row = int(going[i])
@@ -290,20 +286,19 @@ class Transcripts:
 
     def close(self, length: int) -> TurnDraws:
         """Return what was written, in columns up to `length`."""
-        batch = len(self.ids)
-        if len(self.failures) == batch:
+        if len(self.failures) == len(self.ids):
             last = list(self.failures.values())[-1]
             raise ValueError(f"environment should answer, but in all rollouts it {last.said}")
-        failed = torch.zeros(batch, dtype=torch.bool, device=self.ids.device)
+        failed = torch.zeros_like(self.is_written[:, 0])
         failed[list(self.failures)] = True
-        drawn, lengths = slice(length), self.lengths.tolist()
+        drawn, lengths = slice(length), self.is_written.sum(-1).tolist()
         return TurnDraws(
             self.ids[:, drawn],
-            self.own_mask[:, drawn] & ~failed[:, None],
-            torch.arange(length, device=self.ids.device) < self.lengths[:, None],
             self.logprobs[:, drawn],
             self.log_kept_mass[:, drawn],
-            [self._show(row, lengths[row] - 1) for row in range(batch)],
+            self.own_mask[:, drawn] & ~failed[:, None],
+            self.is_written[:, drawn],
+            [self._show(row, n - 1) for row, n in enumerate(lengths)],
             torch.tensor(self.n_calls, device=self.ids.device),
             failed,
         )

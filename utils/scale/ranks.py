@@ -27,11 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(
-    function: Callable,
-    *args: Any,
-    n_ranks: int = 2,
-    timeout: int = 60,
-    limit: int = 300,
+    function: Callable, *args: Any, n_ranks: int = 2, timeout: int = 60, limit: int = 300
 ) -> list[Any]:
     """Call `function(*args)` in `n_ranks` processes, and return what each returned.
 
@@ -42,7 +38,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "work").write_bytes(cloudpickle.dumps((function, args)))
-        processes = [_start(folder, rank, n_ranks, timeout) for rank in range(n_ranks)]
+        modules = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
+        command = [sys.executable, "-m", __name__, str(folder), str(n_ranks), str(timeout)]
+        processes = []
+        for rank in range(n_ranks):
+            with (folder / f"output-{rank}").open("w") as output:
+                streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT}
+                processes.append(subprocess.Popen([*command, str(rank)], env=env, **streams))
         try:
             for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -63,23 +66,9 @@ def run_ranks(
     return results
 
 
-def _start(folder: Path, rank: int, n_ranks: int, timeout: int) -> subprocess.Popen:
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    with (folder / f"output-{rank}").open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder), str(rank), str(n_ranks), str(timeout)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=env,
-        )
-
-
 def main() -> None:
     """Be one rank."""
-    folder, rank, n_ranks, timeout = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    folder, n_ranks, timeout, rank = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
     # The logits are a view; nothing here changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
