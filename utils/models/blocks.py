@@ -136,8 +136,9 @@ class Block:
         own_width = getattr(config, "head_dim", None)
         self.d_head = own_width or config.hidden_size // config.num_attention_heads
         self.heads = [product.weight.shape[1] // self.d_head for product in self.qkv]
-        if hasattr(block.attn, "qkv"):
-            self.qkv = _join(block.attn.qkv.original_component, self.qkv)
+        fused = block.attn.qkv.original_component if hasattr(block.attn, "qkv") else None
+        if fused is not None and _are_views(self.qkv, fused):
+            self.qkv = [join(self.qkv, fused)]
         self.out, self.mlp_in, self.mlp_out = get("attn.o"), get("mlp.in"), get("mlp.out")
         self.gate = get("mlp.gate") if config.model_type in GATED else None
         self.act = mlp.act if self.gate is None else mlp.act_fn
@@ -170,36 +171,32 @@ class Block:
         return x + self.mlp_out(h)
 
 
-def _join(linear: Any, parts: list[Product]) -> list[Product]:
-    """Return GPT-2's one product for queries, keys and values, if they are views of its weight.
+def _are_views(products: list[Product], linear: Any) -> bool:
+    """Return whether products are views of a layer's weight, as GPT-2's queries, keys and values.
 
     They no longer are where a bridge was moved or copied after it was booted.
     """
-    weights = [linear.weight, *(part.weight for part in parts)]
-    biases = [linear.bias, *(part.bias for part in parts)]
-    for tensors in (weights, biases):
-        if len({tensor.untyped_storage().data_ptr() for tensor in tensors}) > 1:
-            return parts
-    return [Product(linear.weight.data, linear.bias.data, _shift_adapters(parts))]
+    weights = [linear.weight, *(product.weight for product in products)]
+    biases = [linear.bias, *(product.bias for product in products)]
+    places = ({x.untyped_storage().data_ptr() for x in tensors} for tensors in (weights, biases))
+    return all(len(distinct) == 1 for distinct in places)
 
 
-def join(products: list[Product]) -> Product:
-    """Return one product for those that read the same: it holds a copy of their weights."""
+def join(products: list[Product], whole: Any = None) -> Product:
+    """Return one product for those that read the same: of the layer `whole`, of which they are
+    views, or else of a copy of their weights."""
     if len(products) == 1:
         return products[0]
-    biases = [product.bias for product in products if product.bias is not None]
-    weight = torch.cat([product.weight.T for product in products]).T
-    return Product(weight, torch.cat(biases) if biases else None, _shift_adapters(products))
-
-
-def _shift_adapters(products: list[Product]) -> list[tuple[Any, slice]]:
-    """Return the adapters of all, with their columns where the products lie side by side."""
-    adapters, start = [], 0
+    adapters, start = [], 0  # with their columns where the products lie side by side
     for product in products:
         for layer, columns in product.adapters:
             adapters.append((layer, slice(start + columns.start, start + columns.stop)))
         start += product.weight.shape[1]
-    return adapters
+    if whole is not None:
+        return Product(whole.weight.data, whole.bias.data, adapters)
+    biases = [product.bias for product in products if product.bias is not None]
+    weight = torch.cat([product.weight.T for product in products]).T
+    return Product(weight, torch.cat(biases) if biases else None, adapters)
 
 
 def normalize(norm: Any, x: Float[Tensor, "*rest d"]) -> Float[Tensor, "*rest d"]:

@@ -363,18 +363,16 @@ class BridgeScorer:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return self._compute(input_ids, mask, prompt_len, temperature, has_entropy_grad)
 
-    def _compute(
-        self, input_ids, attention_mask, prompt_len, temperature, has_entropy_grad
-    ) -> Scores:
+    def _compute(self, input_ids, mask, prompt_len, temperature, has_entropy_grad) -> Scores:
         """Compute the scores by the model's own forward pass."""
         model, values = self.model, None
         if hasattr(model, "forward_with_value_head"):
-            logits, values = model.forward_with_value_head(input_ids, attention_mask)
+            logits, values = model.forward_with_value_head(input_ids, mask)
             values = values[:, prompt_len - 1 : -1]
         else:
-            logits = model(input_ids, attention_mask=attention_mask)
+            logits = model(input_ids, attention_mask=mask)
         settings = (prompt_len, temperature, self.formulas, has_entropy_grad)
-        scores = read_logits(model, logits, input_ids, attention_mask, *settings)
+        scores = read_logits(model, logits, input_ids, mask, *settings)
         scores.values = values
         return scores
 
@@ -397,15 +395,13 @@ class NativeScorer(BridgeScorer):
         functions = tuple(vars(self.formulas).values()) if self.formulas else ()
         return agrees(self.model, functions, way, *runs)
 
-    def _compute(
-        self, input_ids, attention_mask, prompt_len, temperature, has_entropy_grad
-    ) -> Scores:
+    def _compute(self, input_ids, mask, prompt_len, temperature, has_entropy_grad) -> Scores:
         """Compute the scores, 0 where there is no token.
 
         Rows with gaps, whose positions the bridge alone knows, are left to it.
         """
-        given = (input_ids, attention_mask, prompt_len, temperature, has_entropy_grad)
-        rows = flatten(input_ids, attention_mask, prompt_len)
+        given = (input_ids, mask, prompt_len, temperature, has_entropy_grad)
+        rows = flatten(input_ids, mask, prompt_len)
         if rows is None:
             return super()._compute(*given)
         native = self.native

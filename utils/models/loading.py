@@ -154,16 +154,8 @@ def _boot(name: str, device: str | torch.device, dtype: torch.dtype) -> Transfor
     tokenizer: Any = base.tokenizer
     if tokenizer.bos_token_id == tokenizer.eos_token_id:  # the bridge takes the eos where none is
         tokenizer.bos_token = AutoTokenizer.from_pretrained(name).bos_token
-    _require_known_ids(tokenizer, base.original_model.get_input_embeddings().weight.shape[0], name)
-    for module in base.modules():
-        if type(module) is NormalizationBridge and type(module.original_component) is nn.LayerNorm:
-            module.__class__ = NativeLayerNorm
-    return base
-
-
-def _require_known_ids(tokenizer: Any, n_rows: int, name: str) -> None:
-    """Raise ValueError for a special token that the model would read and has no embedding of."""
-    for which in ("bos", "eos" if tokenizer.pad_token_id is None else "pad"):
+    n_rows = len(base.original_model.get_input_embeddings().weight)
+    for which in ("bos", "eos" if tokenizer.pad_token_id is None else "pad"):  # which it may read
         found = getattr(tokenizer, f"{which}_token_id")
         require(
             found is None or found < n_rows,
@@ -171,3 +163,7 @@ def _require_known_ids(tokenizer: Any, n_rows: int, name: str) -> None:
             f"token has the id {found}, and the embedding has {n_rows} rows: call "
             f"model.resize_token_embeddings and save it again, or take another {which} token",
         )
+    for module in base.modules():
+        if type(module) is NormalizationBridge and type(module.original_component) is nn.LayerNorm:
+            module.__class__ = NativeLayerNorm
+    return base
