@@ -344,7 +344,7 @@ class GraphDecoder(NativeDecoder):
         logits = super().start(prompt_ids, prompt_mask, 0)
         columns = prompt_ids.shape[1] + max_new_tokens
         self.step = get_step(self.model, self.native, len(prompt_ids), columns)
-        self.step.begin(self, self.keys, self.values, self.bias, self.positions, logits)
+        self.step.begin(self, logits)
         self.keys, self.values = [], []
         return logits
 

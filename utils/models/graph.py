@@ -132,27 +132,18 @@ class Step:
             for product, products in zip(joined, list_products(block), strict=True):
                 product.take_weights(products)
 
-    def begin(
-        self,
-        user: Any,
-        keys: list[Tensor],
-        values: list[Tensor],
-        bias: Float[Tensor, "row prompt"],
-        last_positions: Tensor,
-        logits: Float[Tensor, "row vocab"],
-    ) -> None:
-        """Take over what a forward pass has made of the prompts, for one decoder: the user.
+    def begin(self, decoder: Any, logits: Float[Tensor, "row vocab"]) -> None:
+        """Take over what a decoder's forward pass has made of the prompts: it's the user then.
 
         Behind the prompts the caches are cleared. What an earlier decoder left there has a weight
         of 0, but if it's nan, so is 0 times it.
         """
-        self.user = weakref.ref(user)
-        seq = bias.shape[1]
-        for caches, parts in ((self.keys, keys), (self.values, values)):
+        self.user, seq = weakref.ref(decoder), decoder.bias.shape[1]
+        for caches, parts in ((self.keys, decoder.keys), (self.values, decoder.values)):
             for cache, part in zip(caches, parts, strict=True):
                 cache[:, :, :seq], cache[:, :, seq:] = part, 0.0
-        self.bias.fill_(-torch.inf)[:, 0, 0, :seq] = bias
-        self.positions.copy_(last_positions + 1)
+        self.bias.fill_(-torch.inf)[:, 0, 0, :seq] = decoder.bias
+        self.positions.copy_(decoder.positions + 1)
         self.column.fill_(seq)
         self.logits.copy_(logits)
         self.n_drawn.zero_()
