@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from utils.validation import require
@@ -164,40 +165,36 @@ def find_run(path: str | Path) -> Path:
     return path.parent if path.suffix in (".pt", ".safetensors") else path
 
 
-def read_trained(path: Path) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-    """Return what a run's folder or an adapter file holds of a policy, its alpha / rank, and the
-    run's arguments: none for a file around which there is no run.
+def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what a run's folder or an adapter file holds of a policy, and the run's arguments:
+    none for a file around which there is no run.
 
     Raises ValueError for a path that is neither, and for a run that changed its base, to which its
     adapters belong.
     """
     checkpoint, is_file = find_run(path) / "checkpoint.pt", path.suffix == ".safetensors"
     is_alone = is_file and not checkpoint.is_file()
-    state = {"args": {}} if is_alone else load_checkpoint(checkpoint)
-    args = state["args"]
+    state = {"args": {}, "trainable": {}} if is_alone else load_checkpoint(checkpoint)
     require(
         "base" not in state,
         f"run should have left its base as it was, but {path} refreshed its reference: load it "
         "into its trainer, and sample from trainer.model, or hand that to save_merged",
     )
+    trained, args = state["trainable"], state["args"]
     if is_file:
         said = f"run should be a folder or an adapter file, but there is no {path}"
         require(path.is_file(), said)
         try:
-            with safe_open(path, framework="pt") as file:
-                trained = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                scaling: Any = (file.metadata() or {}).get("scaling")
-        except SafetensorError as error:
-            said = f"run should be a safetensors file, but {path} isn't: {error}"
-            raise ValueError(said) from error
-        require(scaling, f"run should be an adapter of the course, but {path} isn't")
-    else:
-        wanted = {"base_model", "lora_rank", "lora_alpha"}
-        require(wanted <= args.keys(), f"{path} should be a run with {sorted(wanted)}: {args}")
-        trained, scaling = state["trainable"], args["lora_alpha"] / args["lora_rank"]
+            trained = load_file(path)
+        except SafetensorError as torn:
+            said = f"run should be a safetensors file, but {path} isn't: {torn}"
+            raise ValueError(said) from torn
+    wanted = {"base_model", "lora_rank", "lora_alpha"}
+    is_known = is_alone or wanted <= args.keys()
+    require(is_known, f"{path} should be a run with {sorted(wanted)}: {args}")
     has_adapters = any(name.endswith(".lora_A") for name in trained)
     require(has_adapters, f"{path} should hold adapters, but has no adapters: {list(trained)[:3]}")
-    return trained, float(scaling), args
+    return trained, args
 
 
 def restore_generator(generator: torch.Generator, state: Tensor) -> None:

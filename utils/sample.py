@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tabulate import tabulate
 from torch import Tensor
 
@@ -68,7 +69,14 @@ def load_policy(
         f"run should be a run's folder, an adapter file or a model's name, but {path} has no "
         "checkpoint.pt",
     )
-    trained, scaling, args = read_trained(path)
+    trained, args = read_trained(path)
+    if args:
+        scaling = args["lora_alpha"] / args["lora_rank"]
+    else:
+        with safe_open(path, "pt") as file:
+            noted = file.metadata() or {}
+        require("scaling" in noted, f"run should be an adapter of the course, but {path} isn't")
+        scaling = float(noted["scaling"])
     name = base or args.get("base_model")
     require(name, f"base should name the model of {path}, as no run lies around it: --base NAME")
     adapters = {k: v for k, v in trained.items() if k.endswith((".lora_A", ".lora_B"))}

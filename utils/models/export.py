@@ -333,9 +333,10 @@ def read_run(path: Path) -> tuple[Parts, list[str], dict[str, Any]]:
 
     Raises ValueError if the checkpoint is missing or damaged, or does not fit the base.
     """
-    trained, scaling, args = read_trained(path)
+    trained, args = read_trained(path)
     require(args, f"path should lie in a run's folder, but {path} has no checkpoint.pt beside it")
     base, rank = load_base_model(args["base_model"], "cpu", args.get("dtype")), args["lora_rank"]
+    scaling = args["lora_alpha"] / rank
     names = [name for name in trained if name.endswith((".lora_A", ".lora_B"))]
     adapters = {}
     for site in dict.fromkeys(name.rpartition(".")[0] for name in names):
