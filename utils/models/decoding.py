@@ -178,9 +178,14 @@ class Decoder:
         with self.model.merged() if self.is_merged else contextlib.nullcontext():
             return self._generate(prompt_ids, prompt_mask, uniforms, settings)
 
-    def _generate(self, prompt_ids, prompt_mask, uniforms, settings) -> Draws:
-        """Sample with these uniform numbers, [batch completion]; temperature, top-k and top-p are
-        the settings."""
+    def _generate(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        uniforms: Float[Tensor, "batch completion"],
+        settings: tuple[float, int | None, float | None],
+    ) -> Draws:
+        """Sample with these uniform numbers: temperature, top-k and top-p are the settings."""
         (batch, max_new_tokens), device = uniforms.shape, uniforms.device
         pad, ends = get_pad_and_ends(self.model, device)
         ids = torch.full(uniforms.shape, pad, device=device)
