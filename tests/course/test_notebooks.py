@@ -1,5 +1,6 @@
 """Notebooks: up to date with their source, and whole; and a student's loop."""
 
+import argparse
 import inspect
 import json
 import re
@@ -187,6 +188,16 @@ def test_a_solution_that_cannot_be_read_ends_in_a_sentence(small, monkeypatch, c
     monkeypatch.setattr(notebooks, "draw_loop", lambda chapter: draw_loop("exec"))
     run_main(monkeypatch, small.parent)
     assert "solutions/x.py, line 2: invalid syntax" in capsys.readouterr().err
+
+
+def test_commands_take_chapters_or_none_and_name_those_that_are_there(capsys):
+    parser = argparse.ArgumentParser()
+    authoring.add_chapters(parser)
+    assert parser.parse_args([]).chapters == []
+    assert parser.parse_args(["ch2_ppo", "ch4_kl"]).chapters == ["ch2_ppo", "ch4_kl"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["ch2_pop"])
+    assert "ch2_pop is none of ch0_sampling, ch1_lora, " in capsys.readouterr().err
 
 
 def run_main(monkeypatch, folder):
