@@ -165,7 +165,8 @@ def open_run(args: argparse.Namespace) -> Run:
 
 def find_work(run: Run) -> dict[str, Path]:
     """Find what has to be graded, wholly or in part, and keep the reports of the rest."""
-    again, named, only = run.args.again, run.named, run.options.only
+    again, named = run.args.again, run.named
+    only = run.options.only  # is filled here: which exercises of a submission are graded again
     for name, report in run.stored.items():
         is_kept = again is None and _is_current(report, named.get(name), run.version)
         if name not in named or is_kept:

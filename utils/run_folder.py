@@ -75,10 +75,10 @@ def read_args(folder: Path) -> dict[str, Any]:
     return found
 
 
-def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Append rows to a file of JSON lines. Those of samples have "phase", "split" ("train" or
-    "eval"), "prompt", "completion" and "reward"."""
-    with path.open("a", encoding="utf-8") as file:
+def append_rows(path: Path, rows: Iterable[dict[str, Any]], anew: bool = False) -> None:
+    """Append rows to a file of JSON lines, or write it anew. Those of samples have "phase", "split"
+    ("train" or "eval"), "prompt", "completion" and "reward"."""
+    with path.open("w" if anew else "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -165,13 +165,14 @@ def find_run(path: str | Path) -> Path:
     return path.parent if path.suffix in (".pt", ".safetensors") else path
 
 
-def read_trained(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_trained(path: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a run's folder or an adapter file holds of a policy, and the run's arguments:
     none for a file around which there is no run.
 
     Raises ValueError for a path that is neither, and for a run that changed its base, to which its
     adapters belong.
     """
+    path = Path(path).expanduser()
     checkpoint, is_file = find_run(path) / "checkpoint.pt", path.suffix == ".safetensors"
     is_alone = is_file and not checkpoint.is_file()
     state = {"args": {}, "trainable": {}} if is_alone else load_checkpoint(checkpoint)

@@ -37,7 +37,7 @@ from utils.run_folder import ARGS, SAMPLES, find_run, read_args, read_rows, read
 from utils.tracking import tolerate_encoding
 from utils.validation import require
 
-KEPT = ("top_k", "top_p", "prepend_bos")  # what no option changes of a run's sampling
+KEPT = ("top_k", "top_p", "prepend_bos")  # settings of the run that no option overrides
 SHADES = {0.05: 230, 0.2: 222, 1.0: 215, 3.0: 203}  # a KL of at least so many nats: ANSI's colour
 
 
@@ -70,13 +70,13 @@ def load_policy(
         "checkpoint.pt",
     )
     trained, args = read_trained(path)
-    if args:
-        scaling = args["lora_alpha"] / args["lora_rank"]
-    else:
+    if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             noted = file.metadata() or {}
         require("scaling" in noted, f"run should be an adapter of the course, but {path} isn't")
         scaling = float(noted["scaling"])
+    else:
+        scaling = args["lora_alpha"] / args["lora_rank"]
     name = base or args.get("base_model")
     require(name, f"base should name the model of {path}, as no run lies around it: --base NAME")
     adapters = {k: v for k, v in trained.items() if k.endswith((".lora_A", ".lora_B"))}

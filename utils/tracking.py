@@ -218,8 +218,7 @@ class RunLog:
 
     def __init__(self, folder: Path, history: list[dict], args: Any):
         self.path = folder / "metrics.jsonl"
-        self.path.unlink(missing_ok=True)
-        append_rows(self.path, history)
+        append_rows(self.path, history, anew=True)
         self.wandb_run = None
         if args.use_wandb:
             import wandb  # takes a second to import

@@ -49,8 +49,9 @@ def test_nothing_is_put_before_a_prompt_where_the_tokenizer_has_no_bos_nor_pad(t
     model = load_base_model(tmp_path, device="cpu")
     assert model.tokenizer.bos_token is None
     model.tokenizer.pad_token = None
-    samples = get_samples(model, ["Q: 12+34\n"], 2)
+    samples = get_samples(model, ["Q: 12+34\n", "F"], 2)
     assert samples.input_ids[0, :-2].tolist() == tokenizer("Q: 12+34\n")["input_ids"]
+    assert samples.attention_mask[1, : samples.prompt_len].sum() == 1
 
 
 def test_the_repositorys_models_stay_in_float32_by_whatever_path(monkeypatch):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.testing import assert_close
 
 from chapters.experiments import ch6_preferences_runs
@@ -187,9 +188,8 @@ def test_a_bad_line_is_named(tmp_path, row, named):
 
 
 def test_parquet_is_read_through_datasets(tmp_path):
-    datasets = pytest.importorskip("datasets")
     rows = {"prompt": ["A", "B"], "chosen": ["c", "d"], "rejected": ["e", "f"]}
-    datasets.Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
+    Dataset.from_dict(rows).to_parquet(tmp_path / "pairs.parquet")
     assert load_preferences(tmp_path / "pairs.parquet").chosen == ("c", "d")
 
 

@@ -156,6 +156,8 @@ def main() -> None:
     except SyntaxError as error:
         parser.exit(1, f"{error.filename}, line {error.lineno}: {error.msg}; mend that first\n")
     except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] not in ("solutions", "tests"):
+            raise
         parser.exit(1, f"{error}: a chapter needs solutions/NAME.py and tests/checks/NAME.py\n")
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")

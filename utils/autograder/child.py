@@ -90,8 +90,10 @@ def list_definitions(
 ) -> dict[str, Any]:
     """List what a file defines of the chapters' names. Parses and compiles, and runs nothing.
 
-    given: lines of the course's own notebooks. solved: names of which digests are wanted. A cell
-    that takes more than `patience` seconds to parse costs itself.
+    names: those of each chapter. given: lines of the course's own notebooks, of which nothing is
+    said. solved: names of which digests are wanted. A cell that takes more than `patience` seconds
+    to parse costs itself. Places come without the file's name; "problems" say what is wrong with
+    the file and "left_out" what of it is not run, both by cell and line.
     """
     name, data = file
     parsed, kept, statements = read(name, data, set().union(*names.values()), patience)
@@ -144,8 +146,8 @@ def read(
 def find_names(
     parsed: Parsed, statements: list[Any], names: dict[str, set[str]]
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Find the names of each chapter that a file defines or may define, and those of them all that
-    are stubs."""
+    """Find the names of each chapter that a file defines or may define, and which of all these are
+    stubs."""
     stems = {PurePosixPath(name).stem for name in parsed.written}
     imports = [s for s in statements if isinstance(s, ast.ImportFrom)]
     from_written = [s for s in imports if str(s.module).rpartition(".")[2] in stems]

@@ -26,7 +26,7 @@ from utils.grading.comparison import Mismatch
 from utils.grading.diagnosis import diagnose
 from utils.grading.judging import Verdict, count_points, judge, observe_reference
 from utils.grading.packing import unpack
-from utils.grading.points import Points, Report
+from utils.grading.points import ExerciseReport, Points, Report
 from utils.grading.probes import collect_sources
 from utils.grading.reference import get_chapter_source, get_given_lines, get_source
 from utils.grading.substitution import ChapterSource
@@ -243,12 +243,14 @@ class Grader:
             arguments = {"file": file, "patience": self.patience} | known
             reply = self.ask(Job("list_definitions", self.options.seconds, arguments))
             said = reply.outcome.value.format(seconds=self.options.seconds)
-            if not said:
-                try:
-                    inspected.append((file, unpack(reply.data)))
-                except ValueError:
-                    said = "gave nothing that can be read"
-            if said:
+            try:
+                seen = None if said else unpack(reply.data)
+            except ValueError:
+                seen = None
+            if isinstance(seen, dict):
+                inspected.append((file, seen))
+            else:
+                said = said or "gave nothing that can be read"
                 self.problems.append(f"{file[0]}: reading it {said}")
         return inspected
 
@@ -285,7 +287,7 @@ class Grader:
 
 def _describe(
     chapter: str, exercise: str, verdicts: list[Verdict], sentence: str | None, seconds: float
-) -> Report:
+) -> ExerciseReport:
     checks = [
         {
             "name": verdict.check.name,
@@ -321,7 +323,7 @@ def _bound(lines: list[str], most: int) -> list[str]:
     return each[:most] + [f"and {len(each) - most} more"] * (len(each) > most)
 
 
-def _require_own_work(exercises: list[Report]) -> None:
+def _require_own_work(exercises: list[ExerciseReport]) -> None:
     """Let a method that the chapter's own class inherits fail, as `GrpoTrainer.train`, unless one
     of the class's other exercises is solved: it would be an earlier chapter's that is graded."""
     for exercise in exercises:

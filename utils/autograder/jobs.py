@@ -54,7 +54,7 @@ class Job:
 
     action: str
     seconds: int
-    arguments: Any
+    arguments: Any  # by name; of "run_probe", a `child.ProbeRun`
 
 
 def start(connection: Connection, limits: sandbox.Limits) -> None:

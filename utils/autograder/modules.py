@@ -35,7 +35,8 @@ SHADOWED = {*COURSE, *sys.stdlib_module_names}
 
 
 def get_package(name: str) -> str:
-    """Return the package of a file, for relative imports: below the last folder that is none."""
+    """Return the package of a file, for relative imports: its folders below the last one whose name
+    is no identifier."""
     parts = Path(name).parts[:-1]
     strange = [n for n, part in enumerate(parts, 1) if not part.isidentifier()]
     return ".".join(parts[max(strange, default=0) :])
@@ -122,7 +123,7 @@ class Runner:
                 self.said.append(f"{place}: it was stopped, as loops and calls took too long")
         except BaseException as error:
             said = f"{place}: {type(error).__name__}: {error}"[:300]
-            # What notebooks import for experiments is read nowhere here, and no exercise needs it.
+            # What notebooks import for experiments can't be read here, and no exercise needs it.
             is_shut = isinstance(error, PermissionError) and COURSE_CODE in str(error.filename)
             if len(self.said) < MAX_SAID and not is_shut:
                 self.said.append(said)

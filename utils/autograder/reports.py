@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from utils.autograder.roster import shield
-from utils.grading.points import Report
+from utils.grading.points import ExerciseReport, Report
 
 MAX_PROBLEMS = 5  # of a submission, on the page of the class and in its table
 TEMPLATES = Path(__file__).parent / "templates"
@@ -69,7 +69,7 @@ def make_gradescope(report: Report) -> dict[str, Any]:
     }
 
 
-def _say_not_graded(exercise: Report) -> str:
+def _say_not_graded(exercise: ExerciseReport) -> str:
     """Say that the grader failed at some of an exercise's checks, or at all."""
     failed, of = exercise["not_graded"], len(exercise["checks"])
     part = "" if failed == of else f", {failed} of {of} checks"
@@ -86,7 +86,7 @@ def format_problems(report: Report) -> str:
     return "\n".join(lines)
 
 
-def format_exercise(exercise: Report) -> str:
+def format_exercise(exercise: ExerciseReport) -> str:
     """Format a line per check, what is wrong below it, and the mistake's sentence."""
     messages = {check["message"] for check in exercise["checks"]}
     sentence = [f"→ {exercise['sentence']}"] if exercise["sentence"] else []

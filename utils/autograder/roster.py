@@ -133,8 +133,8 @@ class Grade:
 
     person: Person
     files: str  # that count
-    score: float  # before what the roster says, and
-    total: float  # after it
+    score: float  # points before the roster's adjustment
+    total: float  # points after it
     most: float  # to reach: without any file, that of the chapters that were set
 
 

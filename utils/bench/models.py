@@ -113,6 +113,6 @@ def get_sites(folder: Path | str) -> tuple[str, ...]:
 
 
 def make_data(pairs: list[Pair] | None = None) -> tuple[list[str], list[str]]:
-    """Return the prompts of additions, of all that are trained on by default, and their answers."""
+    """Return the prompts and answers of these additions, or of all training pairs."""
     pairs = training_pairs() if pairs is None else pairs
     return [addition_prompt(a, b) for a, b in pairs], [str(a + b) for a, b in pairs]

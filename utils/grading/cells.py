@@ -53,9 +53,8 @@ class Parsed:
     statements: list[Any] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     sources: dict[str, str] = field(default_factory=dict)  # the texts of the places
-    written: dict[str, str] = field(
-        default_factory=dict
-    )  # modules of `%%writefile` that it imports
+    # Modules of `%%writefile` that it imports.
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def parse(data: bytes, name: str, limit: Callable[[str, list[str]], Any] | None = None) -> Parsed:

@@ -155,19 +155,19 @@ def _fits_uncached(verdicts: list[Verdict], pair: KnownAnswer, secret: str) -> b
         return False
     student = StudentNames(vars(module))
 
-    def is_same(verdict: Verdict) -> bool:
+    def fits(verdict: Verdict) -> bool:
         check = verdict.check
-        return _is_same(verdict, lambda i: run_check(check, student, i, secret)[0], secret)
+        return _repeats(verdict, lambda i: run_check(check, student, i, secret)[0], secret)
 
     try:
-        return all(map(is_same, verdicts))
+        return all(map(fits, verdicts))
     finally:
         del sys.modules[module.__name__]
 
 
 def _is_as_observed(secret: str, mistake: KnownAnswer, verdict: Verdict) -> bool:
     check = verdict.check
-    return _is_same(verdict, lambda i: observe_answer(mistake, check, i, secret), secret)
+    return _repeats(verdict, lambda i: observe_answer(mistake, check, i, secret), secret)
 
 
 def _is_as_recorded(mistake: recorded.RecordedMistake, verdict: Verdict) -> bool:
@@ -178,10 +178,10 @@ def is_same_as_recorded(verdict: Verdict, observed: Any) -> bool:
     """Return whether a verdict's observations are those that were recorded of a mistake."""
     if observed == recorded.SAME or verdict.passed:
         return verdict.passed and observed == recorded.SAME
-    return len(observed) == len(verdict.observations) and _is_same(verdict, observed.__getitem__)
+    return len(observed) == len(verdict.observations) and _repeats(verdict, observed.__getitem__)
 
 
-def _is_same(verdict: Verdict, observe: Callable[[int], Any], secret: str = "") -> bool:
+def _repeats(verdict: Verdict, observe: Callable[[int], Any], secret: str = "") -> bool:
     """Return whether what is observed with each seed's index is what a verdict's student did."""
     return all(
         same_observation(verdict.check, observed, observe(i), i, secret)

@@ -32,7 +32,7 @@ class Verdict:
     seconds: float = 0.0  # that it took, where it was run here
     is_timeout: bool = False  # it was stopped, where it was run apart
     is_unwritten: bool = False  # its answer holds nothing but the stub, where it was run apart
-    error: str = ""  # of the grader, an instructor's to read: nothing is known of the answer then
+    error: str = ""  # what failed in the grader, for instructors; the answer is unjudged then
 
     @property
     def passed(self) -> bool:

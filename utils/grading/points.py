@@ -20,7 +20,8 @@ from utils.chapters import sort_chapters
 TESTS = Path(__file__).parents[2] / "tests"
 FILE = TESTS / "points.toml"
 CORE_SHARE = 2 / 3
-Report = dict[str, Any]  # of a submission, and of an exercise in it
+Report = dict[str, Any]  # of a submission
+ExerciseReport = dict[str, Any]  # of one exercise in it
 VISIBILITIES = ("visible", "after_due_date", "after_published", "hidden")
 
 
@@ -75,7 +76,7 @@ class Points:
             "exercises": exercises,
         }
 
-    def _score_exercise(self, exercise: Report) -> Report:
+    def _score_exercise(self, exercise: ExerciseReport) -> ExerciseReport:
         row = self.table.get(exercise["chapter"], {}).get(exercise["name"], {})
         found = exercise["checks"]
         is_error = [bool(check.get("error")) for check in found]

@@ -251,7 +251,12 @@ class NativeDecoder(Decoder):
         self.values: list[Tensor] = []
         native.freeze()
 
-    def start(self, prompt_ids, prompt_mask, max_new_tokens) -> Float[Tensor, "batch vocab"]:
+    def start(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+    ) -> Float[Tensor, "batch vocab"]:
         """Read each distinct prompt once, and fill the caches of its copies with the result."""
         native, seq = self.native, prompt_ids.shape[1]
         both = torch.cat([prompt_ids, prompt_mask], dim=1)
@@ -283,7 +288,9 @@ class NativeDecoder(Decoder):
         self.active = torch.arange(len(copies), device=ids.device)  # rows of the cache that go on
         return self._unembed(x.unflatten(0, ids.shape)[:, -1])[copies]
 
-    def advance(self, tokens, goes_on) -> Float[Tensor, "kept vocab"]:
+    def advance(
+        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
+    ) -> Float[Tensor, "kept vocab"]:
         """Read the tokens of the rows that go on, and return their next logits."""
         self.active, tokens = self.active[goes_on], tokens[goes_on]
         if len(self.active) <= LEAVE * len(self.positions):
@@ -344,7 +351,12 @@ class GraphDecoder(NativeDecoder):
         self.native = native
 
     @torch.no_grad()
-    def start(self, prompt_ids, prompt_mask, max_new_tokens) -> Float[Tensor, "batch vocab"]:
+    def start(
+        self,
+        prompt_ids: Int[Tensor, "batch seq"],
+        prompt_mask: Int[Tensor, "batch seq"],
+        max_new_tokens: int,
+    ) -> Float[Tensor, "batch vocab"]:
         """Read each distinct prompt once, and copy the result into the kept buffers."""
         logits = super().start(prompt_ids, prompt_mask, 0)
         columns = prompt_ids.shape[1] + max_new_tokens
@@ -354,7 +366,9 @@ class GraphDecoder(NativeDecoder):
         return logits
 
     @torch.no_grad()
-    def advance(self, tokens, goes_on) -> Float[Tensor, "kept vocab"]:
+    def advance(
+        self, tokens: Int[Tensor, "row"], goes_on: Bool[Tensor, "row"]
+    ) -> Float[Tensor, "kept vocab"]:
         """Read the tokens of the rows that go on, and return their next logits."""
         step = self._get_step()
         self.active, tokens = self.active[goes_on], tokens[goes_on]

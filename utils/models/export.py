@@ -324,7 +324,7 @@ def _write_export(folder: str | Path) -> Iterator[Path]:
 # --- The command ----------------------------------------------------------------------------------
 
 
-def read_run(path: Path) -> tuple[Parts, list[str], dict[str, Any]]:
+def read_run(path: str | Path) -> tuple[Parts, list[str], dict[str, Any]]:
     """Load the base of a run, and its adapters, or those of a file in it; name its tensors that
     belong to no adapter, as those of a value head, and give its arguments.
 
@@ -353,7 +353,8 @@ def read_run(path: Path) -> tuple[Parts, list[str], dict[str, Any]]:
     return Parts(base, adapters), [name for name in trained if name not in names], args
 
 
-FORMATS: dict[str, tuple[Callable[..., None], str, str]] = {  # with what reads it, of a library
+# By name: what saves it, the class that loads it, and that class's library.
+FORMATS: dict[str, tuple[Callable[..., None], str, str]] = {
     "peft": (save_peft_adapter, "AutoPeftModelForCausalLM", "peft"),
     "merged": (save_merged, "AutoModelForCausalLM", "transformers"),
 }

@@ -133,7 +133,7 @@ class Step:
                 product.take_weights(products)
 
     def begin(self, decoder: Any, logits: Float[Tensor, "row vocab"]) -> None:
-        """Take over what a decoder's forward pass has made of the prompts: it's the user then.
+        """Take over what a decoder's forward pass has made of the prompts, and make it the user.
 
         Behind the prompts the caches are cleared. What an earlier decoder left there has a weight
         of 0, but if it's nan, so is 0 times it.
@@ -170,11 +170,16 @@ class Step:
         self.positions.add_(1)
         self.column.add_(1)
 
-    def _run(self, block, products, x, rotary, keys, values) -> Float[Tensor, "row d_model"]:
-        """Compute `project`, attention and `finish` of a block, in fewer and larger kernels.
-
-        keys, values: its caches, [row kv_heads column d_head].
-        """
+    def _run(
+        self,
+        block: Block,
+        products: list[JoinedProduct],
+        x: Float[Tensor, "row d_model"],
+        rotary: tuple[Tensor, Tensor] | None,
+        keys: Float[Tensor, "row kv_heads column d_head"],
+        values: Float[Tensor, "row kv_heads column d_head"],
+    ) -> Float[Tensor, "row d_model"]:
+        """Compute `project`, attention and `finish` of a block, in fewer and larger kernels."""
         project, out, mlp_in, mlp_out = products
         n_q, n_kv, _ = block.heads
         heads = project(normalize(block.norms[0], x)).unflatten(1, (-1, block.d_head))

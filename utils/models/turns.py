@@ -6,6 +6,7 @@ over a decoder's `start`, `draw` and `advance`, as `Decoder.generate` is, with t
 """
 
 import contextlib
+import copy
 import inspect
 import threading
 import warnings
@@ -18,7 +19,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from utils.models.decoding import Draws, draw, get_decoder, get_pad_and_ends
-from utils.rewards import copy_containers
 from utils.validation import require
 
 CHARACTERS = 1000  # of an answer that are read for each token of room
@@ -81,8 +81,8 @@ class Environment:
     those of `columns`, each with its row's value, a copy if that is a list or a dict.
 
     After `max_calls` answers, the next turn gets none and ends the rollout. Calls are made one
-    after another, each in a thread, and given up after `seconds`; one that never returns goes on in
-    its thread until the program ends.
+    after another, each in a thread of its own, so what is bound to a thread doesn't outlive a call.
+    After `seconds` one is given up; if it never returns, it goes on until the program ends.
 
     Raises ValueError for a `function` that is none, takes no turn or needs another argument, and
     for an empty `turn_end`.
@@ -105,7 +105,10 @@ class Environment:
 
     def ask(self, turn: str, row: dict[str, Any]) -> str | Failure | None:
         """Return what the environment answers to a turn; warn if that is a failure."""
-        known = {name: copy_containers(row[name]) for name in self.named}
+        known = {name: row[name] for name in self.named}
+        for name, value in known.items():
+            if isinstance(value, list | dict):  # such as a chat, which it may go on with
+                known[name] = copy.deepcopy(value)
         answers: list[str | Failure | None] = []
         thread = threading.Thread(
             target=lambda: answers.append(self._call(turn, known)), daemon=True, name="environment"

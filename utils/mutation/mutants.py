@@ -11,16 +11,18 @@ reason why it is the same function, or open to the student ("open: ..."), or the
 import argparse
 import ast
 import functools
+import multiprocessing
 import os
 import re
 import sys
 import textwrap
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm.contrib.concurrent import process_map
+from tqdm import tqdm
 
 from utils.grading import reference
 from utils.grading.checks import get_chapters, get_checks
@@ -31,8 +33,8 @@ from utils.mutation.operators import get_names, mutate
 
 ACCEPTED = Path(__file__).parents[2] / "tests" / "accepted_mutants.toml"
 OUT = Path("runs/mutants.md")
-# By tests/course: what records what is shown, and what checks a trainer's arguments beyond the
-# contract.
+# Definitions that tests/course covers instead: what records what is shown, and what checks a
+# trainer's arguments beyond the contract.
 TESTED_ELSEWHERE = re.compile(r"Args\.__post_init__$|(\.|^)_*record_\w+$")
 MADE_AND_CALLED = {"__init__", "__post_init__", "train"}  # methods that run without being named
 
@@ -157,9 +159,11 @@ def get_accepted(chapter: str) -> dict[str, str]:
 def find_alive(mutants: list[Mutant]) -> list[Mutant]:
     """Find the mutants that no check rejects, in as many processes as there are processors."""
     torch.set_num_threads(1)  # forked children of a process that has used two hang
-    workers = os.cpu_count()
-    killed = process_map(is_killed, mutants, max_workers=workers, chunksize=4, unit="mutant")
-    return [mutant for mutant, is_dead in zip(mutants, killed, strict=True) if not is_dead]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        killed = pool.map(is_killed, mutants, chunksize=4)
+        pairs = zip(mutants, tqdm(killed, total=len(mutants), unit="mutant"), strict=True)
+        return [mutant for mutant, is_dead in pairs if not is_dead]
 
 
 def main() -> None:

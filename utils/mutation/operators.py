@@ -208,5 +208,6 @@ def _change_arguments(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
         yield f"{argument.arg} is ignored", _unparse(changed)
         for value in _change_constant(getattr(default, "value", None)):
             defaults[i] = ast.Constant(value)
-            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", _unparse(function)
+            text = _unparse(function)
             defaults[i] = default
+            yield f"{argument.arg}={_show(default)} -> {argument.arg}={value}", text

@@ -26,7 +26,7 @@ from utils.validation import Count, CountOrZero, Positive, check_fields, require
 class DpoCommand:
     """Train by DPO on a file of preferences. The reference is the base."""
 
-    #: Lines of prompt, chosen and rejected: .jsonl, or .parquet with `datasets`.
+    #: Lines of prompt, chosen and rejected: .jsonl or .parquet.
     data: Path
     #: Held-out preferences, like --data: measured before and after.
     eval_data: Path | None = None
@@ -78,7 +78,7 @@ def train_on_preferences(command: DpoCommand) -> list[dict[str, float]]:
     options = name_fields(command)
     options.pop("config")
     write_options(folder, {"command": "dpo"} | options)
-    append_rows(folder / "metrics.jsonl", history)
+    append_rows(folder / "metrics.jsonl", history, anew=True)
     model.save_adapter(folder / "adapter.safetensors")
     # What `python -m utils.models.export` and `utils.sample` read: of the context, half at most.
     gen_len = min(128, model.cfg.n_ctx // 2)
