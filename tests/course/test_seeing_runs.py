@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from solutions.ch0_sampling import sample_completions
+from solutions.ch1_lora import TransformerWithLora
 from solutions.ch2_ppo import RLHFArgs, RLHFTrainer
 from solutions.ch3_grpo import GrpoArgs, GrpoTrainer
 from solutions.ch7_scale import RefreshArgs, RefreshTrainer
@@ -75,6 +76,15 @@ def test_a_folder_and_its_adapter_file_are_the_same_policy(run, tmp_path):
             assert torch.equal(layer.compute_delta(), other.adapters[site].compute_delta())
     with pytest.raises(ValueError, match=r"base should name the model of .*--base"):
         sample.load_policy(alone)
+
+
+def test_an_adapter_file_in_a_run_has_its_own_scaling(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    model = TransformerWithLora.from_pretrained("embedded", rank=3, alpha=6, device="cpu")
+    model.save_adapter(tmp_path / "run" / "other.safetensors")
+    policy, args = sample.load_policy(tmp_path / "run" / "other.safetensors")
+    assert {layer.scaling for layer in policy.adapters.values()} == {2.0}
+    assert args["lora_alpha"] / args["lora_rank"] != 2.0
 
 
 def test_a_ppo_run_is_sampled_without_its_value_head(tmp_path):

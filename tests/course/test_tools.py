@@ -274,13 +274,13 @@ def test_what_an_environment_changes_is_a_copy():
 
     def change(turn, prompt, notes):
         prompt.append({"role": "assistant", "content": turn})
-        notes["seen"] = turn
+        notes["seen"].add(turn)
         return ""
 
-    row = {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+    row = {"prompt": [{"role": "user", "content": "2*3"}], "notes": {"seen": set()}}
     environment = Environment(change, ["notes"])
     assert environment.ask("<2*3>", row) == ""
-    assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {}}
+    assert row == {"prompt": [{"role": "user", "content": "2*3"}], "notes": {"seen": set()}}
 
 
 @pytest.mark.parametrize("turn_end", ["\n", ">=", "<eos>", ": 1"])
